@@ -1,0 +1,35 @@
+// The one pinned allocation: an exact, page-aligned, anonymous mapping.
+#pragma once
+
+#include <cstddef>
+
+namespace infinity {
+
+// Life cycle: mmap (huge pages advised) → [Python: cudaHostRegister] → leases carved by Python → munmap.
+// Pages are touched on first use only. Excluded from fork (MADV_DONTFORK) and from core dumps (MADV_DONTDUMP).
+//
+// Invariant: address() is 2 MiB-aligned and never moves.
+class Arena {
+ public:
+  // Throws std::system_error when the mapping fails; std::invalid_argument when nbytes is 0.
+  Arena(std::size_t nbytes, bool huge_pages);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  [[nodiscard]] std::byte* address() const { return address_; }
+  [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
+  // Whether the kernel accepted the advice to use huge pages.
+  [[nodiscard]] bool huge_pages() const { return huge_pages_; }
+  // Gives the pages of [offset, offset + nbytes) back to the system; they read as zeros afterwards.
+  void discard(std::size_t offset, std::size_t nbytes);
+
+ private:
+  void* mapping_ = nullptr;
+  std::size_t mapping_bytes_ = 0;
+  std::byte* address_ = nullptr;
+  std::size_t nbytes_ = 0;
+  bool huge_pages_ = false;
+};
+
+}  // namespace infinity

@@ -1,0 +1,57 @@
+// A one-shot result shared by the thread that works and the threads that wait.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace infinity {
+
+// Why an operation failed. `error_number` is an errno value, or 0 where no system call failed.
+struct Failure {
+  std::string operation;  // "read", "write", ...
+  std::string path;
+  std::uint64_t offset = 0;  // bytes, of the block that failed
+  std::uint64_t nbytes = 0;  // bytes, of the block that failed
+  int error_number = 0;
+  std::string message;
+};
+
+// pending ──complete()──▶ done, with or without a failure; never back.
+//
+// Invariant: callbacks run exactly once, on the completing thread, or inline when already done.
+class Completion {
+ public:
+  Completion() = default;
+  Completion(const Completion&) = delete;
+  Completion& operator=(const Completion&) = delete;
+
+  void complete(std::optional<Failure> failure = std::nullopt);
+
+  [[nodiscard]] bool done() const;
+  void wait() const;
+  // Returns false when the time passed first.
+  [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
+  // Only meaningful once done() is true.
+  [[nodiscard]] const std::optional<Failure>& failure() const { return failure_; }
+
+  // `callback` must not block and must not throw.
+  void then(std::function<void()> callback);
+
+ private:
+  mutable std::mutex mutex_;
+  mutable std::condition_variable changed_;
+  bool done_ = false;
+  std::optional<Failure> failure_;
+  std::vector<std::function<void()>> callbacks_;
+};
+
+using Future = std::shared_ptr<Completion>;
+
+}  // namespace infinity

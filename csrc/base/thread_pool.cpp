@@ -1,0 +1,93 @@
+#include "base/thread_pool.hpp"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace infinity {
+
+struct ThreadPool::Shared {
+  std::mutex caller;  // one parallel_for at a time
+  std::mutex mutex;
+  std::condition_variable work;
+  std::condition_variable finished;
+  const std::function<void(std::size_t)>* task = nullptr;
+  std::size_t count = 0;
+  std::atomic<std::size_t> next{0};
+  unsigned busy = 0;  // workers inside the current round
+  unsigned long round = 0;
+  bool stop = false;
+  pid_t pid = getpid();
+  std::vector<std::thread> threads;
+
+  void drain(const std::function<void(std::size_t)>& current, std::size_t total) {
+    for (std::size_t index = next.fetch_add(1); index < total; index = next.fetch_add(1)) current(index);
+  }
+
+  void serve() {
+    unsigned long seen = 0;
+    std::unique_lock lock(mutex);
+    for (;;) {
+      work.wait(lock, [&] { return stop || (round != seen && task != nullptr); });
+      if (stop) return;
+      seen = round;
+      ++busy;
+      const auto* current = task;
+      const std::size_t total = count;
+      lock.unlock();
+      drain(*current, total);
+      lock.lock();
+      if (--busy == 0) finished.notify_all();
+    }
+  }
+};
+
+ThreadPool::ThreadPool(unsigned threads) : shared_(std::make_unique<Shared>()) {
+  if (threads == 0) throw std::invalid_argument("a thread pool needs at least one thread");
+  for (unsigned index = 1; index < threads; ++index) shared_->threads.emplace_back([this] { shared_->serve(); });
+}
+
+ThreadPool::~ThreadPool() {
+  if (getpid() != shared_->pid) {
+    // In a forked child the threads do not exist: neither join them nor destroy what they hold.
+    static_cast<void>(shared_.release());
+    return;
+  }
+  {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->stop = true;
+  }
+  shared_->work.notify_all();
+  for (auto& thread : shared_->threads) thread.join();
+}
+
+unsigned ThreadPool::threads() const { return static_cast<unsigned>(shared_->threads.size()) + 1; }
+
+void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::size_t)>& task) {
+  Shared& shared = *shared_;
+  if (shared.threads.empty() || count < 2) {
+    for (std::size_t index = 0; index < count; ++index) task(index);
+    return;
+  }
+  const std::lock_guard one_at_a_time(shared.caller);
+  {
+    const std::lock_guard lock(shared.mutex);
+    shared.task = &task;
+    shared.count = count;
+    shared.next = 0;
+    ++shared.round;
+  }
+  shared.work.notify_all();
+  shared.drain(task, count);
+  std::unique_lock lock(shared.mutex);
+  // A worker that wakes only now must not see a task that is gone.
+  shared.task = nullptr;
+  shared.finished.wait(lock, [&] { return shared.busy == 0; });
+}
+
+}  // namespace infinity

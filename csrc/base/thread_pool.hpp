@@ -1,0 +1,29 @@
+// A fixed set of compute threads. Our own, because a second OpenMP runtime beside torch's oversubscribes the cores.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+
+namespace infinity {
+
+class ThreadPool {
+ public:
+  // `threads` counts the calling thread: 1 runs everything inline and starts none.
+  explicit ThreadPool(unsigned threads);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  [[nodiscard]] unsigned threads() const;
+
+  // Runs task(0) … task(count - 1), each once, in no fixed order; the caller takes part and returns when all are done.
+  // May be called from several threads; the calls run one after the other. `task` must not throw.
+  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& task);
+
+ private:
+  struct Shared;
+  std::unique_ptr<Shared> shared_;
+};
+
+}  // namespace infinity

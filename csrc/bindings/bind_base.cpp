@@ -1,0 +1,133 @@
+#include <unistd.h>
+
+#include <chrono>
+#include <system_error>
+
+#include "base/arena.hpp"
+#include "bindings/common.hpp"
+
+namespace infinity::bindings {
+
+Memory memory_from(const py::handle& object, bool writable, const char* name) {
+  if (!PyObject_CheckBuffer(object.ptr())) {
+    throw py::type_error(std::string(name) + " must be a buffer (memoryview or numpy array), not " +
+                         std::string(py::str(py::type::of(object).attr("__name__"))));
+  }
+  const auto buffer = py::reinterpret_borrow<py::buffer>(object);
+  auto info = std::make_shared<py::buffer_info>(buffer.request(false));
+  if (writable && info->readonly) throw py::value_error(std::string(name) + " is read-only");
+  py::ssize_t expected = info->itemsize;
+  for (py::ssize_t axis = info->ndim; axis-- > 0;) {
+    if (info->shape[static_cast<std::size_t>(axis)] > 1 && info->strides[static_cast<std::size_t>(axis)] != expected) {
+      throw py::value_error(std::string(name) + " is not contiguous");
+    }
+    expected *= info->shape[static_cast<std::size_t>(axis)];
+  }
+  Memory memory;
+  memory.data = static_cast<std::byte*>(info->ptr);
+  memory.nbytes = static_cast<std::size_t>(info->size) * static_cast<std::size_t>(info->itemsize);
+  memory.owner = std::move(info);
+  return memory;
+}
+
+void raise_os_error(const std::system_error& error, const std::string& path) {
+  PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what(), path).ptr());
+  throw py::error_already_set();
+}
+
+PyFuture::PyFuture(Future future, std::vector<Memory> kept)
+    : future_(std::move(future)), kept_(std::move(kept)), pid_(getpid()) {}
+
+PyFuture::~PyFuture() {
+  // In a forked child nobody would ever complete it, and the request's buffers are the parent's.
+  if (pid_ != getpid()) return;
+  const py::gil_scoped_release unlocked;
+  future_->wait();
+}
+
+bool PyFuture::wait(std::optional<double> timeout_s) const {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kSlice = std::chrono::milliseconds(100);
+  const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                           std::chrono::duration<double>(timeout_s.value_or(0.0)));
+  for (;;) {
+    auto slice = std::chrono::duration_cast<std::chrono::nanoseconds>(kSlice);
+    if (timeout_s)
+      slice = std::min(slice, std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - Clock::now()));
+    bool done = false;
+    {
+      const py::gil_scoped_release unlocked;
+      done = future_->wait_for(std::max(slice, std::chrono::nanoseconds(0)));
+    }
+    if (done) return true;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (timeout_s && Clock::now() >= deadline) return false;
+  }
+}
+
+std::optional<Failure> PyFuture::failure() const {
+  if (!future_->done()) throw std::runtime_error("the request is not done; wait() first");
+  return future_->failure();
+}
+
+namespace {
+
+// Exports a range of the arena through the buffer protocol and keeps the arena alive.
+struct ArenaView {
+  std::shared_ptr<Arena> arena;
+  std::size_t offset;
+  std::size_t nbytes;
+};
+
+py::memoryview view_of(const std::shared_ptr<Arena>& arena, std::size_t offset, std::size_t nbytes) {
+  if (offset > arena->nbytes() || nbytes > arena->nbytes() - offset) {
+    throw py::value_error("bytes [" + std::to_string(offset) + ", " + std::to_string(offset + nbytes) +
+                          ") are outside the arena of " + std::to_string(arena->nbytes()));
+  }
+  return py::memoryview(py::cast(ArenaView{arena, offset, nbytes}));
+}
+
+}  // namespace
+
+void bind_base(py::module_& module) {
+  py::class_<ArenaView>(module, "_ArenaView", py::buffer_protocol()).def_buffer([](ArenaView& view) {
+    return py::buffer_info(reinterpret_cast<std::uint8_t*>(view.arena->address() + view.offset),
+                           static_cast<py::ssize_t>(view.nbytes));
+  });
+
+  py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
+      .def(py::init([](std::size_t nbytes, bool huge_pages) {
+             try {
+               return std::make_shared<Arena>(nbytes, huge_pages);
+             } catch (const std::system_error& error) {
+               raise_os_error(error, "");
+             }
+           }),
+           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true)
+      .def_property_readonly("address",
+                             [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
+      .def_property_readonly("nbytes", &Arena::nbytes)
+      .def_property_readonly("huge_pages", &Arena::huge_pages)
+      .def("view", &view_of, py::arg("offset"), py::arg("nbytes"))
+      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"));
+
+  py::class_<Failure>(module, "Failure")
+      .def_readonly("operation", &Failure::operation)
+      .def_readonly("path", &Failure::path)
+      .def_readonly("offset", &Failure::offset)
+      .def_readonly("nbytes", &Failure::nbytes)
+      .def_readonly("errno", &Failure::error_number)
+      .def_readonly("message", &Failure::message);
+
+  py::class_<PyFuture>(module, "IOFuture")
+      .def("done", &PyFuture::done)
+      .def("wait", &PyFuture::wait, py::arg("timeout_s") = py::none())
+      .def("failure", &PyFuture::failure);
+
+  py::class_<PyPool>(module, "ThreadPool")
+      .def(py::init([](unsigned threads) { return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads)); }),
+           py::arg("threads"))
+      .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); });
+}
+
+}  // namespace infinity::bindings

@@ -1,0 +1,94 @@
+// What every binding file shares: buffers in, futures out.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "aio/engine.hpp"
+#include "base/future.hpp"
+#include "base/thread_pool.hpp"
+#include "cpu_adam/adam.hpp"
+
+namespace infinity::bindings {
+
+namespace py = pybind11;
+
+// Memory lent by a Python object; the object stays alive, and exports its buffer, as long as this does.
+struct Memory {
+  std::byte* data = nullptr;
+  std::size_t nbytes = 0;
+  std::shared_ptr<py::buffer_info> owner;
+};
+
+// A contiguous buffer as bytes. TypeError when `object` is no buffer, ValueError when it is not contiguous, or
+// read-only where it must be written.
+Memory memory_from(const py::handle& object, bool writable, const char* name);
+
+DType dtype_from(const std::string& name);
+Master master_from(const std::string& name);
+Isa isa_from(const std::optional<std::string>& name);
+
+// A future as Python sees it, with the buffers its request uses.
+//
+// Invariant: the buffers outlive the request: the destructor waits for it.
+class PyFuture {
+ public:
+  PyFuture(Future future, std::vector<Memory> kept);
+  ~PyFuture();
+  PyFuture(const PyFuture&) = delete;
+  PyFuture& operator=(const PyFuture&) = delete;
+
+  [[nodiscard]] bool done() const { return future_->done(); }
+  // Waits in slices without the GIL, so that Ctrl-C is served.
+  [[nodiscard]] bool wait(std::optional<double> timeout_s) const;
+  [[nodiscard]] std::optional<Failure> failure() const;
+
+ private:
+  Future future_;
+  std::vector<Memory> kept_;
+  int pid_;
+};
+
+// Python closes things before they are collected; a closed one raises on use.
+template <class T>
+class Closable {
+ public:
+  explicit Closable(std::shared_ptr<T> value) : value_(std::move(value)) {}
+  ~Closable() { close(); }
+  Closable(const Closable&) = delete;
+  Closable& operator=(const Closable&) = delete;
+
+  [[nodiscard]] const std::shared_ptr<T>& get() const {
+    if (value_ == nullptr) throw py::value_error("used after close()");
+    return value_;
+  }
+  // May wait for work in flight: without the GIL.
+  void close() {
+    auto value = std::move(value_);
+    value_ = nullptr;
+    const py::gil_scoped_release unlocked;
+    value.reset();
+  }
+
+ private:
+  std::shared_ptr<T> value_;
+};
+
+using PyEngine = Closable<IoEngine>;
+using PyFile = Closable<File>;
+using PyPool = Closable<ThreadPool>;
+
+// Throws OSError(errno, message, path) for a std::system_error.
+[[noreturn]] void raise_os_error(const std::system_error& error, const std::string& path);
+
+void bind_base(py::module_& module);
+void bind_aio(py::module_& module);
+void bind_adam(py::module_& module);
+void bind_update(py::module_& module);
+
+}  // namespace infinity::bindings

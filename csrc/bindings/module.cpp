@@ -1,0 +1,10 @@
+// infinity._native: the C++ core as Python sees it. The contract, with shapes and errors, is infinity/_native.pyi.
+#include "bindings/common.hpp"
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "The C++ core of infinity: bytes, files and arithmetic.";
+  infinity::bindings::bind_base(module);
+  infinity::bindings::bind_aio(module);
+  infinity::bindings::bind_adam(module);
+  infinity::bindings::bind_update(module);
+}

@@ -1,0 +1,35 @@
+// Bits of the weight formats. Everything is static inline so that each translation unit keeps its own, compiled for its
+// own instruction set: a shared copy could carry AVX-512 code to a machine without it.
+#pragma once
+
+#include <cstdint>
+
+namespace infinity {
+
+static inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
+static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+// fp32 → bf16, half up. A NaN whose rounded half would not be one (it would overflow into ±0 or ±Inf) becomes a quiet
+// NaN of the same sign.
+static inline std::uint16_t round_half_up(std::uint32_t bits) {
+  const std::uint32_t rounded = (bits + 0x8000u) >> 16;
+  const bool was_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const bool is_nan = (rounded & 0x7fffu) > 0x7f80u;
+  return static_cast<std::uint16_t>(was_nan && !is_nan ? (bits >> 16) | 0x7fc0u : rounded);
+}
+
+// What round_half_up left over; 0 for the NaNs it had to change.
+static inline std::int16_t residual_of(std::uint32_t bits, std::uint16_t high) {
+  const std::uint32_t rounded = ((bits + 0x8000u) >> 16) & 0xffffu;
+  const std::uint32_t rest = bits - (static_cast<std::uint32_t>(high) << 16);
+  return static_cast<std::int16_t>(rounded == high ? rest : 0);
+}
+
+static inline float join(std::uint16_t high, std::int16_t rest) {
+  const auto wide = static_cast<std::uint32_t>(static_cast<std::int32_t>(rest));
+  return float_of((static_cast<std::uint32_t>(high) << 16) + wide);
+}
+
+static inline float float_of_bf16(std::uint16_t value) { return float_of(static_cast<std::uint32_t>(value) << 16); }
+
+}  // namespace infinity

@@ -1,0 +1,74 @@
+// One unit's optimizer work: read states → Adam → write states, in tiles, all three in flight.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aio/engine.hpp"
+#include "base/future.hpp"
+#include "base/thread_pool.hpp"
+#include "cpu_adam/adam.hpp"
+
+namespace infinity {
+
+// Where one state of a job lives. Memory only: updated in place. File only: read into staging, written back. Both:
+// memory is current, is updated in place, and what was updated is written to the file too. Element 0 of the job is at
+// memory[0] and file offset `offset`; each is 4 KiB-aligned and has room for the last tile rounded up to 4 KiB.
+struct StateStream {
+  std::byte* memory = nullptr;
+  std::shared_ptr<File> file;
+  std::uint64_t offset = 0;
+};
+
+struct UpdateJob {
+  AdamFormat format;
+  std::uint64_t numel = 0;
+  std::vector<Segment> segments;  // sorted, disjoint, within [0, numel)
+  float grad_scale = 1.0f;
+  StateStream weight;
+  StateStream residual;  // unused for Master::weight
+  StateStream exp_avg;
+  StateStream exp_avg_sq;
+  const std::byte* grad = nullptr;  // in memory
+};
+
+struct UpdateCounters {
+  std::uint64_t tiles = 0;
+  std::uint64_t adam_ns = 0;        // driver thread inside adam_update
+  std::uint64_t read_wait_ns = 0;   // driver thread idle because the next tile was not read yet
+  std::uint64_t write_wait_ns = 0;  // driver thread idle because no staging was free and no read was outstanding
+};
+
+// Jobs are done in the order they were submitted; tiles flow across job borders, so the pipe does not drain between
+// units. One driver thread: keeps reads going as far as staging reaches, runs Adam on the oldest tile that is read,
+// starts its writes. A tile in which every element is skipped (or in no segment) is neither read nor written.
+//
+// A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
+// States of a failed job are partly new, partly old.
+//
+// Invariant: the staging of a tile is reused only when its writes are complete.
+class UpdatePipeline {
+ public:
+  // `staging` is 4 KiB-aligned and holds at least two tiles of staging_tile_bytes(tile_numel) bytes.
+  // `tile_numel` is a positive multiple of 4096 elements, so that every stream's tile is a multiple of 4 KiB.
+  // Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
+  UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
+                 std::size_t staging_bytes, std::size_t tile_numel, Isa isa);
+  // Waits for what is in flight; jobs not begun fail with ECANCELED.
+  ~UpdatePipeline();
+  UpdatePipeline(const UpdatePipeline&) = delete;
+  UpdatePipeline& operator=(const UpdatePipeline&) = delete;
+
+  Future submit(UpdateJob job);  // throws std::invalid_argument for an inconsistent job
+  [[nodiscard]] UpdateCounters counters() const;
+
+  [[nodiscard]] static constexpr std::size_t staging_tile_bytes(std::size_t tile_numel) { return tile_numel * 16; }
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace infinity

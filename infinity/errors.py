@@ -1,0 +1,93 @@
+"""Everything infinity raises. One class per cause; each message says what happened, where, and what to do."""
+
+from __future__ import annotations
+
+import os
+
+
+class InfinityError(Exception):
+    """Base of every error infinity raises on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """The swap config, or an argument, is not usable as it stands."""
+
+
+class NotAvailableError(ConfigError):
+    """Something the design names and this version does not have yet."""
+
+
+class PlanError(InfinityError):
+    """The plan does not fit a budget. Names the unit, the budget and the smallest change that would fit."""
+
+
+class ModelError(InfinityError):
+    """The model, or what was done to it, is not something infinity can train."""
+
+
+class ReleasedParameterError(ModelError):
+    """A parameter, or its gradient, was used while its values are in the store."""
+
+
+class StaleWeightsError(ModelError):
+    """A backward pass needs weights, or saved tensors, that were changed since its forward pass."""
+
+
+class NonFiniteGradientError(InfinityError):
+    """Gradients were NaN or infinite several steps in a row. The states are those of the last good step."""
+
+
+class ForkError(InfinityError):
+    """infinity was used in a forked child, where its threads and pinned memory do not exist."""
+
+
+class StoreLockedError(InfinityError):
+    """The swap directory belongs to another run."""
+
+
+class SwapIOError(InfinityError, OSError):
+    """A transfer to or from the store failed.
+
+    Attributes:
+        errno: the system's error number, 0 where no system call failed.
+        path: the swap file.
+        offset: bytes from the start of the file.
+        nbytes: length of the block that failed.
+        unit, state: what was being moved; empty when not known.
+        step: the optimizer step during which it happened.
+    """
+
+    _ADVICE = {
+        5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
+        28: "The disk is full: free space, or set nvme.paths to a larger disk.",
+        22: "The file system refused the alignment or the flags: set nvme.engine: threads, or use ext4 or xfs.",
+    }
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        path: str,
+        offset: int = 0,
+        nbytes: int = 0,
+        errno: int = 0,
+        unit: str = "",
+        state: str = "",
+        step: int = 0,
+        detail: str = "",
+    ) -> None:
+        what = f"{state} of unit '{unit}'" if unit else "swap data"
+        cause = os.strerror(errno) if errno else detail
+        advice = self._ADVICE.get(errno, "Check the disk that holds the path.")
+        message = (
+            f"{operation} of {what} failed at step {step}: {path}, offset {offset}, {nbytes} bytes: {cause} "
+            f"(errno {errno}). {advice} The states in this store may be partly updated: start again from a saved model."
+        )
+        OSError.__init__(self, errno, message, path)
+        self.message = message
+        self.operation = operation
+        self.path, self.offset, self.nbytes = path, offset, nbytes
+        self.unit, self.state, self.step = unit, state, step
+
+    def __str__(self) -> str:
+        return self.message

@@ -1,0 +1,1 @@
+"""Bytes and files: the pinned arena, the engine, the store."""

@@ -1,0 +1,115 @@
+"""The one pinned allocation and the leases carved from it."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+
+import torch
+
+from infinity import _native
+from infinity.errors import PlanError
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+
+
+class Lease:
+    """A borrowed, 4 KiB-aligned piece of the arena. Life cycle: PinnedArena.lease() → release(), once."""
+
+    def __init__(self, arena: PinnedArena, offset: int, nbytes: int) -> None:
+        self._arena = arena
+        self.offset = offset
+        self.nbytes = nbytes
+
+    def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
+        """Bytes [offset, offset + nbytes) of the lease, writable."""
+        nbytes = self.nbytes - offset if nbytes is None else nbytes
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise AssertionError(f"view [{offset}, {offset + nbytes}) outside a lease of {self.nbytes} bytes")
+        return self._arena.native.view(self.offset + offset, nbytes)
+
+    def tensor(self) -> torch.Tensor:
+        """uint8 [nbytes]; every call makes a storage of its own, so that its views can be counted."""
+        return torch.frombuffer(self.view(), dtype=torch.uint8)
+
+    def release(self) -> None:
+        self._arena.give_back(self)
+
+
+class PinnedArena:
+    """One mapping of exactly the planned size, cut first-fit into leases; free neighbours merge.
+
+    Invariant: leases never overlap. Pages are touched when first used, so what a plan reserves but a run does not use costs nothing
+    on a machine without a GPU.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
+        self.native = _native.Arena(self.nbytes, huge_pages=False)
+        self._lock = threading.Lock()
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
+        self._registered = False
+
+    def register_with_cuda(self) -> str:
+        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only."""
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
+        if error != 0:
+            return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
+        self._registered = True
+        weakref.finalize(self, runtime.cudaHostUnregister, self.native.address)
+        return ""
+
+    @property
+    def pinned(self) -> bool:
+        return self._registered
+
+    def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
+        """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
+
+        Args:
+            from_top: take it from the high end, so that long and short leases do not break up each other's space.
+        """
+        nbytes = round_up(nbytes, PAGE_BYTES)
+        with self._lock:
+            indices = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
+            for index in indices:
+                offset, size = self._free[index]
+                if size < nbytes:
+                    continue
+                start = offset + size - nbytes if from_top else offset
+                rest = (offset, size - nbytes) if from_top else (offset + nbytes, size - nbytes)
+                self._free[index : index + 1] = [rest] if rest[1] else []
+                return Lease(self, start, nbytes)
+        return None
+
+    def lease(self, nbytes: int, what: str) -> Lease:
+        """As try_lease, for what the plan has counted.
+
+        Raises:
+            PlanError: the arena is too small; names `what`.
+        """
+        lease = self.try_lease(nbytes)
+        if lease is None:
+            raise PlanError(f"no room in the arena for {what}: {format_bytes(nbytes)} of {format_bytes(self.nbytes)}")
+        return lease
+
+    def give_back(self, lease: Lease) -> None:
+        with self._lock:
+            index = bisect.bisect_left(self._free, (lease.offset, 0))
+            start, end = lease.offset, lease.offset + lease.nbytes
+            if index < len(self._free) and self._free[index][0] < end or (
+                index and sum(self._free[index - 1]) > start
+            ):
+                raise AssertionError("a lease was released twice")
+            if index < len(self._free) and self._free[index][0] == end:
+                end += self._free.pop(index)[1]
+            if index and sum(self._free[index - 1]) == start:
+                index -= 1
+                start = self._free.pop(index)[0]
+            self._free.insert(index, (start, end - start))
+
+    @property
+    def free_bytes(self) -> int:
+        with self._lock:
+            return sum(size for _, size in self._free)

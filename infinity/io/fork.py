@@ -1,0 +1,49 @@
+"""What a forked child (a DataLoader worker) may not do, and what it must let go of.
+
+The engine's threads and the arena's pages do not exist in a child. Descriptors do: a child that kept the lock's would hold the swap
+directory after its parent was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Protocol
+
+from infinity.errors import ForkError
+
+
+class _ClosesInChild(Protocol):
+    def close_in_child(self) -> None: ...
+
+
+_in_child = False
+_holders: weakref.WeakSet[_ClosesInChild] = weakref.WeakSet()
+
+
+def close_in_children(holder: _ClosesInChild) -> None:
+    """Have `holder.close_in_child()` called in every forked child."""
+    _holders.add(holder)
+
+
+def in_forked_child() -> bool:
+    return _in_child
+
+
+def refuse_in_forked_child() -> None:
+    """Raises ForkError in a process that was forked after infinity had been imported and used."""
+    if _in_child and _holders:
+        raise ForkError(
+            "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and pinned "
+            "memory exist in the parent only. Keep the model out of the worker, or start workers with 'spawn'."
+        )
+
+
+def _after_fork() -> None:
+    global _in_child
+    _in_child = True
+    for holder in list(_holders):
+        holder.close_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,1 @@
+"""Deciding where states live: what the machine has, what the formulas say."""

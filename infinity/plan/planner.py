@@ -1,0 +1,209 @@
+"""The planner: budgets and units in, a plan out, or a PlanError that names the smallest change that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import _native
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, PlanError
+from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.state.dtypes import master_format, residual_itemsize
+from infinity.state.plan import Plan
+from infinity.state.unit import Unit
+
+MOMENTS_ITEMSIZE = 8
+"""Bytes per element of exp_avg and exp_avg_sq together."""
+
+_WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
+_STAGING_BYTES_MAX = 64 << 20
+_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 8
+_TILE_ELEMENT_MULTIPLE = 4096
+
+
+@dataclass(frozen=True)
+class _Totals:
+    weight: int
+    state: int
+    gradient_native: int
+    gradient_fp32: int
+    numel: int
+    trainable_numel: int
+    largest: Unit
+    second_bytes: int
+    resident_bytes: int
+
+
+def make_plan(units: Sequence[Unit], config: SwapConfig, device: torch.device, *, can_recompute: bool) -> Plan:
+    """Place every state.
+
+    Args:
+        can_recompute: the model can switch activation recomputation on.
+
+    Raises:
+        PlanError: a budget is too small; names the unit, the budget and what would fit.
+        ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
+    """
+    totals = _total(units, config)
+    on_cpu = device.type == "cpu"
+    host_budget = config.memory.host or int(available_host_bytes() * 0.8)
+    device_budget = config.memory.device or int(available_device_bytes(device) * (0.4 if on_cpu else 0.9))
+    tile_numel, staging_bytes = _staging(units, config)
+    weights = _place_weights(config, totals, device_budget, host_budget, on_cpu)
+    slots = _slot_bytes(totals, weights, device_budget, on_cpu)
+    upload = 0 if on_cpu or weights != "nvme" else 2 * totals.largest.weight_bytes
+    fixed = staging_bytes + upload + (totals.weight if weights == "host" or (weights == "device" and not on_cpu) else 0)
+    optimizer = _place_optimizer(config, totals, host_budget - fixed)
+    fixed += totals.state if optimizer == "host" else 0
+    gradient_fp32 = fixed + totals.gradient_fp32 <= host_budget
+    gradient = totals.gradient_fp32 if gradient_fp32 else totals.gradient_native
+    if fixed + gradient > host_budget:
+        raise _host_error(totals, weights, optimizer, fixed, gradient, host_budget)
+    _require_paths(config, weights, optimizer)
+    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
+    return Plan(
+        device=str(device),
+        weights=weights,
+        optimizer=optimizer,
+        activations=_activations(config, can_recompute),
+        master=config.master,
+        gradient_fp32=gradient_fp32,
+        numel=totals.numel,
+        trainable_numel=totals.trainable_numel,
+        weight_bytes=totals.weight,
+        state_bytes=totals.state,
+        gradient_bytes=gradient,
+        slot_bytes=slots,
+        staging_bytes=staging_bytes,
+        upload_bytes=upload,
+        tile_numel=tile_numel,
+        threads=config.update.threads or usable_cores(),
+        device_bytes=slots if weights == "nvme" or not on_cpu else (totals.weight if weights == "device" else 0),
+        host_bytes=fixed + gradient,
+        device_budget=device_budget,
+        host_budget=host_budget,
+        swap_bytes=swap,
+        step_bytes=_step_bytes(units, totals, weights, optimizer),
+    )
+
+
+def _total(units: Sequence[Unit], config: SwapConfig) -> _Totals:
+    groups = [group for unit in units for group in unit.trainable_groups]
+    by_size = sorted(units, key=lambda unit: unit.weight_bytes, reverse=True)
+    return _Totals(
+        weight=sum(unit.weight_bytes for unit in units),
+        state=sum(
+            2 * group.state_bytes(4)
+            + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
+            for group in groups
+        ),
+        gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
+        gradient_fp32=sum(group.state_bytes(4) for group in groups),
+        numel=sum(unit.numel for unit in units),
+        trainable_numel=sum(spec.numel for group in groups for spec in group.specs),
+        largest=by_size[0],
+        second_bytes=by_size[1].weight_bytes if len(by_size) > 1 else 0,
+        resident_bytes=sum(unit.weight_bytes for unit in units if unit.resident),
+    )
+
+
+def _staging(units: Sequence[Unit], config: SwapConfig) -> tuple[int, int]:
+    """Elements per tile and bytes of staging for the tiles in flight."""
+    largest = max((group.numel for unit in units for group in unit.trainable_groups), default=1)
+    asked = max(config.update.tile // 4, 1)
+    tile_numel = round_up(min(asked, largest), _TILE_ELEMENT_MULTIPLE)
+    tile_bytes = _native.UpdatePipeline.staging_tile_bytes(tile_numel)
+    slots = min(max(_STAGING_BYTES_MAX // tile_bytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
+    return tile_numel, slots * tile_bytes
+
+
+def _slots_needed(totals: _Totals) -> int:
+    """Two units at once, one whose views autograd still holds and one being fetched, beside those that stay."""
+    return totals.largest.weight_bytes + totals.second_bytes + totals.resident_bytes
+
+
+def _place_weights(config: SwapConfig, totals: _Totals, device_budget: int, host_budget: int, on_cpu: bool) -> str:
+    if config.weights != "auto":
+        return config.weights
+    if totals.weight <= device_budget * _WEIGHT_SHARE_OF_DEVICE and not on_cpu:
+        return "device"
+    # Half of the host budget is left for gradients, staging and states.
+    return "host" if totals.weight <= host_budget // 2 or not config.nvme.paths else "nvme"
+
+
+def _slot_bytes(totals: _Totals, weights: str, device_budget: int, on_cpu: bool) -> int:
+    if weights == "device" or (on_cpu and weights == "host"):
+        if weights == "device" and totals.weight > device_budget:
+            raise PlanError(
+                f"weights: device needs {format_bytes(totals.weight)}; memory.device is {format_bytes(device_budget)}. "
+                f"Raise it, or set weights: host or nvme."
+            )
+        return totals.weight
+    needed = min(_slots_needed(totals), totals.weight)
+    slots = min(max(int(device_budget * _WEIGHT_SHARE_OF_DEVICE), needed), totals.weight)
+    if slots > device_budget:
+        raise PlanError(
+            f"unit '{totals.largest.name}' needs {format_bytes(needed)} of device memory (its weights, "
+            f"{format_bytes(totals.largest.weight_bytes)}, beside the next unit's and those that stay); memory.device is "
+            f"{format_bytes(device_budget)}. Raise memory.device to {_megabytes(needed)} plus what activations need."
+        )
+    return round_up(slots, PAGE_BYTES)
+
+
+def _place_optimizer(config: SwapConfig, totals: _Totals, room: int) -> str:
+    if config.optimizer != "auto":
+        return config.optimizer
+    return "host" if totals.state + totals.gradient_fp32 <= room or not config.nvme.paths else "nvme"
+
+
+def _host_error(
+    totals: _Totals, weights: str, optimizer: str, fixed: int, gradient: int, host_budget: int
+) -> PlanError:
+    advice = [f"raise memory.host to {_megabytes(fixed + gradient)}"]
+    if optimizer == "host":
+        advice.append("set optimizer: nvme")
+    if weights == "host":
+        advice.append("set weights: nvme")
+    return PlanError(
+        f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(fixed + gradient)}: "
+        f"{format_bytes(gradient)} for gradients and {format_bytes(fixed)} for states and staging kept there. The largest "
+        f"unit is '{totals.largest.name}' with {format_bytes(totals.largest.weight_bytes)} of weights. To fit, "
+        f"{' or '.join(advice)}."
+    )
+
+
+def _require_paths(config: SwapConfig, weights: str, optimizer: str) -> None:
+    if "nvme" in (weights, optimizer) and not config.nvme.paths:
+        raise ConfigError(
+            "states on nvme need a directory: add nvme: {paths: [/a/directory/on/an/ssd]} to the swap config"
+        )
+
+
+def _activations(config: SwapConfig, can_recompute: bool) -> str:
+    if config.activations == "recompute" and not can_recompute:
+        raise ConfigError(
+            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use torch.utils.checkpoint in "
+            "the model and set activations: keep."
+        )
+    if config.activations == "auto":
+        return "recompute" if can_recompute else "keep"
+    return config.activations
+
+
+def _step_bytes(units: Sequence[Unit], totals: _Totals, weights: str, optimizer: str) -> int:
+    """One micro-batch, nothing cached (design §4, with the weights read once more where the update is a phase of its own)."""
+    trained_weights = sum(group.weight_bytes for unit in units for group in unit.trainable_groups)
+    moved = 0
+    if weights == "nvme":
+        moved += 2 * totals.weight + 2 * trained_weights
+    if optimizer == "nvme":
+        moved += 2 * totals.state
+    return moved
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{-(-nbytes // (1 << 20))}MiB"

@@ -1,0 +1,167 @@
+"""The device seam: how a unit's weights become tensors, and how gradients come back.
+
+[Note: streams on CUDA]
+A slot's memory comes from torch's caching allocator on the compute stream, so memory freed by the compute stream may be reused without
+waiting for the host. The upload stream therefore first waits for an event recorded on the compute stream after the allocation; the compute
+stream waits for the upload's event at first use. The pinned source is given back only when that event has happened. Gradients go down on a third
+stream that waits for the compute stream; the host waits for its event before it reads them.
+
+On the CPU the slot is the lease: nothing is copied and there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from infinity.io.arena import Lease, PinnedArena
+
+
+class Slot(Protocol):
+    """A piece of device memory that a unit's weights occupy."""
+
+    tensor: torch.Tensor
+    """uint8 [weight_bytes], on the device."""
+
+    def wait(self) -> None:
+        """Make the running stream wait until the weights have landed."""
+
+    def outstanding(self) -> bool:
+        """Whether anything but the slot and `expected` parameter views refers to the memory."""
+
+    def expect(self) -> None:
+        """Take the present references as those that count for nothing (the parameters' own views)."""
+
+    def free(self) -> None: ...
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class HostSlot:
+    """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
+        self.tensor = tensor
+        self.lease = lease
+        self._expected = _references(tensor)
+
+    def wait(self) -> None:
+        return
+
+    def expect(self) -> None:
+        self._expected = _references(self.tensor)
+
+    def outstanding(self) -> bool:
+        return _references(self.tensor) > self._expected
+
+    def free(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
+class CudaSlot:
+    """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator."""
+
+    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
+        self.tensor = tensor
+        self._event = event
+        self._expected = _references(tensor)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self.tensor.device).wait_event(self._event)
+
+    def expect(self) -> None:
+        self._expected = _references(self.tensor)
+
+    def outstanding(self) -> bool:
+        return _references(self.tensor) > self._expected
+
+    def free(self) -> None:
+        return
+
+
+class CpuDevice:
+    """The CPU as a full device."""
+
+    device = torch.device("cpu")
+    shares_memory = True
+
+    def download(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a gradient into flat host memory of the same dtype or fp32."""
+        into.copy_(gradient.reshape(-1))
+
+    def download_now(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A contiguous, flat host tensor with the gradient's values, ready to be read."""
+        return gradient.reshape(-1).contiguous()
+
+    def synchronize_downloads(self) -> None:
+        return
+
+
+class CudaDevice:
+    """A GPU: one stream up, one down ([Note: streams on CUDA])."""
+
+    shares_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._up = torch.cuda.Stream(device)
+        self._down = torch.cuda.Stream(device)
+        self._pending: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
+
+    def upload(self, source: torch.Tensor, done: Callable[[], None]) -> CudaSlot:
+        """Start copying pinned host bytes to new device memory.
+
+        Args:
+            source: uint8 [nbytes] on the host; must stay as it is until `done` is called by a later `reclaim`.
+        """
+        tensor = torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
+        allocated = torch.cuda.current_stream(self.device).record_event()
+        self._up.wait_event(allocated)
+        with torch.cuda.stream(self._up):
+            tensor.copy_(source, non_blocking=True)
+            event = self._up.record_event()
+        self._pending.append((event, done))
+        return CudaSlot(tensor, event)
+
+    def reclaim(self, *, wait: bool) -> None:
+        """Run the `done` callbacks of the uploads that have landed; all of them with `wait`."""
+        still = []
+        for event, done in self._pending:
+            if wait:
+                event.synchronize()
+            if wait or event.query():
+                done()
+            else:
+                still.append((event, done))
+        self._pending = still
+
+    def download(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
+        flat = gradient.reshape(-1)
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            into.copy_(flat, non_blocking=True)
+        flat.record_stream(self._down)
+
+    def download_now(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.synchronize_downloads()
+        return gradient.reshape(-1).cpu()
+
+    def synchronize_downloads(self) -> None:
+        self._down.synchronize()
+
+
+Device = CpuDevice | CudaDevice
+
+
+def open_device(device: torch.device) -> Device:
+    return CudaDevice(device) if device.type == "cuda" else CpuDevice()
+
+
+def pin(arena: PinnedArena, device: Device) -> str:
+    """Register the arena for DMA where there is a GPU. Returns '' or why that was refused."""
+    return arena.register_with_cuda() if isinstance(device, CudaDevice) else ""

@@ -1,0 +1,156 @@
+"""Gradients in host memory: landing, adding up over micro-batches, and the exact global norm.
+
+A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened, in place, to fp32, so
+that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from infinity import _native
+from infinity.errors import PlanError
+from infinity.io.arena import Lease
+from infinity.schedule.device import Device
+from infinity.sizes import format_bytes
+from infinity.state.dtypes import native_name
+from infinity.state.unit import Group, ParameterSpec, Unit
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: its unit, its group there, and its elements in the group."""
+
+    unit: Unit
+    group_index: int
+    spec: ParameterSpec
+
+    @property
+    def group(self) -> Group:
+        return self.unit.groups[self.group_index]
+
+
+class GroupGradients:
+    """The gradients of one trainable group.
+
+    Invariant: an element of a parameter that is not in `present` is garbage and never read.
+    """
+
+    def __init__(self, unit: Unit, group: Group, lease: Lease, device: Device, pool: _native.ThreadPool) -> None:
+        self._unit = unit
+        self._group = group
+        self._lease = lease
+        self._device = device
+        self._pool = pool
+        self.dtype = group.dtype
+        self.present: set[str] = set()
+
+    def view(self) -> memoryview:
+        """The flat gradients, `dtype`, of the whole group."""
+        return self._lease.view()
+
+    def _range(self, spec: ParameterSpec) -> memoryview:
+        return self._lease.view(spec.offset * self.dtype.itemsize, spec.numel * self.dtype.itemsize)
+
+    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool) -> None:
+        """Take one gradient.
+
+        Args:
+            gradient: of the parameter's shape, on its device.
+            accumulate: add it to the one that is there.
+
+        Raises:
+            PlanError: a second gradient before a step, with no room for fp32 accumulation.
+        """
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if accumulate and spec.name in self.present:
+            self._widen()
+            flat = self._device.download_now(gradient)
+            source = flat.detach().view(torch.uint8).numpy()
+            _native.accumulate(self._range(spec), source, native_name(flat.dtype), self._pool)
+            return
+        if not self.present:
+            self.dtype = self._group.dtype
+        if spec.numel:
+            into = torch.frombuffer(self._range(spec), dtype=self.dtype)
+            self._device.download(gradient.detach(), into)
+        self.present.add(spec.name)
+
+    def _widen(self) -> None:
+        if self.dtype == torch.float32:
+            return
+        needed = self._group.numel * 4
+        if needed > self._lease.nbytes:
+            raise PlanError(
+                f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
+                f"({format_bytes(needed)}), and memory.host has room for {format_bytes(self._lease.nbytes)} only. Raise "
+                "memory.host until the plan says 'any number of micro-batches', or step after every backward pass."
+            )
+        self._device.synchronize_downloads()
+        _native.widen_in_place(self.view(), native_name(self.dtype), self._group.numel)
+        self.dtype = torch.float32
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """Σ g² in double, the same for any number of threads; not finite when any element is not."""
+        return _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
+
+    def drop(self, name: str) -> None:
+        self.present.discard(name)
+
+
+class Gradients:
+    """The gradients of every trainable parameter."""
+
+    def __init__(self, groups: dict[tuple[int, int], GroupGradients], device: Device) -> None:
+        self._groups = groups
+        self._device = device
+
+    def of(self, place: Place) -> GroupGradients:
+        return self._groups[place.unit.index, place.group_index]
+
+    def has(self, place: Place) -> bool:
+        return place.spec.name in self.of(place).present
+
+    def synchronize(self) -> None:
+        """Wait for copies from the device."""
+        self._device.synchronize_downloads()
+
+    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+        """The sum over `places`, in their order, and the first name whose part is not finite ('' when all are)."""
+        total, bad = 0.0, ""
+        for place in places:
+            part = self.of(place).sum_squares(place.spec)
+            if not bad and not part < float("inf"):
+                bad = place.spec.name
+            total += part
+        return total, bad
+
+
+class GradientHandle(torch.Tensor):
+    """Stands in `parameter.grad` for a gradient that is in host memory. Any operation on it raises.
+
+    So `p.grad is None` means what it means in torch, and torch's own clipping or GradScaler cannot silently see nothing.
+    """
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> GradientHandle:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        from infinity.errors import ReleasedParameterError
+
+        raise ReleasedParameterError(
+            f"{func} on the gradient of an offloaded parameter: it is in host memory, not in .grad. For clipping use "
+            "infinity.AdamW(..., max_grad_norm=...) instead of torch.nn.utils.clip_grad_norm_; with bf16 weights no "
+            "GradScaler is needed: call loss.backward() and optim.step() directly. optim.last_grad_norm has the norm."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GradientHandle({tuple(self.shape)}, {self.dtype})"

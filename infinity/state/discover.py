@@ -1,0 +1,146 @@
+"""Finding the units of a model, and the modules whose forward needs them.
+
+Blocks are the children of the outermost `ModuleList`s (of `Sequential`s where a model has no list). What is outside the blocks is cut at
+the largest modules that contain no block: an embedding, the head, or anything of 1 MiB and more is a unit of its own; the small rest is one
+unit that stays on the device while the model runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from infinity.errors import ModelError
+from infinity.state.unit import Unit, UnitParameters, build_unit
+
+REMAINDER = "remainder"
+_OWN_UNIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class HookSite:
+    """A module whose forward reads the parameters of these units (the tied ones of others included)."""
+
+    name: str
+    module: nn.Module
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What was found.
+
+    Attributes:
+        units: by index.
+        parameters: for each unit, its parameters by their first name, in layout order of their groups.
+        sites: where to hook.
+        scopes: every module above a site, the root included: a call of any of them may be a whole forward.
+    """
+
+    units: tuple[Unit, ...]
+    parameters: tuple[dict[str, nn.Parameter], ...]
+    sites: tuple[HookSite, ...]
+    scopes: tuple[nn.Module, ...]
+
+
+def discover(model: nn.Module) -> Discovery:
+    """Cut a model into units.
+
+    Raises:
+        ModelError: it has no parameters, or one with a dtype that cannot be moved.
+    """
+    if next(model.parameters(), None) is None:
+        raise ModelError(f"{type(model).__name__} has no parameters to offload")
+    cut = _Cut(model)
+    cut.walk("", model)
+    return cut.finish()
+
+
+class _Cut:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._blocks = _find_blocks(model, nn.ModuleList) or _find_blocks(model, nn.Sequential)
+        self._parents = _ancestors(model, self._blocks)
+        self._found: list[UnitParameters] = []
+        self._remainder = UnitParameters(REMAINDER, resident=True)
+        self._owner: dict[nn.Parameter, UnitParameters] = {}
+        self._sites: list[tuple[str, nn.Module, list[UnitParameters]]] = []
+        self._scopes: list[nn.Module] = []
+
+    def walk(self, name: str, module: nn.Module) -> None:
+        if module not in self._parents:
+            self._add_site(name, module, recurse=True)
+            return
+        self._scopes.append(module)
+        self._add_site(name, module, recurse=False)
+        for child_name, child in module.named_children():
+            self.walk(f"{name}.{child_name}" if name else child_name, child)
+
+    def _add_site(self, name: str, module: nn.Module, *, recurse: bool) -> None:
+        named = [
+            (f"{name}.{key}" if name else key, parameter)
+            for key, parameter in module.named_parameters(recurse=recurse, remove_duplicate=True)
+        ]
+        if not named:
+            return
+        fresh = [(key, parameter) for key, parameter in named if parameter not in self._owner]
+        if fresh:
+            self._assign(name, module, fresh, recurse)
+        needed: list[UnitParameters] = []
+        for _, parameter in named:
+            if self._owner[parameter] not in needed:
+                needed.append(self._owner[parameter])
+        self._sites.append((name, module, needed))
+
+    def _assign(self, name: str, module: nn.Module, fresh: list[tuple[str, nn.Parameter]], recurse: bool) -> None:
+        nbytes = sum(parameter.numel() * parameter.element_size() for _, parameter in fresh)
+        own = module in self._blocks or (recurse and (isinstance(module, nn.Embedding) or nbytes >= _OWN_UNIT_BYTES))
+        unit = UnitParameters(name or type(module).__name__) if own else self._remainder
+        if unit not in self._found:
+            self._found.append(unit)
+        for key, parameter in fresh:
+            self._owner[parameter] = unit
+            unit.parameters[key] = parameter
+
+    def finish(self) -> Discovery:
+        units = tuple(build_unit(index, found) for index, found in enumerate(self._found))
+        index_of = {id(found): index for index, found in enumerate(self._found)}
+        sites = tuple(
+            HookSite(name, module, tuple(index_of[id(found)] for found in needed))
+            for name, module, needed in self._sites
+        )
+        if self._model not in self._scopes:
+            self._scopes.insert(0, self._model)
+        return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._scopes))
+
+
+def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:
+    """Children, with parameters, of the outermost containers."""
+    blocks: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if isinstance(module, container):
+            blocks.update(child for child in module.children() if next(child.parameters(), None) is not None)
+            return
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return blocks
+
+
+def _ancestors(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
+    """Every module above a block."""
+    above: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> bool:
+        if module in blocks:
+            return True
+        if any([visit(child) for child in module.children()]):
+            above.add(module)
+            return True
+        return False
+
+    visit(model)
+    return above

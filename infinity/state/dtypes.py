@@ -1,0 +1,38 @@
+"""The dtypes a weight may have, and their names in the native core."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity import _native
+from infinity.errors import ModelError
+
+_NAMES: dict[torch.dtype, _native.DTypeName] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def native_name(dtype: torch.dtype) -> _native.DTypeName:
+    return _NAMES[dtype]
+
+
+def require_supported(name: str, dtype: torch.dtype) -> None:
+    """Raises ModelError for a dtype infinity cannot train or move."""
+    if dtype not in _NAMES:
+        raise ModelError(f"parameter '{name}' is {dtype}; infinity moves float32, bfloat16 and float16 weights")
+
+
+def master_format(dtype: torch.dtype, asked: str) -> _native.MasterName:
+    """How the fp32 master of a weight is kept: an fp32 weight is its own, fp16 has no exact 16-bit rest."""
+    if dtype == torch.float32:
+        return "weight"
+    if dtype == torch.float16:
+        return "fp32"
+    return "split16" if asked == "split16" else "fp32"
+
+
+def residual_itemsize(master: _native.MasterName) -> int:
+    """Bytes per element of the second stream of the master."""
+    return {"weight": 0, "split16": 2, "fp32": 4}[master]

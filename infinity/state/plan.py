@@ -1,0 +1,79 @@
+"""The plan: where each state of the model lives and what that costs. Made once, before anything is moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infinity import _native
+from infinity.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided.
+
+    Attributes:
+        weights, optimizer: resolved tiers (device | host | nvme).
+        activations: resolved (keep | recompute).
+        master: of 16-bit weights that can be split.
+        gradient_fp32: host memory is reserved for fp32 gradients, so several backward passes may add up before a step.
+        slot_bytes: device memory for fetched weights.
+        staging_bytes: host memory for the tiles of the update, `tile_numel` elements each.
+        upload_bytes: host memory that reads land in before they are copied to a GPU.
+        weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the optimizer's: residual
+            and moments.
+        device_bytes, host_bytes: what the plan takes of each budget.
+        device_budget, host_budget: the budgets.
+        swap_bytes: size of the swap file.
+        step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written.
+    """
+
+    device: str
+    weights: str
+    optimizer: str
+    activations: str
+    master: _native.MasterName
+    gradient_fp32: bool
+    numel: int
+    trainable_numel: int
+    weight_bytes: int
+    state_bytes: int
+    gradient_bytes: int
+    slot_bytes: int
+    staging_bytes: int
+    upload_bytes: int
+    tile_numel: int
+    threads: int
+    device_bytes: int
+    host_bytes: int
+    device_budget: int
+    host_budget: int
+    swap_bytes: int
+    step_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Exact size of the one pinned allocation."""
+        on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
+        home = self.weight_bytes if self.weights != "nvme" else 0
+        states = self.state_bytes if self.optimizer == "host" else 0
+        return home + states + self.gradient_bytes + self.staging_bytes + self.upload_bytes + on_device
+
+    def describe(self) -> str:
+        """A few lines for the log: every tier, every budget, and what is predicted."""
+        accumulation = "fp32, any number of micro-batches" if self.gradient_fp32 else "one backward pass per step"
+        per_parameter = self.step_bytes / max(self.trainable_numel, 1)
+        return "\n".join(
+            [
+                f"{self.numel / 1e6:.1f} M parameters, {self.trainable_numel / 1e6:.1f} M trained, on {self.device}",
+                f"  weights      {self.weights:<7}{format_bytes(self.weight_bytes):>12}",
+                f"  optimizer    {self.optimizer:<7}{format_bytes(self.state_bytes):>12}  (master {self.master}, fp32 moments)",
+                f"  gradients    host   {format_bytes(self.gradient_bytes):>12}  ({accumulation})",
+                f"  activations  {self.activations}",
+                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for weights, the "
+                "rest for activations",
+                f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(self.host_budget)}",
+                f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about {format_bytes(self.step_bytes)} "
+                f"({per_parameter:.1f} B per trained parameter)",
+            ]
+        )

@@ -1,0 +1,119 @@
+"""The unit: the parameters that move together, and where each lies in the unit's flat buffers.
+
+[Note: layout of a unit]
+A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by (trainable, dtype),
+trainable groups first; each group begins on a 4 KiB border. The optimizer states of a group are flat buffers over the group's
+elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. So an update
+runs over one group with one format, and units of mixed dtypes are just units of several groups. Frozen groups have weights only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.dtypes import require_supported
+
+ELEMENT_ALIGNMENT = 64
+"""Every parameter begins at a multiple of this many elements of its group: a cache line in every state."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter's place: elements [offset, offset + numel) of its group."""
+
+    name: str
+    shape: torch.Size
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of a unit that share a dtype and are trainable, or not.
+
+    Attributes:
+        numel: elements of the flat buffers, alignment gaps included.
+        weight_offset: bytes from the start of the unit's weights.
+        weight_bytes: bytes of the group's weights, a multiple of 4 KiB.
+    """
+
+    dtype: torch.dtype
+    trainable: bool
+    specs: tuple[ParameterSpec, ...]
+    numel: int
+    weight_offset: int
+    weight_bytes: int
+
+    def byte_range(self, spec: ParameterSpec) -> tuple[int, int]:
+        """Bytes [start, end) of a parameter in the unit's weights."""
+        start = self.weight_offset + spec.offset * self.dtype.itemsize
+        return start, start + spec.numel * self.dtype.itemsize
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a flat state with `itemsize` bytes per element, rounded up to 4 KiB."""
+        return round_up(self.numel * itemsize, PAGE_BYTES)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that are fetched, released and updated together.
+
+    Attributes:
+        name: fully qualified name of the module they came from.
+        weight_bytes: length of the flat weights, a multiple of 4 KiB.
+        resident: small enough to stay on the device while the model runs (the remainder).
+    """
+
+    index: int
+    name: str
+    groups: tuple[Group, ...]
+    weight_bytes: int
+    resident: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for group in self.groups for spec in group.specs)
+
+    @property
+    def trainable_groups(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.trainable)
+
+
+@dataclass
+class UnitParameters:
+    """A unit while it is being found: its name and its parameters, in module order."""
+
+    name: str
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    resident: bool = False
+
+
+def build_unit(index: int, found: UnitParameters) -> Unit:
+    """Lay the parameters of a unit out.
+
+    Raises:
+        ModelError: a parameter has a dtype that cannot be moved.
+    """
+    keys: dict[tuple[bool, torch.dtype], list[str]] = {}
+    for name, parameter in found.parameters.items():
+        require_supported(name, parameter.dtype)
+        keys.setdefault((parameter.requires_grad, parameter.dtype), []).append(name)
+    groups, weight_offset = [], 0
+    for (trainable, dtype), names in sorted(keys.items(), key=lambda item: (not item[0][0], str(item[0][1]))):
+        specs, numel = _place([(name, found.parameters[name].shape) for name in names])
+        weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
+        groups.append(Group(dtype, trainable, specs, numel, weight_offset, weight_bytes))
+        weight_offset += weight_bytes
+    return Unit(index, found.name, tuple(groups), weight_offset, found.resident)
+
+
+def _place(named_shapes: Sequence[tuple[str, torch.Size]]) -> tuple[tuple[ParameterSpec, ...], int]:
+    specs, offset = [], 0
+    for name, shape in named_shapes:
+        specs.append(ParameterSpec(name, shape, shape.numel(), offset))
+        offset += round_up(shape.numel(), ELEMENT_ALIGNMENT)
+    return tuple(specs), max(offset, ELEMENT_ALIGNMENT)
