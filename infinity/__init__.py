@@ -1,0 +1,44 @@
+"""infinity: full fine-tuning of models larger than memory.
+
+    model = infinity.load_pretrained("path/or/hub-id", "swap.yaml")
+    optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+    ...                                        # the training loop stays as it was
+    infinity.save_pretrained(model, "out/")
+"""
+
+from infinity.config import SwapConfig, load_config
+from infinity.errors import (
+    ConfigError,
+    ForkError,
+    InfinityError,
+    ModelError,
+    NonFiniteGradientError,
+    NotAvailableError,
+    PlanError,
+    ReleasedParameterError,
+    StaleWeightsError,
+    StoreLockedError,
+    SwapIOError,
+)
+from infinity.optim.adamw import AdamW
+from infinity.runtime.offload import close, offload
+
+__all__ = [
+    "AdamW",
+    "ConfigError",
+    "ForkError",
+    "InfinityError",
+    "ModelError",
+    "NonFiniteGradientError",
+    "NotAvailableError",
+    "PlanError",
+    "ReleasedParameterError",
+    "StaleWeightsError",
+    "StoreLockedError",
+    "SwapConfig",
+    "SwapIOError",
+    "close",
+    "load_config",
+    "offload",
+]
+__version__ = "0.1.0"

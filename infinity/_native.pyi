@@ -105,6 +105,9 @@ class ThreadPool:
 class Segment:
     """Elements [begin, end) that share hyperparameters: one parameter. `step` counts from 1."""
 
+    begin: int
+    end: int
+
     def __init__(
         self,
         begin: int,

@@ -91,7 +91,9 @@ void bind_segment(py::module_& module) {
                        double weight_decay, std::int64_t step,
                        bool skip) { return Segment{begin, end, lr, beta1, beta2, eps, weight_decay, step, skip}; }),
            py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("skip") = false);
+           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("skip") = false)
+      .def_readonly("begin", &Segment::begin)
+      .def_readonly("end", &Segment::end);
 }
 
 void bind_conversions(py::module_& module) {

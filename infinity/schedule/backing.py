@@ -68,9 +68,9 @@ class Backing:
             for unit, (weight, groups) in zip(units, planned, strict=True):
                 self.weights.append(weight or self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'"))
                 self.states.append({index: self._settle(unit, index, homes) for index, homes in groups.items()})
-            self._staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
+            self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
             self.pool = _native.ThreadPool(plan.threads)
-            self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self._staging.view(), plan.tile_numel)
+            self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.staging.view(), plan.tile_numel)
         except BaseException:
             self.engine.close()
             if self.store is not None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError, ModelError, PlanError
-from infinity.io.fork import refuse_in_forked_child
+from infinity.io.fork import in_forked_child, refuse_in_forked_child
 from infinity.schedule.backing import Backing
 from infinity.schedule.device import Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
@@ -83,8 +83,9 @@ class Ledger:
         self.failed: InfinityError | None = None
         self._lock = threading.RLock()
         self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
+        self.resident_at: dict[int, UnitRecord] = {}  # by the address of the slot
         self._slots: SlotPool = open_slots(backing)
-        forward = list(range(len(units)))
+        forward = [unit.index for unit in units if not unit.resident]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self._training = True
         groups = {}
@@ -135,13 +136,20 @@ class Ledger:
             record = self.records[index]
             record.uses = max(record.uses - 1, 0)
 
-    def hold(self, index: int) -> None:
-        """The backward of unit `index` begins: bring it, keep it until another unit's backward begins."""
+    def hold(self, indices: Sequence[int]) -> None:
+        """The backward of these units begins: bring them, keep them until that of other units begins."""
         with self._lock:
-            record = self.records[index]
-            for other in self.records:
-                other.held = other is record
-            self._bring(record)
+            for record in self.records:
+                record.held = record.unit.index in indices
+            for index in indices:
+                self._bring(self.records[index])
+
+    def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+        """Take a parameter's gradient to host memory (GroupGradients.land)."""
+        with self._lock:
+            began = time.perf_counter_ns()
+            self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
+            self.clock.gradient_ns += time.perf_counter_ns() - began
 
     def require(self, index: int) -> torch.Tensor:
         """The slot of unit `index`, uint8 on the device, with its weights in it."""
@@ -229,7 +237,8 @@ class Ledger:
 
     def _bring(self, record: UnitRecord) -> None:
         self.require_usable()
-        self._trace.visit(record.unit.index)
+        if not record.unit.resident:
+            self._trace.visit(record.unit.index)
         if record.residency is Residency.RELEASED:
             self._start_or_raise(record)
         self._prefetch()
@@ -269,10 +278,12 @@ class Ledger:
     def _victim(self, distance: int | None) -> UnitRecord | None:
         best, farthest = None, -1 if distance is None else distance
         for record in self.records:
-            if record.residency is not Residency.RESIDENT or record.uses or record.held or record.slot is None:
+            if record.residency is Residency.RELEASED or record.uses or record.held or record.unit.resident:
                 continue
+            if record.residency is Residency.FETCHING and distance is not None:
+                continue  # a prefetch makes room for what is needed now, not for another prefetch
             next_use = self._trace.next_use(record.unit.index)
-            if next_use > farthest and not record.slot.outstanding():
+            if next_use > farthest and not (record.slot is not None and record.slot.outstanding()):
                 best, farthest = record, next_use
         return best
 
@@ -294,6 +305,7 @@ class Ledger:
             slot = fetch.finish()
             self._show(record, slot)
         record.slot, record.residency = slot, Residency.RESIDENT
+        self.resident_at[slot.tensor.data_ptr()] = record
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
         for group in record.unit.groups:
@@ -310,11 +322,14 @@ class Ledger:
             record.marks[name] = (parameter.data_ptr(), parameter._version)
 
     def _evict(self, record: UnitRecord) -> None:
+        if record.residency is Residency.FETCHING:
+            self._finish(record)
         slot, record.slot = record.slot, None
         record.residency = Residency.RELEASED
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
         if slot is not None:
+            del self.resident_at[slot.tensor.data_ptr()]
             self._slots.free(slot)
 
     # -- reading and closing ------------------------------------------------------------------------------------------
@@ -327,8 +342,6 @@ class Ledger:
 
     def close(self) -> None:
         """Release everything; the swap file is removed. Idempotent; does nothing in a forked child."""
-        from infinity.io.fork import in_forked_child
-
         if self.closed or in_forked_child():
             return
         with self._lock:

@@ -1,0 +1,32 @@
+"""What `state_dict()` says instead of gigabytes: where a state is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from infinity.errors import ReleasedParameterError
+
+
+@dataclass(frozen=True)
+class StateHandle:
+    """Names one optimizer state of one parameter in the store.
+
+    Attributes:
+        parameter, state: fully qualified name, and exp_avg or exp_avg_sq.
+        step: the optimizer step after which it was taken.
+    """
+
+    parameter: str
+    state: str
+    step: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHandle:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ReleasedParameterError(
+            f"a state_dict of infinity.AdamW holds handles ({self.state} of '{self.parameter}' is in the swap store), so saving "
+            "it would lose the states. Checkpoints that include them are not available yet; infinity.save_pretrained writes "
+            "the weights."
+        )

@@ -1,0 +1,248 @@
+"""The hooks that make an unchanged training loop fetch and release units.
+
+[Note: hooks and checkpointing]
+transformers checkpoints `forward`, torch's users often `__call__`; reentrant checkpointing runs a second backward inside the first. So recomputation
+may run all of our forward hooks, none, or a pre-hook whose post-hook never comes (it stops early). Hence: in a backward pass a
+forward hook only brings the unit and counts nothing; the hook on every output tensor of a unit announces its backward before any of it runs; what
+is still missing is fetched when autograd unpacks it. Uses counted by a forward that died are forgotten when the next one begins.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from infinity.errors import ModelError
+from infinity.runtime.guards import Guard
+from infinity.runtime.saved import SavedTensors
+from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.ledger import Ledger
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Scope:
+    """The outermost forward under way: it owns the pair of saved-tensor hooks.
+
+    Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an exception. Ctrl-C skips
+    post-hooks; then the next outermost forward, or step, finds a frame that no longer runs and cleans up.
+    """
+
+    def __init__(self, ledger: Ledger, parameters: list[nn.Parameter]) -> None:
+        self._ledger = ledger
+        self._saved = SavedTensors(ledger)
+        self._depth = 0
+        self._frame: FrameType | None = None
+        self._pushed = False
+        self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
+        self._residents = [record.unit.index for record in ledger.records if record.unit.resident]
+
+    def enter(self) -> None:
+        if in_backward():
+            return
+        if self._depth and not self._alive():
+            self.abandon()
+        if self._depth == 0:
+            try:
+                self._open()
+            except BaseException:
+                self._close()
+                raise
+        self._depth += 1
+
+    def leave(self) -> None:
+        if in_backward() or self._depth == 0:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self._close()
+
+    def abandon(self) -> None:
+        """Forget a forward that an exception ended without its post-hooks."""
+        self._depth = 0
+        self._close()
+        self._ledger.reset()
+
+    def _open(self) -> None:
+        self._refuse_autocast()
+        self._ledger.reset()
+        training = torch.is_grad_enabled()
+        self._ledger.begin_forward(training=training)
+        if training:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
+            self._pushed = True
+        self._frame = sys._getframe(3)
+        for index in self._residents:
+            self._ledger.acquire(index)
+
+    def _close(self) -> None:
+        self._frame = None
+        if self._pushed:
+            self._pushed = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        for index in self._residents:
+            self._ledger.release(index)
+
+    def _alive(self) -> bool:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _refuse_autocast(self) -> None:
+        kind = self._ledger.backing.device.device.type
+        if self._has_fp32 and torch.is_autocast_enabled(kind):
+            raise ModelError(
+                "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, which "
+                "offloading is to avoid. Load the model with dtype=torch.bfloat16 and drop autocast: the fp32 master "
+                "is kept by infinity, losslessly."
+            )
+
+
+class ScopeEnter(Guard):
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._scope.enter()
+
+
+class ScopeLeave(Guard):
+    def __init__(self, scope: Scope) -> None:
+        self._scope = scope
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._scope.leave()
+
+
+class SiteEnter(Guard):
+    """Before the forward of a module that owns parameters: bring its units."""
+
+    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
+        self._ledger = ledger
+        self._units = units
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        for position, index in enumerate(self._units):
+            try:
+                self._ledger.acquire(index)
+            except BaseException:
+                for taken in self._units[:position]:
+                    self._ledger.release(taken)
+                raise
+        if in_backward():  # see [Note: hooks and checkpointing]: nobody may come to release
+            for index in self._units:
+                self._ledger.release(index)
+
+
+class SiteLeave(Guard):
+    """After it: the units may go, and each output announces their backward."""
+
+    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
+        self._ledger = ledger
+        self._units = units
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not in_backward():
+            for index in self._units:
+                self._ledger.release(index)
+        if output is None:
+            return None
+        output = self._without_aliases(output)
+        announce = _Announce(self._ledger, self._units)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(announce)
+        return output
+
+    def _without_aliases(self, output: Any) -> Any:
+        """Outputs that are views of a slot are cloned: the slot will be another unit's."""
+        pointers = {
+            record.slot.tensor.data_ptr()
+            for record in (self._ledger.records[index] for index in self._units)
+            if record.slot is not None
+        }
+
+        def aliases(leaf: Any) -> bool:
+            return (
+                isinstance(leaf, torch.Tensor)
+                and leaf.layout == torch.strided
+                and leaf.device.type != "meta"
+                and leaf.untyped_storage().data_ptr() in pointers
+            )
+
+        if any(aliases(leaf) for leaf in tree_leaves(output)):
+            return tree_map(lambda leaf: leaf.clone() if aliases(leaf) else leaf, output)
+        return output
+
+
+class _Announce:
+    """Runs when the gradient of an output is there, so before any backward of the units that made it."""
+
+    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
+        self._ledger = ledger
+        self._units = units
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._ledger.hold(self._units)
+
+
+class ParameterHooks(Guard):
+    """Takes a parameter's gradient to host memory as soon as autograd has it."""
+
+    def __init__(self, ledger: Ledger, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
+        self._ledger = ledger
+        self._parameter = parameter
+        self._place = place
+        self._ends = ends
+        self._accumulate = False
+
+    def before(self, gradient: torch.Tensor) -> None:
+        """Before autograd adds to .grad: take the handle away, and remember that it was there."""
+        parameter = self._parameter
+        self._ends.watch()
+        self._accumulate = isinstance(parameter.grad, GradientHandle)
+        if self._accumulate:
+            parameter.grad = None
+            self._ends.taken.append(parameter)
+
+    def after(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        self._ledger.land(self._place, gradient, accumulate=self._accumulate)
+        parameter.grad = GradientHandle(parameter)
+
+
+class BackwardEnds:
+    """One callback at the end of every backward pass in which a gradient arrived."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._task = -1
+        self.taken: list[nn.Parameter] = []
+
+    def watch(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task and task != -1:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        self._task = -1
+        self._ledger.end_backward()
+        # torch.autograd.grad runs hooks on leaves, too, but accumulates nothing: put their handles back.
+        for parameter in self.taken:
+            if parameter.grad is None:
+                parameter.grad = GradientHandle(parameter)
+        self.taken.clear()

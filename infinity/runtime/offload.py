@@ -1,0 +1,131 @@
+"""infinity.offload: from a model in memory, or one on the meta device with a source of values, to one that trains from the store."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.config import SwapConfig, load_config
+from infinity.errors import ModelError
+from infinity.io.fork import refuse_in_forked_child
+from infinity.plan.planner import make_plan
+from infinity.runtime.guards import guard
+from infinity.runtime.hooks import BackwardEnds, ParameterHooks, Scope, ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
+from infinity.schedule import registry
+from infinity.schedule.backing import Backing
+from infinity.schedule.ingest import Source, ingest
+from infinity.schedule.ledger import Ledger
+from infinity.state.discover import Discovery, discover
+from infinity.state.unit import Group
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def offload(
+    model: Model,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    source: Source | None = None,
+    faults: Sequence[_native.Fault] = (),
+) -> Model:
+    """Move a model's weights and optimizer states to where the swap config says, in place.
+
+    Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are fetched just before its
+    forward and backward.
+
+    Args:
+        model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given.
+        config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
+        device: where the model computes; default: the current GPU, or the CPU where there is none.
+        source: gives the value of a parameter by name, instead of the model itself (infinity.load_pretrained).
+        faults: transfers to fail, for tests.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ConfigError, NotAvailableError: the config is not usable.
+        PlanError: a budget is too small; nothing was moved.
+        ModelError: the model is offloaded already, or cannot be.
+        StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
+    """
+    refuse_in_forked_child()
+    resolved = load_config(config)
+    if registry.is_offloaded(model):
+        raise ModelError("this model is offloaded already; infinity.close(model) ends that")
+    target = torch.device(device) if device is not None else _default_device()
+    found = discover(model)
+    for named in found.parameters:
+        for name, parameter in named.items():
+            if registry.find(parameter) is not None:
+                raise ModelError(f"parameter '{name}' belongs to another offloaded model")
+    can_recompute = bool(getattr(model, "supports_gradient_checkpointing", False))
+    plan = make_plan(found.units, resolved, target, can_recompute=can_recompute)
+    logger.info("plan:\n%s", plan.describe())
+    if not plan.gradient_fp32 and any(group.dtype != torch.float32 for group in _trainable(found)):
+        logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
+    backing = Backing(found.units, plan, resolved, target, faults)
+    ledger = Ledger(found.units, found.parameters, backing)
+    try:
+        ingest(ledger, source)
+        _move_buffers(model, target)
+        if plan.activations == "recompute":
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        _install(model, found, ledger)
+    except BaseException:
+        ledger.close()
+        raise
+    registry.enter(model, ledger)
+    return model
+
+
+def close(model: nn.Module) -> None:
+    """End offloading: wait for what is in flight, stop the threads, remove the swap file. The model cannot be used afterwards.
+
+    Idempotent. Raises ModelError when the model was never offloaded.
+    """
+    registry.ledger_of(model).close()
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _trainable(found: Discovery) -> list[Group]:
+    return [group for unit in found.units for group in unit.trainable_groups]
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers stay resident."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
+    parameters = [parameter for named in found.parameters for parameter in named.values()]
+    scope = Scope(ledger, parameters)
+    for site in found.sites:
+        site.module.register_forward_pre_hook(SiteEnter(ledger, site.units))
+        site.module.register_forward_hook(SiteLeave(ledger, site.units), always_call=True)
+    # Around the sites' own hooks: a module may be both.
+    for module in found.scopes:
+        module.register_forward_pre_hook(ScopeEnter(scope), prepend=True)
+        module.register_forward_hook(ScopeLeave(scope), always_call=True)
+    ends = BackwardEnds(ledger)
+    for parameter, place in ledger.places():
+        if place.group.trainable:
+            hooks = ParameterHooks(ledger, parameter, place, ends)
+            parameter.register_hook(hooks.before)
+            parameter.register_post_accumulate_grad_hook(hooks.after)
+    guard(model)
