@@ -6,6 +6,8 @@
     infinity.save_pretrained(model, "out/")
 """
 
+from infinity.checkpoint.load import load_pretrained
+from infinity.checkpoint.save import save_pretrained
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
     ConfigError,
@@ -22,6 +24,7 @@ from infinity.errors import (
 )
 from infinity.optim.adamw import AdamW
 from infinity.runtime.offload import close, offload
+from infinity.runtime.statistics import Statistics, statistics
 
 __all__ = [
     "AdamW",
@@ -34,11 +37,15 @@ __all__ = [
     "PlanError",
     "ReleasedParameterError",
     "StaleWeightsError",
+    "Statistics",
     "StoreLockedError",
     "SwapConfig",
     "SwapIOError",
     "close",
     "load_config",
+    "load_pretrained",
     "offload",
+    "save_pretrained",
+    "statistics",
 ]
 __version__ = "0.1.0"

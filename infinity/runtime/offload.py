@@ -21,6 +21,7 @@ from infinity.schedule import registry
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest
 from infinity.schedule.ledger import Ledger
+from infinity.schedule.slots import nan_placeholder
 from infinity.state.discover import Discovery, discover
 from infinity.state.unit import Group
 
@@ -63,6 +64,8 @@ def offload(
     if registry.is_offloaded(model):
         raise ModelError("this model is offloaded already; infinity.close(model) ends that")
     target = torch.device(device) if device is not None else _default_device()
+    if source is not None:
+        _leave_meta(model, target)
     found = discover(model)
     for named in found.parameters:
         for name, parameter in named.items():
@@ -79,7 +82,7 @@ def offload(
         ingest(ledger, source)
         _move_buffers(model, target)
         if plan.activations == "recompute":
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+            _recompute(model)
         _install(model, found, ledger)
     except BaseException:
         ledger.close()
@@ -94,6 +97,27 @@ def close(model: nn.Module) -> None:
     Idempotent. Raises ModelError when the model was never offloaded.
     """
     registry.ledger_of(model).close()
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Give meta parameters a device (autograd will not change it later); ties stay ties."""
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in placed:
+                empty = nan_placeholder(parameter.shape, parameter.dtype, device)
+                placed[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = placed[parameter]
+
+
+def _recompute(model: Any) -> None:
+    """transformers renamed the switch in version 5."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def _default_device() -> torch.device:

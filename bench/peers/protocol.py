@@ -1,0 +1,116 @@
+"""The worker's side of the protocol between the driver and the contenders.
+
+A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it makes exactly one training step, waits for
+all of its I/O, and prints one JSON line of measurements. On "quit", or when the driver is gone, it removes its swap files and exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from peers.workload import Job
+
+
+@dataclass
+class Contender:
+    """One system, ready to train.
+
+    Attributes:
+        step: makes one step, waits for its I/O and returns the loss.
+        facts: printed once, with the ready line.
+        counters: the system's own cumulative counters, printed after each step.
+        close: removes what the system holds; the worker removes the swap directory itself afterwards.
+    """
+
+    step: Callable[[], float]
+    facts: dict[str, Any] = field(default_factory=dict)
+    counters: Callable[[], dict[str, Any]] = dict
+    close: Callable[[], None] = lambda: None
+
+
+def _memory() -> dict[str, int]:
+    """Current and peak resident bytes of this process."""
+    with open("/proc/self/status") as status:
+        kib = {key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if key.startswith("Vm")}
+    return {"rss_bytes": int(kib["VmRSS"]) * 1024, "peak_rss_bytes": int(kib["VmHWM"]) * 1024}
+
+
+def _forget_peak() -> bool:
+    """Start the peak resident size anew, so that set-up does not count as training. False where the kernel refuses."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _io() -> dict[str, int]:
+    """Bytes this process had the storage read and write, O_DIRECT and asynchronous I/O included."""
+    with open("/proc/self/io") as file:
+        counts = {key: int(value) for key, _, value in (line.partition(":") for line in file)}
+    return {"read_bytes": counts["read_bytes"], "written_bytes": counts["write_bytes"]}
+
+
+def _measured_step(contender: Contender) -> dict[str, Any]:
+    io_before = _io()
+    counters_before = contender.counters()
+    started = time.perf_counter()
+    loss = contender.step()
+    seconds = time.perf_counter() - started
+    io = {key: value - io_before[key] for key, value in _io().items()}
+    own = {
+        key: value - counters_before[key] if key.endswith(("read_bytes", "written_bytes", "_s")) else value
+        for key, value in contender.counters().items()
+    }
+    return {"seconds": seconds, "loss": loss, **_memory(), **io, "counters": own}
+
+
+def _claim_stdout() -> TextIO:
+    """Keep stdout for the protocol: what libraries print goes to stderr."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return channel
+
+
+def serve(setup: Callable[[Job], Contender]) -> None:
+    """Run a worker: set up the contender described by argv[1] and answer the driver until it says quit."""
+    channel = _claim_stdout()
+    job = Job.from_json(sys.argv[1])
+    contender: Contender | None = None
+    try:
+        contender = setup(job)
+        memory = _memory()
+        facts = {
+            **contender.facts,
+            "setup_peak_rss_bytes": memory["peak_rss_bytes"],
+            "peak_is_of_steps": _forget_peak(),
+        }
+        print(json.dumps({"ready": True, **facts}), file=channel)
+        for line in sys.stdin:
+            if line.strip() == "quit":
+                break
+            if line.strip() == "step":
+                print(json.dumps(_measured_step(contender)), file=channel)
+    except Exception as error:
+        traceback.print_exc()
+        print(json.dumps({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}), file=channel)
+    finally:
+        try:
+            if contender is not None:
+                contender.close()
+        finally:
+            if job.swap_dir:
+                shutil.rmtree(job.swap_dir, ignore_errors=True)
+    channel.flush()
+    # Extension modules with threads of their own may hang or abort in interpreter teardown; everything is cleaned up by now.
+    sys.stderr.flush()
+    os._exit(0)

@@ -1,0 +1,102 @@
+"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, no launcher, CPU accelerator."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from peers.protocol import Contender, serve
+from peers.workload import Job
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _prepare_environment() -> None:
+    """What the launcher would set; must run before deepspeed is imported."""
+    os.environ.update(
+        RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_free_port()),
+        DS_ACCELERATOR="cpu",
+        DEEPSPEED_LOG_LEVEL="warning",
+    )
+    environment = Path(sys.prefix)
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
+    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # ninja, for the ops' build
+
+
+def _config(job: Job) -> dict[str, Any]:
+    work, options = job.workload, job.options
+    offload_param = {"device": options["offload_param"], "pin_memory": True}
+    if options["offload_param"] == "nvme":
+        offload_param |= {"nvme_path": job.swap_dir, "max_in_cpu": 0, **options.get("param_buffers", {})}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": job.swap_dir,
+            "buffer_count": options["buffer_count"],
+            "pipeline_read": options["pipeline_read"],
+            "pipeline_write": options["pipeline_write"],
+            "pin_memory": True,
+        },
+        "offload_param": offload_param,
+        **options.get("zero", {}),
+    }
+    adamw = {"lr": work.lr, "betas": work.betas, "eps": work.eps, "weight_decay": work.weight_decay}
+    return {
+        "train_micro_batch_size_per_gpu": work.batch,
+        "bf16": {"enabled": True},
+        "gradient_clipping": work.max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "zero_optimization": zero,
+        "aio": options.get("aio", {}),
+        "steps_per_print": 1_000_000_000,
+    }
+
+
+def setup(job: Job) -> Contender:
+    """Build the model under zero.Init and start the engine. Options: see peers.variants.Variant."""
+    _prepare_environment()
+    import deepspeed
+    import torch
+
+    deepspeed.init_distributed(dist_backend="gloo")
+    config = _config(job)
+    if job.options["offload_param"] == "nvme":
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            model = job.workload.build_model()
+    else:
+        model = job.workload.build_model()
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    tokens = job.workload.build_batch()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step() -> float:
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    facts = {
+        "numel": numel,
+        "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
+        "threads": torch.get_num_threads(),
+        "sub_groups": len(getattr(engine.optimizer, "fp16_groups", [])),
+        "optimizer": type(engine.optimizer.optimizer).__name__,
+        "describes": "ZeRO-3, optimizer nvme, fp32 master and moments; weights and a gradient buffer in memory",
+    }
+    return Contender(step, facts, close=lambda: engine.destroy())
+
+
+if __name__ == "__main__":
+    serve(setup)

@@ -1,0 +1,94 @@
+"""What every contender trains: the model, the batch and the optimizer's settings. Imported by the driver and by every worker."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step, the same for every contender.
+
+    Attributes:
+        layers, hidden, intermediate, heads, vocabulary: the Llama model's shape; embeddings and head are not tied.
+        batch, tokens: the shape of the one synthetic batch that every step uses.
+        seed: of the weights and of the batch.
+        lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping.
+    """
+
+    layers: int = 16
+    hidden: int = 1024
+    intermediate: int = 2816
+    heads: int = 16
+    vocabulary: int = 8192
+    batch: int = 1
+    tokens: int = 256
+    seed: int = 1234
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_grad_norm: float = 1.0
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return (self.beta1, self.beta2)
+
+    def build_model(self) -> nn.Module:
+        """A randomly initialised bf16 LlamaForCausalLM in training mode."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            num_hidden_layers=self.layers,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            vocab_size=self.vocabulary,
+            max_position_embeddings=max(self.tokens, 256),
+            tie_word_embeddings=False,
+            use_cache=False,
+        )
+        torch.manual_seed(self.seed)
+        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+
+    def build_batch(self) -> torch.Tensor:
+        """Token ids (batch, tokens), int64, the labels as well."""
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randint(0, self.vocabulary, (self.batch, self.tokens), generator=generator)
+
+
+SMALL = Workload(layers=2, hidden=256, intermediate=704, heads=4, vocabulary=2048, tokens=64)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver hands a worker as its one argument.
+
+    Attributes:
+        workload: what to train.
+        swap_dir: an empty directory of the worker's own; empty where the contender swaps nothing.
+        options: the contender's own settings.
+    """
+
+    workload: Workload
+    swap_dir: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(Workload(**fields.pop("workload")), **fields)

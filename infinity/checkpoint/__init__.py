@@ -1,0 +1,1 @@
+"""Models in and out: streamed from safetensors to the store, and back."""

@@ -1,0 +1,150 @@
+"""load_pretrained: a Hugging Face checkpoint, streamed to the store tensor by tensor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig, load_config
+from infinity.errors import ModelError
+from infinity.runtime.offload import offload
+from infinity.schedule.ingest import Source
+
+logger = logging.getLogger(__name__)
+
+
+def load_pretrained(
+    path: str | Path,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    model_class: Any = None,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Load a model that may be larger than memory and offload it.
+
+    The model is built on the meta device; each tensor goes from its safetensors file straight to its home. Where the file is finer than
+    `dtype` (fp32 weights loaded as bf16) the rest is kept in the master, so nothing is lost.
+
+    Args:
+        path: a directory, or a hub id.
+        config: as infinity.offload.
+        dtype: of the weights.
+        model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
+        device: as infinity.offload.
+        kwargs: passed to `from_pretrained`.
+
+    Returns:
+        The offloaded model, in training mode.
+
+    Raises:
+        ModelError: there is no such model, it is not a causal language model (with the default class), or tensors are missing.
+        others: as infinity.offload.
+    """
+    resolved = load_config(config)
+    if model_class is None:
+        from transformers import AutoModelForCausalLM
+
+        _require_causal(str(path), kwargs)
+        model_class = AutoModelForCausalLM
+    with _scratch(resolved) as scratch:
+        model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
+        offload(model, resolved, device=device, source=source)
+    return model.train()
+
+
+def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    options = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code", "subfolder") if key in kwargs}
+    try:
+        config = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a model from '{path}': {error}") from error
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    architectures = config.architectures or []
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.is_encoder_decoder or (architectures and not remote and not known.intersection(architectures)):
+        raise ModelError(
+            f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a causal one (such as "
+            "LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your own loop."
+        )
+
+
+@contextlib.contextmanager
+def _scratch(config: SwapConfig) -> Iterator[str]:
+    """A directory for the tensors transformers has to convert on loading; on the swap disk, which has room for them."""
+    parent = config.nvme.paths[0].expanduser() if config.nvme.paths else None
+    if parent is not None:
+        parent.parent.mkdir(parents=True, exist_ok=True)
+        parent = parent.parent
+    directory = tempfile.mkdtemp(prefix="infinity-load-", dir=parent)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)  # ours, made above
+
+
+def _on_meta(
+    model_class: Any, path: str, dtype: torch.dtype, scratch: str, kwargs: Mapping[str, Any]
+) -> tuple[Any, Source]:
+    """The model with its parameters on meta and buffers real, and where each value is."""
+    from accelerate.hooks import remove_hook_from_submodules
+
+    try:
+        model = model_class.from_pretrained(
+            path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **kwargs
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a model from '{path}': {error}") from error
+    loader = _weights_loader(model)
+    remove_hook_from_submodules(model)
+    for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
+        model.__dict__.pop(name, None)  # what dispatching planted
+    model.tie_weights()
+    return model, _source(model, loader, path)
+
+
+def _weights_loader(model: nn.Module) -> Any:
+    """accelerate's index of where each tensor lies, from any module's hook."""
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", [hook]):
+            weights_map = getattr(part, "weights_map", None)
+            if weights_map is not None:
+                return getattr(weights_map, "dataset", weights_map)
+    raise ModelError("transformers did not leave the weights on disk; is the checkpoint in safetensors format?")
+
+
+def _source(model: nn.Module, loader: Any, path: str) -> Source:
+    from safetensors import safe_open
+
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    aliases = {name: same for same in names.values() for name in same}
+
+    def read(name: str) -> torch.Tensor:
+        for alias in [name, *aliases.get(name, [])]:
+            entry = loader.index.get(alias)
+            if entry is not None and entry.get("safetensors_file"):
+                # Opened per tensor, so that its pages leave with the mapping.
+                with safe_open(entry["safetensors_file"], framework="pt", device="cpu") as file:
+                    tensor: torch.Tensor = file.get_tensor(entry.get("weight_name", alias))
+                    return tensor
+            if alias in loader:
+                stored: torch.Tensor = loader[alias]
+                return stored
+        raise ModelError(f"'{path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
+
+    return read
