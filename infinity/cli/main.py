@@ -1,0 +1,71 @@
+"""`infinity`: the entry point. Errors are one line on stderr; exit code 2 for bad input, 1 for a failed run, 130 after Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from infinity import __version__
+from infinity.errors import ConfigError, InfinityError, ModelError, PlanError, StoreLockedError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity", description="Full fine-tuning of models larger than memory: states on NVMe, moved just in time."
+    )
+    parser.add_argument("--version", action="version", version=f"infinity {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    tune = commands.add_parser("finetune", help="fine-tune a causal language model on text")
+    where = tune.add_argument_group("what and where")
+    where.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint, or a hub id")
+    where.add_argument(
+        "--data", required=True, nargs="+", type=Path, help="text files, .jsonl files (text or messages), directories of text"
+    )
+    where.add_argument("--config", required=True, type=Path, help="swap config: where states live (YAML or JSON)")
+    where.add_argument("--output", required=True, type=Path, help="directory for the trained model and the report")
+    job = tune.add_argument_group("training")
+    job.add_argument("--steps", type=int, help="optimizer steps; default: one pass over the data")
+    job.add_argument("--batch-size", type=int, default=1, help="sequences per backward pass (default 1)")
+    job.add_argument("--gradient-accumulation", type=int, default=1, help="backward passes per step (default 1)")
+    job.add_argument("--sequence-length", type=int, default=1024, help="tokens per sequence (default 1024)")
+    job.add_argument("--lr", type=float, default=1e-5, help="peak learning rate (default 1e-5)")
+    job.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="cosine")
+    job.add_argument("--warmup-steps", type=int, default=0)
+    job.add_argument("--weight-decay", type=float, default=0.01)
+    job.add_argument("--max-grad-norm", type=float, default=1.0, help="0 switches clipping off (default 1.0)")
+    job.add_argument("--seed", type=int, default=0)
+    job.add_argument("--threads", type=int, help="torch's compute threads; default: torch's choice")
+    job.add_argument(
+        "--verify-output", action="store_true", help="reload the result with plain transformers and compare logits"
+    )
+    tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    options = build_parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
+    try:
+        from infinity.cli.finetune import finetune
+
+        return finetune(options)
+    except (ConfigError, ModelError, PlanError, StoreLockedError) as error:
+        return _fail(error, 2)
+    except (InfinityError, OSError) as error:
+        return _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> int:
+    if os.environ.get("INFINITY_DEBUG"):
+        raise error
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

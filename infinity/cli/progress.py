@@ -1,0 +1,94 @@
+"""What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TextIO
+
+import psutil
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """One optimizer step."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+    tokens: int
+    read_bytes: int
+    written_bytes: int
+
+    def line(self) -> str:
+        rss = psutil.Process().memory_info().rss
+        return (
+            f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  "
+            f"read {self.read_bytes / self.seconds / 1e9:.2f} GB/s  written {self.written_bytes / self.seconds / 1e9:.2f} GB/s  "
+            f"norm {self.grad_norm:.3f}  lr {self.learning_rate:.2e}  RAM {rss / 2**30:.2f} GiB"
+        )
+
+
+class PlainProgress:
+    """A line at the first and last step and every few seconds between."""
+
+    def __init__(self, total: int, stream: TextIO, every_s: float = 10.0) -> None:
+        self._total = total
+        self._stream = stream
+        self._every_s = every_s
+        self._last = float("-inf")
+        self._began = time.monotonic()
+
+    def __enter__(self) -> PlainProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.flush()
+
+    def update(self, facts: StepFacts) -> None:
+        now = time.monotonic()
+        if facts.step not in (1, self._total) and now - self._last < self._every_s:
+            return
+        self._last = now
+        left = (now - self._began) / facts.step * (self._total - facts.step)
+        print(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s", file=self._stream, flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+class RichProgress:
+    """One live line with a bar."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("train", total=total, facts="")
+
+    def __enter__(self) -> RichProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def update(self, facts: StepFacts) -> None:
+        self._progress.update(self._task, completed=facts.step, facts=facts.line())
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+
+def open_progress(total: int) -> PlainProgress | RichProgress:
+    console = Console(file=sys.stdout)
+    return RichProgress(total, console) if console.is_terminal else PlainProgress(total, sys.stdout)

@@ -1,0 +1,143 @@
+"""The report at the end of a run: where the time went, what was moved, how near the bound it came."""
+
+from __future__ import annotations
+
+import csv
+import json
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infinity.cli.progress import StepFacts
+from infinity.runtime.statistics import Statistics
+from infinity.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Report:
+    """Per-step figures are means over the steps of the run, the first left out where there are more (it learns the order of units).
+
+    Attributes:
+        step_s: seconds per step; `fetch_wait_s`, `gradient_s`, `update_s` of them; `compute_s` is the rest.
+        bytes_per_parameter: moved by the engine per step and trained parameter, counted; `planned_bytes_per_parameter` is the design's
+            formula for this placement.
+        io_bound_s: bytes per step at the rate the engine reached while it was busy; `compute_bound_s`: compute and Adam alone.
+        efficiency: the larger bound / step_s.
+        peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model.
+    """
+
+    steps: int
+    skipped_steps: int
+    first_loss: float
+    last_loss: float
+    tokens_per_s: float
+    step_s: float
+    compute_s: float
+    fetch_wait_s: float
+    gradient_s: float
+    update_s: float
+    bytes_per_parameter: float
+    planned_bytes_per_parameter: float
+    read_bytes: int
+    written_bytes: int
+    io_bound_s: float
+    compute_bound_s: float
+    efficiency: float
+    peak_rss_bytes: int
+    state_bytes: int
+    engine: str
+
+    def text(self) -> str:
+        rows = [
+            ("steps", f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}"),
+            ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
+            ("  compute", f"{self.compute_s:.3f} s"),
+            ("  waiting for weights", f"{self.fetch_wait_s:.3f} s"),
+            ("  landing gradients", f"{self.gradient_s:.3f} s"),
+            ("  optimizer update", f"{self.update_s:.3f} s"),
+            (
+                "moved per parameter",
+                f"{self.bytes_per_parameter:.1f} B per step, counted; planned with nothing cached "
+                f"{self.planned_bytes_per_parameter:.1f} B (design: 26 with weights on NVMe, 20 with weights in RAM)",
+            ),
+            ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
+            (
+                "peak memory",
+                f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}",
+            ),
+            (
+                "efficiency",
+                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute {self.compute_bound_s:.3f} s",
+            ),
+        ]
+        return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+
+def make_report(
+    facts: Sequence[StepFacts], before: Statistics, after: Statistics, skipped_steps: int, losses: Sequence[float]
+) -> Report:
+    """Figures of the steps between two snapshots of the counters.
+
+    Args:
+        facts: the steps between `before` and `after`.
+        losses: of the whole run.
+    """
+    steps = max(len(facts), 1)
+    seconds = sum(fact.seconds for fact in facts) / steps
+    fetch = (after.fetch_wait_s - before.fetch_wait_s) / steps
+    gradient = (after.gradient_s - before.gradient_s) / steps
+    update = (after.update_s - before.update_s) / steps
+    compute = max(seconds - fetch - gradient - update, 0.0)
+    moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
+    busy = (after.io_busy_s - before.io_busy_s) / steps
+    compute_bound = compute + (after.adam_s - before.adam_s) / steps
+    return Report(
+        steps=len(losses),
+        skipped_steps=skipped_steps,
+        first_loss=losses[0],
+        last_loss=sum(losses[-10:]) / len(losses[-10:]),
+        tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
+        step_s=seconds,
+        compute_s=compute,
+        fetch_wait_s=fetch,
+        gradient_s=gradient,
+        update_s=update,
+        bytes_per_parameter=moved / max(after.trainable_numel, 1),
+        planned_bytes_per_parameter=after.plan.step_bytes / max(after.trainable_numel, 1),
+        read_bytes=after.read_bytes,
+        written_bytes=after.written_bytes,
+        io_bound_s=busy,
+        compute_bound_s=compute_bound,
+        efficiency=max(busy, compute_bound) / max(seconds, 1e-9),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        state_bytes=after.state_bytes,
+        engine=after.engine,
+    )
+
+
+def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:
+    """report.json, report.txt, loss.csv and loss.png."""
+    (directory / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (directory / "report.txt").write_text(report.text() + "\n")
+    with (directory / "loss.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss", "learning_rate", "grad_norm", "seconds"])
+        writer.writerows((f.step, f.loss, f.learning_rate, f.grad_norm, f.seconds) for f in facts)
+    _plot(facts, directory / "loss.png")
+
+
+def _plot(facts: Sequence[StepFacts], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot([fact.step for fact in facts], [fact.loss for fact in facts], linewidth=1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
