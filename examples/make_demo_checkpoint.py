@@ -1,4 +1,5 @@
-"""Make what the demo trains: a Llama-architecture checkpoint with random weights, and a tokenizer trained on this machine's text.
+"""Make what the demo trains: a Llama-architecture checkpoint with random weights, and a tokenizer trained on this
+machine's text.
 
 The text is the Python standard library: its sources are on every machine that can run this.
 """

@@ -1,9 +1,9 @@
 """infinity: full fine-tuning of models larger than memory.
 
-    model = infinity.load_pretrained("path/or/hub-id", "swap.yaml")
-    optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    ...                                        # the training loop stays as it was
-    infinity.save_pretrained(model, "out/")
+model = infinity.load_pretrained("path/or/hub-id", "swap.yaml")
+optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+...                                        # the training loop stays as it was
+infinity.save_pretrained(model, "out/")
 """
 
 from infinity.checkpoint.load import load_pretrained

@@ -55,7 +55,7 @@ class Failure:
     message: str
 
 class IOFuture:
-    """The result of one request. Holds a reference to its buffers; dropping it waits until they are no longer in use."""
+    """The result of one request. Holds a reference to its buffers; dropping it waits until they are not in use."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -64,7 +64,7 @@ class IOFuture:
         """None when it went well. RuntimeError while not done."""
 
 class Fault:
-    """A fault to inject: block operations `index` … `index + repeat - 1` fail with `errno`, or are cut short when it is 0."""
+    """A fault to inject: `repeat` block operations from `index` on fail with `errno`, or are cut short when it is 0."""
 
     def __init__(self, index: int, errno: int, repeat: int = 1) -> None: ...
 

@@ -1,7 +1,7 @@
 """The swap config: where states live and how they move. Nothing about training.
 
-One schema for YAML, JSON and dicts. An unknown key is an error that names the nearest known one; a key whose feature is not
-built yet is refused, never ignored.
+One schema for YAML, JSON and dicts. An unknown key is an error that names the nearest known one; a key whose feature
+is not built yet is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from infinity.errors import ConfigError, NotAvailableError
 from infinity.sizes import parse_bytes
+
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | Path) else value
@@ -83,7 +84,10 @@ class SwapConfig(_Section):
         refused = {
             "optimizer: device": (self.optimizer == "device", "optimizer: host, nvme or auto"),
             f"gradients: {self.gradients}": (self.gradients != "host", "gradients: host"),
-            f"activations: {self.activations}": (self.activations in ("host", "nvme"), "activations: recompute or keep"),
+            f"activations: {self.activations}": (
+                self.activations in ("host", "nvme"),
+                "activations: recompute or keep",
+            ),
             f"commit_every: {self.commit_every}": (self.commit_every != 0, "commit_every: 0"),
             f"moments: {self.moments}": (self.moments != "fp32", "moments: fp32"),
             "nvme.paths with more than one path": (len(self.nvme.paths) > 1, "one path"),

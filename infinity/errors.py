@@ -45,6 +45,13 @@ class StoreLockedError(InfinityError):
     """The swap directory belongs to another run."""
 
 
+_ADVICE = {
+    5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
+    28: "The disk is full: free space, or set nvme.paths to a larger disk.",
+    22: "The file system refused the alignment or the flags: set nvme.engine: threads, or use ext4 or xfs.",
+}
+
+
 class SwapIOError(InfinityError, OSError):
     """A transfer to or from the store failed.
 
@@ -56,12 +63,6 @@ class SwapIOError(InfinityError, OSError):
         unit, state: what was being moved; empty when not known.
         step: the optimizer step during which it happened.
     """
-
-    _ADVICE = {
-        5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
-        28: "The disk is full: free space, or set nvme.paths to a larger disk.",
-        22: "The file system refused the alignment or the flags: set nvme.engine: threads, or use ext4 or xfs.",
-    }
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class SwapIOError(InfinityError, OSError):
     ) -> None:
         what = f"{state} of unit '{unit}'" if unit else "swap data"
         cause = os.strerror(errno) if errno else detail
-        advice = self._ADVICE.get(errno, "Check the disk that holds the path.")
+        advice = _ADVICE.get(errno, "Check the disk that holds the path.")
         message = (
             f"{operation} of {what} failed at step {step}: {path}, offset {offset}, {nbytes} bytes: {cause} "
             f"(errno {errno}). {advice} The states in this store may be partly updated: start again from a saved model."

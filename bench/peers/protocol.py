@@ -1,7 +1,8 @@
 """The worker's side of the protocol between the driver and the contenders.
 
-A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it makes exactly one training step, waits for
-all of its I/O, and prints one JSON line of measurements. On "quit", or when the driver is gone, it removes its swap files and exits.
+A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it makes exactly one
+training step, waits for all of its I/O, and prints one JSON line of measurements. On "quit", or when the driver is
+gone, it removes its swap files and exits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Contender:
 def _memory() -> dict[str, int]:
     """Current and peak resident bytes of this process."""
     with open("/proc/self/status") as status:
-        kib = {key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if key.startswith("Vm")}
+        kib = {
+            key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if key.startswith("Vm")
+        }
     return {"rss_bytes": int(kib["VmRSS"]) * 1024, "peak_rss_bytes": int(kib["VmHWM"]) * 1024}
 
 
@@ -102,7 +105,9 @@ def serve(setup: Callable[[Job], Contender]) -> None:
                 print(json.dumps(_measured_step(contender)), file=channel)
     except Exception as error:
         traceback.print_exc()
-        print(json.dumps({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}), file=channel)
+        print(
+            json.dumps({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}), file=channel
+        )
     finally:
         try:
             if contender is not None:
@@ -111,6 +116,7 @@ def serve(setup: Callable[[Job], Contender]) -> None:
             if job.swap_dir:
                 shutil.rmtree(job.swap_dir, ignore_errors=True)
     channel.flush()
-    # Extension modules with threads of their own may hang or abort in interpreter teardown; everything is cleaned up by now.
+    # Extension modules with threads of their own may hang or abort in interpreter teardown; everything is cleaned up
+    # by now.
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,5 @@
-"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, no launcher, CPU accelerator."""
+"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, no launcher,
+CPU accelerator."""
 
 from __future__ import annotations
 

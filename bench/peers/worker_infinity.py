@@ -1,4 +1,5 @@
-"""infinity: optimizer states on NVMe, weights in RAM or on NVMe; exact AdamW over an fp32 master (stored as bf16 weight + residual)."""
+"""infinity: optimizer states on NVMe, weights in RAM or on NVMe; exact AdamW over an fp32 master (stored as bf16
+weight + residual)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from peers.workload import Job
 
 
 def setup(job: Job) -> Contender:
-    """Build the model, offload it and make its optimizer. Options: `weights`, and `config` to override keys of the swap config."""
+    """Build the model, offload it and make its optimizer. Options: `weights`, and `config` to override keys of the
+    swap config."""
     work = job.workload
     config: dict[str, Any] = {
         "weights": job.options["weights"],
@@ -46,7 +48,16 @@ def setup(job: Job) -> Contender:
         return float(loss.detach())
 
     def counters() -> dict[str, Any]:
-        names = ("read_bytes", "written_bytes", "cached_bytes", "io_busy_s", "fetch_wait_s", "gradient_s", "update_s", "adam_s")
+        names = (
+            "read_bytes",
+            "written_bytes",
+            "cached_bytes",
+            "io_busy_s",
+            "fetch_wait_s",
+            "gradient_s",
+            "update_s",
+            "adam_s",
+        )
         return {name: getattr(latest, name) for name in names if hasattr(latest, name)}
 
     facts = {

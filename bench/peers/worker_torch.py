@@ -1,4 +1,5 @@
-"""Plain torch, everything in memory: bf16 weights, bf16 gradients, bf16 moments, torch.optim.AdamW(fused=True); no fp32 master copy."""
+"""Plain torch, everything in memory: bf16 weights, bf16 gradients, bf16 moments, torch.optim.AdamW(fused=True); no
+fp32 master copy."""
 
 from __future__ import annotations
 

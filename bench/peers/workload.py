@@ -1,4 +1,5 @@
-"""What every contender trains: the model, the batch and the optimizer's settings. Imported by the driver and by every worker."""
+"""What every contender trains: the model, the batch and the optimizer's settings. Imported by the driver and by
+every worker."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ def load_pretrained(
     model_class: Any = None,
     device: torch.device | str | None = None,
     **kwargs: Any,
-) -> nn.Module:
+) -> Any:
     """Load a model that may be larger than memory and offload it.
 
-    The model is built on the meta device; each tensor goes from its safetensors file straight to its home. Where the file is finer than
-    `dtype` (fp32 weights loaded as bf16) the rest is kept in the master, so nothing is lost.
+    The model is built on the meta device; each tensor goes from its safetensors file straight to its home. Where the
+    file is finer than `dtype` (fp32 weights loaded as bf16) the rest is kept in the master, so nothing is lost.
 
     Args:
         path: a directory, or a hub id.
@@ -47,7 +47,8 @@ def load_pretrained(
         The offloaded model, in training mode.
 
     Raises:
-        ModelError: there is no such model, it is not a causal language model (with the default class), or tensors are missing.
+        ModelError: there is no such model, it is not a causal language model (with the default class), or tensors
+        are missing.
         others: as infinity.offload.
     """
     resolved = load_config(config)
@@ -59,7 +60,8 @@ def load_pretrained(
     with _scratch(resolved) as scratch:
         model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
         offload(model, resolved, device=device, source=source)
-    return model.train()
+    model.train()
+    return model
 
 
 def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
@@ -76,7 +78,8 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or (architectures and not remote and not known.intersection(architectures)):
         raise ModelError(
-            f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a causal one (such as "
+            f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a "
+            f"causal one (such as "
             "LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your own loop."
         )
 

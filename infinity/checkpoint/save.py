@@ -33,10 +33,11 @@ _DTYPE_NAMES = {
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
-    """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation config.
+    """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation
+    config.
 
-    One unit's weights are in memory at a time. Everything is written aside and renamed when it is complete and on disk, so an error leaves
-    what was there before.
+    One unit's weights are in memory at a time. Everything is written aside and renamed when it is complete and on
+    disk, so an error leaves what was there before.
 
     Args:
         model: what infinity.offload or load_pretrained returned.
@@ -61,7 +62,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         _move_into_place(aside, target)
     except OSError as error:
         raise InfinityError(
-            f"saving to {target} failed: {error.strerror or error}. Nothing there was changed; free space or choose another directory."
+            f"saving to {target} failed: {error.strerror or error}. Nothing there was changed; free space or choose "
+            f"another directory."
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # ours, made above
@@ -85,7 +87,8 @@ def _write_all(model: nn.Module, ledger: Ledger, directory: Path, max_shard_size
     split = split_torch_state_dict_into_shards(
         shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
-    files, slices = {}, {}
+    files: dict[str, int] = {}
+    slices: dict[str, _Slice] = {}
     try:
         for shard, names in split.filename_to_tensors.items():
             files[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
@@ -145,7 +148,7 @@ def _write_tensor(descriptor: int, place: _Slice, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     if flat.numel() != place.nbytes:
         raise AssertionError(f"a tensor of {flat.numel()} bytes for {place.nbytes}")
-    _write_fully(descriptor, memoryview(flat.numpy()), place.offset)
+    _write_fully(descriptor, memoryview(flat.numpy().data), place.offset)
 
 
 def _write_fully(descriptor: int, data: memoryview, offset: int) -> None:
@@ -155,7 +158,8 @@ def _write_fully(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _parts(model: nn.Module, ledger: Ledger, *, meta: bool) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors to write, unit by unit and then the buffers, under the names and in the shapes the checkpoint format has."""
+    """The tensors to write, unit by unit and then the buffers, under the names and in the shapes the checkpoint
+    format has."""
     revert = _revert_of(model)
     for record in ledger.records:
         if meta:
@@ -178,7 +182,8 @@ def _parts(model: nn.Module, ledger: Ledger, *, meta: bool) -> Iterator[dict[str
 
 
 def _revert_of(model: nn.Module) -> Any:
-    """Undoes, for the tensors of a unit, what transformers did to names and shapes on loading (fused experts, renamed keys)."""
+    """Undoes, for the tensors of a unit, what transformers did to names and shapes on loading (fused experts,
+    renamed keys)."""
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion

@@ -22,7 +22,8 @@ def documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[str]:
     """Every document of the files and directories, in a fixed order.
 
     Raises:
-        ConfigError: a path is missing, a directory has no text, a .jsonl line has neither text nor messages (names file:line).
+        ConfigError: a path is missing, a directory has no text, a .jsonl line has neither text nor messages (names
+            file:line).
     """
     for path in paths:
         if path.is_dir():
@@ -68,7 +69,9 @@ def _record_text(record: Any, where: str, tokenizer: Any) -> str:
         return str(record["text"])
     if isinstance(record, dict) and isinstance(record.get("messages"), list):
         if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(f"--data {where}: has messages, but the model's tokenizer has no chat template; use a text field")
+            raise ConfigError(
+                f"--data {where}: has messages, but the model's tokenizer has no chat template; use a text field"
+            )
         return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
     raise ConfigError(f"--data {where}: a line needs a 'text' string or a 'messages' list")
 
@@ -99,7 +102,8 @@ class PackedData:
         if not self.sequences:
             names = ", ".join(map(str, paths))
             raise ConfigError(
-                f"--data {names}: {self.tokens} tokens are less than one sequence of {sequence_length}. Give more text, or a "
+                f"--data {names}: {self.tokens} tokens are less than one sequence of {sequence_length}. Give more "
+                f"text, or a "
                 "smaller --sequence-length."
             )
 

@@ -157,16 +157,17 @@ class _Run:
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
-        self._first = self._now = statistics(model)
+        self._now: Statistics = statistics(model)
+        self._first = self._now
         self._vocabulary = vocabulary
 
     def _factor(self, step: int) -> float:
         warmup = self._options.warmup_steps
         if step < warmup:
-            return (step + 1) / (warmup + 1)
+            return float((step + 1) / (warmup + 1))
         progress = (step - warmup) / max(self._steps - warmup, 1)
         if self._options.schedule == "linear":
-            return 1.0 - progress
+            return float(1.0 - progress)
         if self._options.schedule == "cosine":
             return 0.5 * (1.0 + math.cos(math.pi * progress))
         return 1.0
@@ -209,14 +210,15 @@ class _Run:
             read_bytes=now.read_bytes - self._now.read_bytes,
             written_bytes=now.written_bytes - self._now.written_bytes,
         )
-        self._now: Statistics = now
+        self._now = now
         self.facts.append(facts)
         progress.update(facts)
 
     def _check_tokens(self, batch: torch.Tensor) -> None:
         if int(batch.max()) >= self._vocabulary:
             raise ModelError(
-                f"the tokenizer gives token {int(batch.max())}, the model's vocabulary has {self._vocabulary}; are they a pair?"
+                f"the tokenizer gives token {int(batch.max())}, the model's vocabulary has {self._vocabulary}; are "
+                f"they a pair?"
             )
 
     def report(self) -> Any:

@@ -1,4 +1,5 @@
-"""`infinity`: the entry point. Errors are one line on stderr; exit code 2 for bad input, 1 for a failed run, 130 after Ctrl-C."""
+"""`infinity`: the entry point. Errors are one line on stderr; exit code 2 for bad input, 1 for a failed run, 130
+after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from infinity.errors import ConfigError, InfinityError, ModelError, PlanError, S
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="infinity", description="Full fine-tuning of models larger than memory: states on NVMe, moved just in time."
+        prog="infinity",
+        description="Full fine-tuning of models larger than memory: states on NVMe, moved just in time.",
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -23,7 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
     where = tune.add_argument_group("what and where")
     where.add_argument("--model", required=True, help="directory of a Hugging Face checkpoint, or a hub id")
     where.add_argument(
-        "--data", required=True, nargs="+", type=Path, help="text files, .jsonl files (text or messages), directories of text"
+        "--data",
+        required=True,
+        nargs="+",
+        type=Path,
+        help="text files, .jsonl files (text or messages), directories of text",
     )
     where.add_argument("--config", required=True, type=Path, help="swap config: where states live (YAML or JSON)")
     where.add_argument("--output", required=True, type=Path, help="directory for the trained model and the report")

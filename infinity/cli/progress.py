@@ -27,10 +27,11 @@ class StepFacts:
 
     def line(self) -> str:
         rss = psutil.Process().memory_info().rss
+        read, written = self.read_bytes / self.seconds / 1e9, self.written_bytes / self.seconds / 1e9
         return (
-            f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  "
-            f"read {self.read_bytes / self.seconds / 1e9:.2f} GB/s  written {self.written_bytes / self.seconds / 1e9:.2f} GB/s  "
-            f"norm {self.grad_norm:.3f}  lr {self.learning_rate:.2e}  RAM {rss / 2**30:.2f} GiB"
+            f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  read {read:.2f} GB/s  "
+            f"written {written:.2f} GB/s  norm {self.grad_norm:.3f}  lr {self.learning_rate:.2e}  "
+            f"RAM {rss / 2**30:.2f} GiB"
         )
 
 

@@ -16,13 +16,15 @@ from infinity.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Report:
-    """Per-step figures are means over the steps of the run, the first left out where there are more (it learns the order of units).
+    """Per-step figures are means over the steps of the run, the first left out where there are more (it learns the
+    order of units).
 
     Attributes:
         step_s: seconds per step; `fetch_wait_s`, `gradient_s`, `update_s` of them; `compute_s` is the rest.
-        bytes_per_parameter: moved by the engine per step and trained parameter, counted; `planned_bytes_per_parameter` is the design's
-            formula for this placement.
-        io_bound_s: bytes per step at the rate the engine reached while it was busy; `compute_bound_s`: compute and Adam alone.
+        bytes_per_parameter: moved by the engine per step and trained parameter, counted;
+            `planned_bytes_per_parameter` is the design's formula for this placement.
+        io_bound_s: bytes per step at the rate the engine reached while it was busy; `compute_bound_s`: compute and
+        Adam alone.
         efficiency: the larger bound / step_s.
         peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model.
     """
@@ -50,7 +52,10 @@ class Report:
 
     def text(self) -> str:
         rows = [
-            ("steps", f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}"),
+            (
+                "steps",
+                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {{self.last_loss:.4f}}",
+            ),
             ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
             ("  compute", f"{self.compute_s:.3f} s"),
             ("  waiting for weights", f"{self.fetch_wait_s:.3f} s"),
@@ -68,7 +73,8 @@ class Report:
             ),
             (
                 "efficiency",
-                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute {self.compute_bound_s:.3f} s",
+                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute "
+                f"{self.compute_bound_s:.3f} s",
             ),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)

@@ -39,8 +39,8 @@ class Lease:
 class PinnedArena:
     """One mapping of exactly the planned size, cut first-fit into leases; free neighbours merge.
 
-    Invariant: leases never overlap. Pages are touched when first used, so what a plan reserves but a run does not use costs nothing
-    on a machine without a GPU.
+    Invariant: leases never overlap. Pages are touched when first used, so what a plan reserves but a run does not
+    use costs nothing on a machine without a GPU.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -98,7 +98,7 @@ class PinnedArena:
         with self._lock:
             index = bisect.bisect_left(self._free, (lease.offset, 0))
             start, end = lease.offset, lease.offset + lease.nbytes
-            if index < len(self._free) and self._free[index][0] < end or (
+            if (index < len(self._free) and self._free[index][0] < end) or (
                 index and sum(self._free[index - 1]) > start
             ):
                 raise AssertionError("a lease was released twice")

@@ -57,7 +57,8 @@ class SwapDirectory:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise SwapIOError("locking", path=str(self.path / LOCK_NAME), errno=error.errno or 0) from error
             raise StoreLockedError(
-                f"the swap directory {self.path} is in use by another run (process {holder}). Wait for it, or give this run "
+                f"the swap directory {self.path} is in use by another run (process {holder}). Wait for it, or give "
+                f"this run "
                 "a directory of its own in nvme.paths."
             ) from error
         os.ftruncate(self._lock_fd, 0)
@@ -69,7 +70,8 @@ class SwapDirectory:
     def _warn_if_memory(self) -> None:
         if _filesystem_type(self.path) in ("tmpfs", "ramfs"):
             logger.warning(
-                "%s is on tmpfs, which is RAM: it works, but saves no memory. Name a directory on an SSD in nvme.paths.",
+                "%s is on tmpfs, which is RAM: it works, but saves no memory. Name a directory on an SSD in "
+                "nvme.paths.",
                 self.path,
             )
 

@@ -1,7 +1,7 @@
 """What a forked child (a DataLoader worker) may not do, and what it must let go of.
 
-The engine's threads and the arena's pages do not exist in a child. Descriptors do: a child that kept the lock's would hold the swap
-directory after its parent was killed.
+The engine's threads and the arena's pages do not exist in a child. Descriptors do: a child that kept the lock's
+would hold the swap directory after its parent was killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def refuse_in_forked_child() -> None:
     """Raises ForkError in a process that was forked after infinity had been imported and used."""
     if _in_child and _holders:
         raise ForkError(
-            "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and pinned "
+            "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and "
+            "pinned "
             "memory exist in the parent only. Keep the model out of the worker, or start workers with 'spawn'."
         )
 

@@ -74,7 +74,9 @@ class SwapStore:
             detail = f"reserving {format_bytes(nbytes)} ({free} are free)"
             raise SwapIOError(detail, path=file_path, nbytes=nbytes, errno=code, detail=str(error)) from error
 
-    def read(self, extent: Extent, into: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights") -> Transfer:
+    def read(
+        self, extent: Extent, into: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights"
+    ) -> Transfer:
         """Start reading bytes [at, at + len(into)) of an extent.
 
         Args:
@@ -86,7 +88,9 @@ class SwapStore:
         future = self.engine.read(self.file, extent.offset + at, into, io_class)
         return Transfer(future, extent.unit, extent.state, self.step)
 
-    def write(self, extent: Extent, data: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights") -> Transfer:
+    def write(
+        self, extent: Extent, data: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights"
+    ) -> Transfer:
         """Start writing; as `read`."""
         future = self.engine.write(self.file, extent.offset + at, data, io_class)
         return Transfer(future, extent.unit, extent.state, self.step)
@@ -98,7 +102,8 @@ class SwapStore:
 
 
 def wait_all(transfers: Iterable[Transfer]) -> None:
-    """Wait for every transfer, then raise the first failure: the memory of none is in use any more when this returns."""
+    """Wait for every transfer, then raise the first failure: the memory of none is in use any more when this
+    returns."""
     failure: SwapIOError | None = None
     for transfer in transfers:
         try:

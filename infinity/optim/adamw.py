@@ -26,10 +26,12 @@ _SKIPS_IN_A_ROW_MAX = 5
 
 
 class AdamW(torch.optim.Optimizer):
-    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW, on offloaded parameters.
+    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW, on offloaded
+    parameters.
 
-    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half up. A parameter whose
-    grad is None is not touched. A step whose gradients are not all finite changes nothing and is counted in `skipped_steps`.
+    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half
+    up. A parameter whose grad is None is not touched. A step whose gradients are not all finite changes nothing and
+    is counted in `skipped_steps`.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `eps`, `weight_decay`.
@@ -75,7 +77,8 @@ class AdamW(torch.optim.Optimizer):
             found = registry.find(parameter)
             if found is None:
                 raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, config) before "
+                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
+                    f"config) before "
                     "infinity.AdamW(model.parameters())"
                 )
             ledger, place = found
@@ -83,7 +86,8 @@ class AdamW(torch.optim.Optimizer):
                 raise ModelError("one infinity.AdamW works on the parameters of one model")
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(
-                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer states. Set "
+                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
+                    f"states. Set "
                     "requires_grad before infinity.offload."
                 )
             self._ledger = ledger
@@ -96,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
         return self._ledger
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, then update every parameter that has a gradient. Returns when all states are in their tier.
 
         Raises:
@@ -152,7 +156,8 @@ class AdamW(torch.optim.Optimizer):
         logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
         if self._skips_in_a_row >= _SKIPS_IN_A_ROW_MAX:
             raise NonFiniteGradientError(
-                f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'. The states are those "
+                f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'. The states "
+                f"are those "
                 "of the last good step. Lower the learning rate, check the data and the loss for NaN."
             )
 
@@ -182,7 +187,8 @@ class AdamW(torch.optim.Optimizer):
             raise self.ledger.failed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with zeros."""
+        """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
+        zeros."""
         for parameter, place in self._places.items():
             parameter.grad = None
             if place.group.trainable:
@@ -212,7 +218,8 @@ class AdamW(torch.optim.Optimizer):
             for key in ("exp_avg", "exp_avg_sq"):
                 if state.get(key) != StateHandle(name, key, step):
                     raise ModelError(
-                        f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading optimizer "
+                        f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
+                        f"optimizer "
                         "states is not available yet."
                     )
         saved = dict(state_dict)

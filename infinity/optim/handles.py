@@ -26,7 +26,9 @@ class StateHandle:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReleasedParameterError(
-            f"a state_dict of infinity.AdamW holds handles ({self.state} of '{self.parameter}' is in the swap store), so saving "
-            "it would lose the states. Checkpoints that include them are not available yet; infinity.save_pretrained writes "
+            f"a state_dict of infinity.AdamW holds handles ({self.state} of '{self.parameter}' is in the swap "
+            f"store), so saving "
+            "it would lose the states. Checkpoints that include them are not available yet; infinity.save_pretrained "
+            "writes "
             "the weights."
         )

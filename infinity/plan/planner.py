@@ -97,8 +97,7 @@ def _total(units: Sequence[Unit], config: SwapConfig) -> _Totals:
     return _Totals(
         weight=sum(unit.weight_bytes for unit in units),
         state=sum(
-            2 * group.state_bytes(4)
-            + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
+            2 * group.state_bytes(4) + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
             for group in groups
         ),
         gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
@@ -148,7 +147,8 @@ def _slot_bytes(totals: _Totals, weights: str, device_budget: int, on_cpu: bool)
     if slots > device_budget:
         raise PlanError(
             f"unit '{totals.largest.name}' needs {format_bytes(needed)} of device memory (its weights, "
-            f"{format_bytes(totals.largest.weight_bytes)}, beside the next unit's and those that stay); memory.device is "
+            f"{format_bytes(totals.largest.weight_bytes)}, beside the next unit's and those that stay); "
+            f"memory.device is "
             f"{format_bytes(device_budget)}. Raise memory.device to {_megabytes(needed)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
@@ -170,7 +170,8 @@ def _host_error(
         advice.append("set weights: nvme")
     return PlanError(
         f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(fixed + gradient)}: "
-        f"{format_bytes(gradient)} for gradients and {format_bytes(fixed)} for states and staging kept there. The largest "
+        f"{format_bytes(gradient)} for gradients and {format_bytes(fixed)} for states and staging kept there. The "
+        f"largest "
         f"unit is '{totals.largest.name}' with {format_bytes(totals.largest.weight_bytes)} of weights. To fit, "
         f"{' or '.join(advice)}."
     )
@@ -186,7 +187,8 @@ def _require_paths(config: SwapConfig, weights: str, optimizer: str) -> None:
 def _activations(config: SwapConfig, can_recompute: bool) -> str:
     if config.activations == "recompute" and not can_recompute:
         raise ConfigError(
-            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use torch.utils.checkpoint in "
+            "activations: recompute, but the model has no gradient_checkpointing_enable(). Use "
+            "torch.utils.checkpoint in "
             "the model and set activations: keep."
         )
     if config.activations == "auto":
@@ -195,7 +197,8 @@ def _activations(config: SwapConfig, can_recompute: bool) -> str:
 
 
 def _step_bytes(units: Sequence[Unit], totals: _Totals, weights: str, optimizer: str) -> int:
-    """One micro-batch, nothing cached (design §4, with the weights read once more where the update is a phase of its own)."""
+    """One micro-batch, nothing cached (design §4, with the weights read once more where the update is a phase of its
+    own)."""
     trained_weights = sum(group.weight_bytes for unit in units for group in unit.trainable_groups)
     moved = 0
     if weights == "nvme":

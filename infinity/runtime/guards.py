@@ -1,4 +1,5 @@
-"""What would pass placeholders on as if they were weights raises instead: state_dict, load_state_dict, deepcopy, pickling."""
+"""What would pass placeholders on as if they were weights raises instead: state_dict, load_state_dict, deepcopy,
+pickling."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from infinity.errors import ReleasedParameterError
 def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} of an offloaded model would see placeholders: its weights are in the store. To write it, use "
-        "infinity.save_pretrained(model, directory); to change or copy weights, do it before infinity.offload or load what "
+        "infinity.save_pretrained(model, directory); to change or copy weights, do it before infinity.offload or "
+        "load what "
         "save_pretrained wrote."
     )
 

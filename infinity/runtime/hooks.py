@@ -1,10 +1,11 @@
 """The hooks that make an unchanged training loop fetch and release units.
 
 [Note: hooks and checkpointing]
-transformers checkpoints `forward`, torch's users often `__call__`; reentrant checkpointing runs a second backward inside the first. So recomputation
-may run all of our forward hooks, none, or a pre-hook whose post-hook never comes (it stops early). Hence: in a backward pass a
-forward hook only brings the unit and counts nothing; the hook on every output tensor of a unit announces its backward before any of it runs; what
-is still missing is fetched when autograd unpacks it. Uses counted by a forward that died are forgotten when the next one begins.
+transformers checkpoints `forward`, torch's users often `__call__`; reentrant checkpointing runs a second backward
+inside the first. So recomputation may run all of our forward hooks, none, or a pre-hook whose post-hook never comes
+(it stops early). Hence: in a backward pass a forward hook only brings the unit and counts nothing; the hook on every
+output tensor of a unit announces its backward before any of it runs; what is still missing is fetched when autograd
+unpacks it. Uses counted by a forward that died are forgotten when the next one begins.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ def in_backward() -> bool:
 class Scope:
     """The outermost forward under way: it owns the pair of saved-tensor hooks.
 
-    Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an exception. Ctrl-C skips
-    post-hooks; then the next outermost forward, or step, finds a frame that no longer runs and cleans up.
+    Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
+    exception. Ctrl-C skips post-hooks; then the next outermost forward, or step, finds a frame that no longer runs
+    and cleans up.
     """
 
     def __init__(self, ledger: Ledger, parameters: list[nn.Parameter]) -> None:
@@ -103,7 +105,8 @@ class Scope:
         kind = self._ledger.backing.device.device.type
         if self._has_fp32 and torch.is_autocast_enabled(kind):
             raise ModelError(
-                "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, which "
+                "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until "
+                "backward, which "
                 "offloading is to avoid. Load the model with dtype=torch.bfloat16 and drop autocast: the fp32 master "
                 "is kept by infinity, losslessly."
             )
@@ -236,7 +239,7 @@ class BackwardEnds:
         task = torch._C._current_graph_task_id()
         if task != self._task and task != -1:
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
         self._task = -1

@@ -1,4 +1,5 @@
-"""infinity.offload: from a model in memory, or one on the meta device with a source of values, to one that trains from the store."""
+"""infinity.offload: from a model in memory, or one on the meta device with a source of values, to one that trains
+from the store."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def offload(
 ) -> Model:
     """Move a model's weights and optimizer states to where the swap config says, in place.
 
-    Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are fetched just before its
-    forward and backward.
+    Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are
+    fetched just before its forward and backward.
 
     Args:
         model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given.
@@ -92,7 +93,8 @@ def offload(
 
 
 def close(model: nn.Module) -> None:
-    """End offloading: wait for what is in flight, stop the threads, remove the swap file. The model cannot be used afterwards.
+    """End offloading: wait for what is in flight, stop the threads, remove the swap file. The model cannot be used
+    afterwards.
 
     Idempotent. Raises ModelError when the model was never offloaded.
     """

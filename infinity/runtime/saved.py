@@ -1,10 +1,11 @@
 """What autograd saves during a forward.
 
 [Note: weights saved for backward]
-A saved view of a unit's weights would keep the slot alive from forward to backward, or be read after the slot was given to another unit. So one
-pair of hooks around the outermost forward packs such a view as (unit, version, dtype, size, stride, offset) and makes it again, from the slot the unit
-has then, when the backward asks. Anything else is packed as the detached tensor and its version, because with hooks autograd's own check
-for in-place changes is off. Never one pair per unit: an inner pair hides the outer one, and with it torch.utils.checkpoint's.
+A saved view of a unit's weights would keep the slot alive from forward to backward, or be read after the slot was
+given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit, version, dtype,
+size, stride, offset) and makes it again, from the slot the unit has then, when the backward asks. Anything else is
+packed as the detached tensor and its version, because with hooks autograd's own check for in-place changes is off.
+Never one pair per unit: an inner pair hides the outer one, and with it torch.utils.checkpoint's.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class SavedTensors:
         pointer = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
         if pointer in self._placeholders:
             raise ReleasedParameterError(
-                f"parameter '{self._placeholders[pointer]}' is used outside the forward of the module that owns it, while its "
-                "values are in the store. Call the module instead of reading its parameter, or move the use into its forward."
+                f"parameter '{self._placeholders[pointer]}' is used outside the forward of the module that owns it, "
+                f"while its "
+                "values are in the store. Call the module instead of reading its parameter, or move the use into its "
+                "forward."
             )
         record = self._ledger.resident_at.get(pointer)
         if record is not None:
-            offset = tensor.storage_offset() * tensor.itemsize
+            offset = int(tensor.storage_offset()) * tensor.itemsize
             return _SavedWeight(record.unit.index, record.version, tensor.dtype, tensor.size(), tensor.stride(), offset)
         return _SavedTensor(tensor.detach(), tensor._version)
 
@@ -62,13 +65,15 @@ class SavedTensors:
             if saved.tensor._version != saved.version:
                 raise StaleWeightsError(
                     f"a tensor of shape {tuple(saved.tensor.shape)} needed for the backward pass was modified in place "
-                    f"(version {saved.tensor._version}, expected {saved.version}). Use an operation that is not in place."
+                    f"(version {saved.tensor._version}, expected {saved.version}). Use an operation that is not in "
+                    f"place."
                 )
             return saved.tensor
         record = self._ledger.records[saved.unit]
         if record.version != saved.version:
             raise StaleWeightsError(
-                f"this backward pass needs the weights of unit '{record.unit.name}' from before the last optim.step(). Call "
+                f"this backward pass needs the weights of unit '{record.unit.name}' from before the last "
+                f"optim.step(). Call "
                 "backward() on every loss before step()."
             )
         slot = self._ledger.require(saved.unit)

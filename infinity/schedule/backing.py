@@ -1,4 +1,5 @@
-"""What exists once per offloaded model below the ledger: engine, store, arena, compute threads, and the home of every state."""
+"""What exists once per offloaded model below the ledger: engine, store, arena, compute threads, and the home of
+every state."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """The device seam: how a unit's weights become tensors, and how gradients come back.
 
 [Note: streams on CUDA]
-A slot's memory comes from torch's caching allocator on the compute stream, so memory freed by the compute stream may be reused without
-waiting for the host. The upload stream therefore first waits for an event recorded on the compute stream after the allocation; the compute
-stream waits for the upload's event at first use. The pinned source is given back only when that event has happened. Gradients go down on a third
-stream that waits for the compute stream; the host waits for its event before it reads them.
+A slot's memory comes from torch's caching allocator on the compute stream, so memory freed by the compute stream may
+be reused without waiting for the host. The upload stream therefore first waits for an event recorded on the compute
+stream after the allocation; the compute stream waits for the upload's event at first use. The pinned source is given
+back only when that event has happened. Gradients go down on a third stream that waits for the compute stream; the
+host waits for its event before it reads them.
 
 On the CPU the slot is the lease: nothing is copied and there is nothing to wait for.
 """

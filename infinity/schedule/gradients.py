@@ -1,18 +1,19 @@
 """Gradients in host memory: landing, adding up over micro-batches, and the exact global norm.
 
-A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened, in place, to fp32, so
-that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32.
+A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
+in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from infinity import _native
-from infinity.errors import PlanError
+from infinity.errors import PlanError, ReleasedParameterError
 from infinity.io.arena import Lease
 from infinity.schedule.device import Device
 from infinity.sizes import format_bytes
@@ -87,7 +88,8 @@ class GroupGradients:
         if needed > self._lease.nbytes:
             raise PlanError(
                 f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
-                f"({format_bytes(needed)}), and memory.host has room for {format_bytes(self._lease.nbytes)} only. Raise "
+                f"({format_bytes(needed)}), and memory.host has room for {format_bytes(self._lease.nbytes)} only. "
+                f"Raise "
                 "memory.host until the plan says 'any number of micro-batches', or step after every backward pass."
             )
         self._device.synchronize_downloads()
@@ -133,19 +135,16 @@ class Gradients:
 class GradientHandle(torch.Tensor):
     """Stands in `parameter.grad` for a gradient that is in host memory. Any operation on it raises.
 
-    So `p.grad is None` means what it means in torch, and torch's own clipping or GradScaler cannot silently see nothing.
+    So `p.grad is None` means what it means in torch, and torch's own clipping or GradScaler cannot silently see
+    nothing.
     """
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> GradientHandle:
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[no-any-return,attr-defined]
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        from infinity.errors import ReleasedParameterError
-
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ReleasedParameterError(
             f"{func} on the gradient of an offloaded parameter: it is in host memory, not in .grad. For clipping use "
             "infinity.AdamW(..., max_grad_norm=...) instead of torch.nn.utils.clip_grad_norm_; with bf16 weights no "

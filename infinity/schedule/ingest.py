@@ -65,9 +65,13 @@ def _fill(ledger: Ledger, record: UnitRecord, lease: Lease, source: Source | Non
 def _value_of(record: UnitRecord, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
     value = source(spec.name) if source is not None else record.parameters[spec.name].detach()
     if value.shape != spec.shape:
-        raise ModelError(f"'{spec.name}' is {tuple(value.shape)} in the checkpoint and {tuple(spec.shape)} in the model")
+        raise ModelError(
+            f"'{spec.name}' is {tuple(value.shape)} in the checkpoint and {tuple(spec.shape)} in the model"
+        )
     if value.is_meta:
-        raise ModelError(f"parameter '{spec.name}' is on the meta device: it has no values. Use infinity.load_pretrained.")
+        raise ModelError(
+            f"parameter '{spec.name}' is on the meta device: it has no values. Use infinity.load_pretrained."
+        )
     return value.cpu().contiguous().reshape(-1)
 
 
@@ -127,6 +131,5 @@ def _write_state(
         wait_all([backing.store.write(home, page, at=first, io_class="states")])
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(torch.uint8).numpy())
-
+def _bytes(tensor: torch.Tensor) -> _native.Buffer:
+    return tensor.contiguous().view(torch.uint8).numpy()

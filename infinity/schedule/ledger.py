@@ -4,10 +4,11 @@
 
     RELEASED ──start──▶ FETCHING ──finish──▶ RESIDENT ──evict──▶ RELEASED
 
-A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot. After its forward a unit is
-only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no forward runs in it
-(`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the slot: autograd may hold views it unpacked,
-and recomputation keeps detached ones.
+A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
+After its forward a unit is
+only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no
+forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the
+slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
 
 `version` counts the updates of a unit's weights. What was saved for backward names the version it saw.
 """
@@ -73,9 +74,7 @@ class Ledger:
     Invariant: `parameter.data` is the placeholder, or a view of the slot of a RESIDENT unit; nothing else.
     """
 
-    def __init__(
-        self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], backing: Backing
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], backing: Backing) -> None:
         self.backing = backing
         self.clock = Clock()
         self.steps = 0
@@ -224,7 +223,8 @@ class Ledger:
             for name, parameter in record.parameters.items():
                 if (parameter.data_ptr(), parameter._version) != record.marks[name]:
                     raise ModelError(
-                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), .half(), "
+                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
+                        f".half(), "
                         ".data, load_state_dict or an in-place operation); the change would be lost. Do it before "
                         "infinity.offload, or on the saved model."
                     )
@@ -258,8 +258,10 @@ class Ledger:
         busy = [other.unit for other in self.records if other.residency is not Residency.RELEASED]
         needed = record.unit.weight_bytes + sum(unit.weight_bytes for unit in busy)
         raise PlanError(
-            f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units in use "
-            f"({', '.join(unit.name for unit in busy)}) take the {format_bytes(self.backing.plan.slot_bytes)} planned for "
+            f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units "
+            f"in use "
+            f"({', '.join(unit.name for unit in busy)}) take the {format_bytes(self.backing.plan.slot_bytes)} "
+            f"planned for "
             f"weights. Raise memory.device to {format_bytes(2 * needed)}."
         )
 

@@ -33,7 +33,9 @@ def ledger_of(model: nn.Module) -> Ledger:
     """Raises ModelError when `model` itself was not offloaded."""
     ledger = _ledgers.get(model)
     if ledger is None:
-        raise ModelError(f"this {type(model).__name__} is not offloaded: call infinity.offload or load_pretrained first")
+        raise ModelError(
+            f"this {type(model).__name__} is not offloaded: call infinity.offload or load_pretrained first"
+        )
     return ledger
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 class Trace:
     """One iteration's visits: predicted at first, then as last seen.
 
-    A visit that the prediction does not have at its position is looked up further on (something was skipped) and then from the start
-    (something was repeated); one that is nowhere in it leaves the position alone. Either way it is recorded, so that a model whose order
-    changes is learned anew within one iteration.
+    A visit that the prediction does not have at its position is looked up further on (something was skipped) and
+    then from the start (something was repeated); one that is nowhere in it leaves the position alone. Either way it
+    is recorded, so that a model whose order changes is learned anew within one iteration.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:

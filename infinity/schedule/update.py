@@ -58,5 +58,5 @@ def _weight_stream(ledger: Ledger, index: int, group_index: int) -> _native.Stat
     return _native.StateStream(memory=memory, file=ledger.backing.store.file, offset=home.offset + start)
 
 
-def _writable(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.numpy())
+def _writable(tensor: torch.Tensor) -> _native.Buffer:
+    return tensor.numpy()

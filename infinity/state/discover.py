@@ -1,8 +1,9 @@
 """Finding the units of a model, and the modules whose forward needs them.
 
-Blocks are the children of the outermost `ModuleList`s (of `Sequential`s where a model has no list). What is outside the blocks is cut at
-the largest modules that contain no block: an embedding, the head, or anything of 1 MiB and more is a unit of its own; the small rest is one
-unit that stays on the device while the model runs.
+Blocks are the children of the outermost `ModuleList`s (of `Sequential`s where a model has no list). What is outside
+the blocks is cut at
+the largest modules that contain no block: an embedding, the head, or anything of 1 MiB and more is a unit of its
+own; the small rest is one unit that stays on the device while the model runs.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ def _ancestors(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     def visit(module: nn.Module) -> bool:
         if module in blocks:
             return True
-        if any([visit(child) for child in module.children()]):
+        below = [visit(child) for child in module.children()]  # all of them, not up to the first
+        if any(below):
             above.add(module)
             return True
         return False

@@ -20,8 +20,8 @@ class Plan:
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements each.
         upload_bytes: host memory that reads land in before they are copied to a GPU.
-        weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the optimizer's: residual
-            and moments.
+        weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the
+            optimizer's: residual and moments.
         device_bytes, host_bytes: what the plan takes of each budget.
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file.
@@ -67,13 +67,16 @@ class Plan:
             [
                 f"{self.numel / 1e6:.1f} M parameters, {self.trainable_numel / 1e6:.1f} M trained, on {self.device}",
                 f"  weights      {self.weights:<7}{format_bytes(self.weight_bytes):>12}",
-                f"  optimizer    {self.optimizer:<7}{format_bytes(self.state_bytes):>12}  (master {self.master}, fp32 moments)",
+                f"  optimizer    {self.optimizer:<7}{format_bytes(self.state_bytes):>12}  (master {self.master}, "
+                f"fp32 moments)",
                 f"  gradients    host   {format_bytes(self.gradient_bytes):>12}  ({accumulation})",
                 f"  activations  {self.activations}",
-                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for weights, the "
+                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for "
+                f"weights, the "
                 "rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(self.host_budget)}",
-                f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about {format_bytes(self.step_bytes)} "
+                f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about "
+                f"{format_bytes(self.step_bytes)} "
                 f"({per_parameter:.1f} B per trained parameter)",
             ]
         )

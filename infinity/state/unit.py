@@ -1,10 +1,12 @@
 """The unit: the parameters that move together, and where each lies in the unit's flat buffers.
 
 [Note: layout of a unit]
-A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by (trainable, dtype),
-trainable groups first; each group begins on a 4 KiB border. The optimizer states of a group are flat buffers over the group's
-elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. So an update
-runs over one group with one format, and units of mixed dtypes are just units of several groups. Frozen groups have weights only.
+A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by
+(trainable, dtype), trainable groups first; each group begins on a 4 KiB border. The optimizer states of a group are
+flat buffers over the group's
+elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and `grad` belongs to element i of the group's part of the
+weights. So an update runs over one group with one format, and units of mixed dtypes are just units of several
+groups. Frozen groups have weights only.
 """
 
 from __future__ import annotations

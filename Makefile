@@ -1,0 +1,64 @@
+# Two commands do all the set-up on a bare Debian or Ubuntu: `make demo` and `make test`. The second time they are quick.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.txt
+NATIVE := $(shell find csrc -type f) CMakeLists.txt
+SHELL  := /bin/bash
+
+.PHONY: demo test lint bootstrap gpu-check bench clean
+
+demo: bootstrap
+	rm -rf demo
+	$(BIN)/python examples/make_demo_checkpoint.py demo/input
+	$(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
+	  --output demo/output --steps 80 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output
+	$(BIN)/python examples/check_demo.py demo/output demo/swap
+
+test: bootstrap
+	$(BIN)/pytest -q -m "not gpu"
+
+lint: bootstrap
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.[ch]pp' -o -name '*.inl')
+	$(BIN)/lint-imports
+
+# On a machine with a GPU: the tests marked gpu and a step on it. Uses the Python that has CUDA's torch: make gpu-check PYTHON=...
+gpu-check:
+	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) bench/gpu_step.py
+
+# DeepSpeed and plain torch against infinity, taking turns.
+bench: bootstrap
+	bench/peers/setup.sh
+	$(BIN)/python bench/step_vs_peers.py
+
+bootstrap: $(VENV)/.built
+
+# What the build needs from the system; only what is missing is installed.
+$(VENV)/.system: Makefile
+	@sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; missing=; \
+	command -v g++ >/dev/null || missing="$$missing g++"; \
+	[ -e /usr/include/liburing.h ] || missing="$$missing liburing-dev"; \
+	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing python3-venv"; \
+	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$$missing python3-dev"; \
+	if [ -n "$$missing" ]; then echo "installing$$missing"; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing; fi
+	@mkdir -p $(VENV) && touch $@
+
+$(VENV)/.deps: $(VENV)/.system pyproject.toml constraints.txt
+	@echo "making the virtual environment $(VENV) and installing what infinity needs (minutes, the first time)"
+	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) pybind11 scikit-build-core cmake ninja
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@ $(VENV)/.built
+
+$(VENV)/.built: $(VENV)/.deps $(NATIVE)
+	@echo "building the native core"
+	@$(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+clean:
+	rm -rf build demo $(VENV)
