@@ -47,7 +47,7 @@ def _memory() -> dict[str, int]:
 
 
 def _forget_peak() -> bool:
-    """Start the peak resident size anew, so that set-up does not count as training. False where the kernel refuses."""
+    """Start the peak resident size anew, so that each step shows its own. False where the kernel refuses."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -64,6 +64,7 @@ def _io() -> dict[str, int]:
 
 
 def _measured_step(contender: Contender) -> dict[str, Any]:
+    peak_is_of_step = _forget_peak()
     io_before = _io()
     counters_before = contender.counters()
     started = time.perf_counter()
@@ -74,7 +75,7 @@ def _measured_step(contender: Contender) -> dict[str, Any]:
         key: value - counters_before[key] if key.endswith(("read_bytes", "written_bytes", "_s")) else value
         for key, value in contender.counters().items()
     }
-    return {"seconds": seconds, "loss": loss, **_memory(), **io, "counters": own}
+    return {"seconds": seconds, "loss": loss, "peak_is_of_step": peak_is_of_step, **_memory(), **io, "counters": own}
 
 
 def _claim_stdout() -> TextIO:
@@ -91,13 +92,8 @@ def serve(setup: Callable[[Job], Contender]) -> None:
     contender: Contender | None = None
     try:
         contender = setup(job)
-        memory = _memory()
-        facts = {
-            **contender.facts,
-            "setup_peak_rss_bytes": memory["peak_rss_bytes"],
-            "peak_is_of_steps": _forget_peak(),
-        }
-        print(json.dumps({"ready": True, **facts}), file=channel)
+        memory = {f"setup_{key}": value for key, value in _memory().items()}
+        print(json.dumps({"ready": True, **contender.facts, **memory}), file=channel)
         for line in sys.stdin:
             if line.strip() == "quit":
                 break

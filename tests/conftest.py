@@ -1,0 +1,91 @@
+"""What the tests share: small models, swap configs, and closing what was offloaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import infinity
+from infinity.schedule import registry
+
+transformers.logging.set_verbosity_error()
+logging.getLogger("infinity").setLevel(logging.ERROR)
+
+Offload = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _same_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """A config mapping; `tier` places weights and optimizer, keywords override top-level keys."""
+
+    def make(tier: str = "nvme", **overrides: Any) -> dict[str, Any]:
+        config: dict[str, Any] = {
+            "weights": tier,
+            "optimizer": tier,
+            "activations": "keep",
+            "memory": {"device": "64MiB", "host": "512MiB"},
+            "nvme": {"paths": [str(tmp_path / "swap")]},
+        }
+        return config | overrides
+
+    return make
+
+
+@pytest.fixture
+def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
+    """infinity.offload with a test config; what it returned is closed at the end."""
+    opened = []
+
+    def make(model: torch.nn.Module, tier: str = "nvme", *, faults: Any = (), **overrides: Any) -> Any:
+        model = infinity.offload(model, swap_config(tier, **overrides), faults=faults)
+        opened.append(model)
+        return model
+
+    yield make
+    for model in opened:
+        infinity.close(model)
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The current weights of an offloaded model, by first name."""
+    ledger, result = registry.ledger_of(model), {}
+    for record in ledger.records:
+        ledger.acquire(record.unit.index)
+        result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
+        ledger.release(record.unit.index)
+    return result
+
+
+def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Moments of every trained parameter as stored, by 'name.state'."""
+    from infinity.io.arena import Lease
+
+    ledger, result = registry.ledger_of(model), {}
+    for _, place in ledger.places():
+        if not place.group.trainable:
+            continue
+        states = ledger.backing.states[place.unit.index][place.group_index]
+        for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
+            if isinstance(home, Lease):
+                flat = home.tensor().clone()
+            else:
+                lease = ledger.backing.arena.try_lease(home.nbytes)
+                view = lease.view(0, home.nbytes) if lease else ledger.backing.staging.view(0, home.nbytes)
+                ledger.backing.store.read(home, view).result()
+                flat = torch.frombuffer(view, dtype=torch.uint8).clone()
+                if lease:
+                    lease.release()
+            values = flat.view(torch.float32)[place.spec.offset : place.spec.offset + place.spec.numel]
+            result[f"{place.spec.name}.{state}"] = values.clone()
+    return result
