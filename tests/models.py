@@ -17,11 +17,11 @@ def _ids(batch: int = 2, length: int = 16) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def llama(**options: Any) -> tuple[nn.Module, Batch]:
+def llama(layers: int = 4, **options: Any) -> tuple[nn.Module, Batch]:
     config = hf.LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=VOCABULARY,

@@ -19,7 +19,12 @@ _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class WorkerError(RuntimeError):
-    """A contender failed, or did not answer in time; its log is at `log`, and `cause` is the traceback it sent, if it sent one."""
+    """A contender failed, or did not answer in time.
+
+    Attributes:
+        log: its stderr.
+        cause: the traceback it sent, if it sent one.
+    """
 
     def __init__(self, message: str, log: Path, cause: str = "") -> None:
         super().__init__(message)
@@ -29,7 +34,7 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class Worker:
-    """A contender's process. It gets a session of its own, so that Ctrl-C reaches the driver alone, which then stops it in good order.
+    """A contender's process, in a session of its own: Ctrl-C reaches the driver alone, which then stops it in good order.
 
     Attributes:
         name: of the contender.

@@ -74,6 +74,9 @@ def setup(job: Job) -> Contender:
     deepspeed.init_distributed(dist_backend="gloo")
     config = _config(job)
     if job.options["offload_param"] == "nvme":
+        # Imported while zero.Init has replaced torch's constructors, it fails on their signatures.
+        import torch._dynamo
+
         with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
             model = job.workload.build_model()
     else:

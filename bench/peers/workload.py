@@ -39,6 +39,12 @@ class Workload:
     max_grad_norm: float = 1.0
 
     @property
+    def numel(self) -> int:
+        """Parameters of the model, the few of the norms left out."""
+        per_layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
+        return self.layers * per_layer + 2 * self.vocabulary * self.hidden
+
+    @property
     def betas(self) -> tuple[float, float]:
         return (self.beta1, self.beta2)
 

@@ -11,6 +11,7 @@ unpacks it. Uses counted by a forward that died are forgotten when the next one 
 from __future__ import annotations
 
 import sys
+import weakref
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,40 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class Structure:
+    """The modules and parameters a model had when it was offloaded: a replaced one would run without hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._children = [
+            (weakref.ref(parent), name, weakref.ref(child))
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if child is not None
+        ]
+        self._parameters = [
+            (weakref.ref(module), name, id(parameter))
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raises ModelError naming what was replaced."""
+        for parent, name, child in self._children:
+            module = parent()
+            if module is not None and module._modules.get(name) is not child():
+                self._refuse(name)
+        for owner, name, identity in self._parameters:
+            module = owner()
+            if module is not None and id(module._parameters.get(name)) != identity:
+                self._refuse(name)
+
+    def _refuse(self, name: str) -> None:
+        raise ModelError(
+            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, or an assignment), so its weights would "
+            "not be in the store. Change the model before infinity.offload."
+        )
+
+
 class Scope:
     """The outermost forward under way: it owns the pair of saved-tensor hooks.
 
@@ -38,8 +73,9 @@ class Scope:
     and cleans up.
     """
 
-    def __init__(self, ledger: Ledger, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, ledger: Ledger, parameters: list[nn.Parameter], structure: Structure) -> None:
         self._ledger = ledger
+        self._structure = structure
         self._saved = SavedTensors(ledger)
         self._depth = 0
         self._frame: FrameType | None = None
@@ -75,6 +111,7 @@ class Scope:
 
     def _open(self) -> None:
         self._refuse_autocast()
+        self._structure.require_unchanged()
         self._ledger.reset()
         training = torch.is_grad_enabled()
         self._ledger.begin_forward(training=training)

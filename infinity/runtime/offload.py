@@ -17,7 +17,7 @@ from infinity.errors import ModelError
 from infinity.io.fork import refuse_in_forked_child
 from infinity.plan.planner import make_plan
 from infinity.runtime.guards import guard
-from infinity.runtime.hooks import BackwardEnds, ParameterHooks, Scope, ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
+from infinity.runtime.hooks import BackwardEnds, ParameterHooks, Scope, ScopeEnter, ScopeLeave, SiteEnter, SiteLeave, Structure
 from infinity.schedule import registry
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest
@@ -140,7 +140,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
     parameters = [parameter for named in found.parameters for parameter in named.values()]
-    scope = Scope(ledger, parameters)
+    scope = Scope(ledger, parameters, Structure(model))
     for site in found.sites:
         site.module.register_forward_pre_hook(SiteEnter(ledger, site.units))
         site.module.register_forward_hook(SiteLeave(ledger, site.units), always_call=True)

@@ -84,7 +84,8 @@ def test_bf16_training_matches_an_fp32_master(architecture: str, offload: Any) -
         expected.append(loss.item())
     model = offload(make(architecture)[0].bfloat16().train(), memory=TIGHT)
     losses = train(model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0), batch)
-    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=2e-3)
+    # T5 returns its loss in bf16: one unit in the last place of 4 is 0.03.
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=5e-2 if architecture == "t5" else 2e-3)
     assert_close(model, plain, tolerance=1e-2)
 
 
@@ -113,8 +114,9 @@ def test_dropout_draws_the_same_numbers(offload: Any) -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "t5", "whisper"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "whisper"])
 def test_transformers_recomputation_changes_nothing(architecture: str, offload: Any) -> None:
+    """Not T5: there plain torch's bf16 gradients, too, differ in the last bits between the two."""
     results = []
     for activations in ("keep", "recompute"):
         model, batch = make(architecture)
@@ -127,6 +129,15 @@ def test_transformers_recomputation_changes_nothing(architecture: str, offload: 
     assert results[0][0] == results[1][0]
     for name, weight in results[0][1].items():
         assert torch.equal(weight, results[1][1][name]), name
+
+
+def test_t5_with_recomputation_matches_torch(offload: Any) -> None:
+    plain, batch = make("t5")
+    expected = reference(plain.train(), batch)
+    model = offload(make("t5")[0].train(), activations="recompute", memory=TIGHT)
+    losses = train(model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0), batch)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    assert_close(model, plain)
 
 
 class Checkpointed(nn.Module):

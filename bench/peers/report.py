@@ -1,0 +1,192 @@
+"""From the steps measured to the table, the JSON and the bounds."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Steps = list[dict[str, Any]]
+
+
+@dataclass
+class Run:
+    """All that was measured.
+
+    Attributes:
+        facts: by contender, what it said when it was ready.
+        warmup, steps: by contender, in the order they were made; a measured step's index is its round.
+        disk: bytes per second of the mixed probe after each round.
+        idle_cpu: by contender, CPU seconds per second spent while others had their turn.
+        failures: by contender, why it is missing.
+    """
+
+    interleaved: bool
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    warmup: dict[str, Steps] = field(default_factory=dict)
+    steps: dict[str, Steps] = field(default_factory=dict)
+    disk: list[float] = field(default_factory=list)
+    idle_cpu: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, theirs, strict=False))
+
+
+def _bytes_per_parameter(steps: Steps, key: str, numel: int) -> float:
+    return statistics.median(step[key] for step in steps) / numel
+
+
+def summarise(run: Run) -> dict[str, dict[str, Any]]:
+    """By contender: median seconds, spread, ratios to DeepSpeed, memory and traffic; for infinity also its bounds."""
+    summary: dict[str, dict[str, Any]] = {}
+    seconds = {name: [step["seconds"] for step in steps] for name, steps in run.steps.items()}
+    for name, steps in run.steps.items():
+        facts, every = run.facts[name], run.warmup[name] + steps
+        row = {
+            "median_s": statistics.median(seconds[name]),
+            "min_s": min(seconds[name]),
+            "max_s": max(seconds[name]),
+            "cpu_s": statistics.median(step["cpu_seconds"] for step in steps),
+            "step_peak_rss_bytes": max(step["peak_rss_bytes"] for step in steps),
+            "run_peak_rss_bytes": max([facts["setup_peak_rss_bytes"], *(step["peak_rss_bytes"] for step in every)]),
+            "read_bytes_per_parameter": _bytes_per_parameter(steps, "read_bytes", facts["numel"]),
+            "written_bytes_per_parameter": _bytes_per_parameter(steps, "written_bytes", facts["numel"]),
+            "losses": [step["loss"] for step in every],
+        }
+        summary[name] = row | (_bounds(run, name) if name.startswith("infinity") else {})
+    if "deepspeed" in summary:
+        for name, row in summary.items():
+            row["time_ratio_to_deepspeed"] = _median_ratio(seconds[name], seconds["deepspeed"])
+            for key in ("step_peak_rss", "run_peak_rss"):
+                row[f"{key}_ratio_to_deepspeed"] = row[f"{key}_bytes"] / summary["deepspeed"][f"{key}_bytes"]
+    return summary
+
+
+def _bounds(run: Run, name: str) -> dict[str, Any]:
+    """What limits a step of infinity, and how near it comes: max(I/O, compute) / measured, round by round."""
+    steps, numel = run.steps[name], run.facts[name]["numel"]
+    moved = [step["counters"]["read_bytes"] + step["counters"]["written_bytes"] for step in steps]
+    io = [nbytes / rate for nbytes, rate in zip(moved, run.disk, strict=False)]
+    compute = [step["seconds"] for step in run.steps.get("torch", [])] or [0.0] * len(steps)
+    efficiency = [max(bounds) / step["seconds"] for *bounds, step in zip(io, compute, steps, strict=False)]
+    return {
+        "cached_bytes": steps[-1]["counters"]["cached_bytes"],
+        "counted_bytes_per_parameter": statistics.median(moved) / numel,
+        "io_bound_s": statistics.median(io),
+        "compute_bound_s": statistics.median(compute),
+        "efficiency": statistics.median(efficiency),
+    }
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in [header, *rows]
+    ]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+
+
+def _times(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}×"
+
+
+def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
+    """The tables and the notes below them."""
+    header = (
+        "contender",
+        "s/step",
+        "min–max",
+        "time/DS",
+        "peak RSS",
+        "RSS/DS",
+        "with set-up",
+        "read B/p",
+        "written B/p",
+        "CPU s",
+    )
+    rows = [
+        (
+            name,
+            f"{row['median_s']:.2f}",
+            f"{row['min_s']:.2f}–{row['max_s']:.2f}",
+            _times(row.get("time_ratio_to_deepspeed")),
+            f"{row['step_peak_rss_bytes'] / 1e9:.2f} GB",
+            _times(row.get("step_peak_rss_ratio_to_deepspeed")),
+            f"{row['run_peak_rss_bytes'] / 1e9:.2f} GB",
+            f"{row['read_bytes_per_parameter']:.1f}",
+            f"{row['written_bytes_per_parameter']:.1f}",
+            f"{row['cpu_s']:.1f}",
+        )
+        for name, row in summary.items()
+    ]
+    parts = [_table(header, rows), *(f"  {name}: {run.facts[name].get('describes', '')}" for name in summary)]
+    bounded = [
+        (
+            name,
+            f"{row['cached_bytes']}",
+            f"{row['counted_bytes_per_parameter']:.2f}",
+            f"{row['io_bound_s']:.2f}",
+            f"{row['compute_bound_s']:.2f}",
+            f"{row['median_s']:.2f}",
+            f"{row['efficiency']:.0%}",
+        )
+        for name, row in summary.items()
+        if "efficiency" in row
+    ]
+    if bounded:
+        columns = ("bounds", "cached B", "counted B/p", "I/O s", "torch s", "measured s", "efficiency")
+        parts += ["", _table(columns, bounded)]
+    return "\n".join([*parts, "", *_notes(run, summary)])
+
+
+def _notes(run: Run, summary: dict[str, dict[str, Any]]) -> list[str]:
+    notes = []
+    if run.disk:
+        rates = f"{min(run.disk) / 1e9:.2f}–{max(run.disk) / 1e9:.2f}"
+        notes.append(f"disk, half reads and half writes: median {statistics.median(run.disk) / 1e9:.2f} GB/s ({rates})")
+    if not run.interleaved:
+        notes.append("the contenders ran one after the other, not in turns, so the ratios carry the machine's drift")
+    notes += [f"{name} is missing: {reason}" for name, reason in run.failures.items()]
+    for name, share in run.idle_cpu.items():
+        if share > 0.02:
+            notes.append(f"{name} used {share:.0%} of a core while others had their turn: their times are too long")
+    first = {name: row["losses"][0] for name, row in summary.items()}
+    if first and max(first.values()) - min(first.values()) > 0.01 * max(first.values()):
+        notes.append(f"the first losses differ, so this is not the same training: {first}")
+    return notes
+
+
+def machine_facts(swap_dir: Path) -> dict[str, Any]:
+    """Cores, memory, kernel, the swap directory's file system and the date."""
+    model = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if "model name" in line
+    ]
+    found = subprocess.run(
+        ["findmnt", "--noheadings", "--output", "FSTYPE,SOURCE", "--target", str(swap_dir)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu": model[0] if model else platform.processor(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "kernel": platform.release(),
+        "swap_file_system": " ".join(found.stdout.split()) or "unknown",
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,376 @@
+"""What a user can do wrong ends in an error that says so, or works; and the next good step is good."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.schedule import registry
+from tests.conftest import weights_of
+from tests.models import Batch, llama, loss_of
+
+TIGHT = {"device": "400KiB", "host": "64MiB"}
+
+
+@pytest.fixture
+def trained(offload: Any) -> tuple[Any, Batch, infinity.AdamW]:
+    """A bf16 Llama with released units, a batch, its optimizer."""
+    model, batch = llama()
+    model = offload(model.bfloat16().train(), memory=TIGHT)
+    return model, batch, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+
+def step(model: Any, batch: Batch, optim: infinity.AdamW) -> float:
+    loss = loss_of(model, batch)
+    loss.backward()
+    optim.step()
+    optim.zero_grad()
+    return loss.item()
+
+
+def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) -> None:
+    """As the step of an undisturbed copy in the same state (none was taken before)."""
+    ledger = registry.ledger_of(model)
+    optim.zero_grad()
+    gc.collect()
+    losses = [step(model, batch, optim) for _ in range(2)]
+    torch.manual_seed(0)
+    plain, _ = llama()
+    plain = infinity.offload(plain.bfloat16().train(), {"weights": "host", "optimizer": "host", "activations": "keep"})
+    other = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
+    assert losses == [step(plain, batch, other) for _ in range(2)]
+    infinity.close(plain)
+    assert all(record.uses == 0 and not record.held for record in ledger.records)
+    fetched = sum(r.unit.weight_bytes for r in ledger.records if r.slot is not None or r.fetch is not None)
+    assert ledger.backing.arena.free_bytes + fetched == ledger.backing.plan.slot_bytes
+
+
+def test_an_unknown_key_names_the_nearest_one() -> None:
+    with pytest.raises(infinity.ConfigError, match=r"unknown key 'wieghts'; did you mean 'weights'\?"):
+        infinity.load_config({"wieghts": "nvme"})
+
+
+def test_two_runs_on_one_directory_get_a_clear_error(trained: Any, swap_config: Callable[..., Any]) -> None:
+    with pytest.raises(infinity.StoreLockedError, match=rf"in use by another run \(process {os.getpid()}\)"):
+        infinity.offload(llama()[0], swap_config())
+
+
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(tmp_path / "file" / "swap")]}}
+    with pytest.raises(infinity.ConfigError, match="cannot use .*file/swap"):
+        infinity.offload(llama()[0], config)
+
+
+def test_a_full_disk_is_an_error_before_anything_moves(swap_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from infinity.io.directory import SwapDirectory
+
+    monkeypatch.setattr(SwapDirectory, "free_bytes", property(lambda self: 1000))
+    config = swap_config()
+    model, _ = llama()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(infinity.SwapIOError, match="disk is full") as caught:
+        infinity.offload(model, config)
+    assert caught.value.errno == errno.ENOSPC
+    assert not Path(config["nvme"]["paths"][0]).exists()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_tmpfs_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    path = Path("/dev/shm") / f"infinity-test-{os.getpid()}"
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no tmpfs at /dev/shm")
+    model, batch = llama()
+    with caplog.at_level("WARNING", "infinity"):
+        model = infinity.offload(model, {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(path)]}})
+    assert "is on tmpfs" in caplog.text
+    step(model, batch, infinity.AdamW(model.parameters()))
+    infinity.close(model)
+    assert not path.exists()
+
+
+def test_a_device_budget_too_small_names_the_unit_and_the_number(swap_config: Any) -> None:
+    with pytest.raises(infinity.PlanError, match=r"unit 'model.layers.0' needs .* Raise memory.device to \d+MiB"):
+        infinity.offload(llama()[0], swap_config(memory={"device": "100KiB", "host": "64MiB"}))
+
+
+def test_a_host_budget_too_small_names_the_unit_and_the_number(swap_config: Any) -> None:
+    with pytest.raises(infinity.PlanError, match=r"largest unit is 'model.layers.0'.*raise memory.host to \d+MiB"):
+        infinity.offload(llama()[0], swap_config(memory={"device": "1MiB", "host": "100KiB"}))
+
+
+def test_a_second_backward_without_room_for_fp32_says_so(offload: Any) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).bfloat16()
+    needed = 4 * (256 * 256 + 256) * 2  # bytes of bf16 gradients
+    staging = 16 * 69632 * 8
+    model = offload(model, memory={"device": "2MiB", "host": staging + needed + 40_000})
+    x = torch.randn(4, 256).bfloat16()
+    model(x).sum().backward()
+    with pytest.raises(infinity.PlanError, match="a second backward pass before the step needs fp32 gradients"):
+        model(x).sum().backward()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_non_finite_gradients_skip_the_step_and_then_stop_it(value: float, trained: Any) -> None:
+    model, batch, optim = trained
+    before = weights_of(model)
+    for _ in range(4):
+        (loss_of(model, batch) * value).backward()
+        optim.step()
+        optim.zero_grad()
+    assert optim.skipped_steps == 4
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+    (loss_of(model, batch) * value).backward()
+    with pytest.raises(infinity.NonFiniteGradientError, match="5 steps in a row, first in 'model.embed_tokens.weight'"):
+        optim.step()
+    assert_next_step_is_good(*trained)
+
+
+def test_a_parameter_used_outside_its_forward_is_named(offload: Any) -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks[:4]:
+                x = block(x)
+            return nn.functional.linear(x, self.blocks[5].weight).sum()
+
+    model = offload(Outside(), memory={"device": "50KiB", "host": "64MiB"})
+    with pytest.raises(infinity.ReleasedParameterError, match="'blocks.5.weight' is used outside the forward"):
+        model(torch.randn(2, 64))
+
+
+def test_backward_after_step_on_old_weights_is_an_error(trained: Any) -> None:
+    model, batch, optim = trained
+    first, second = loss_of(model, batch), loss_of(model, batch)
+    first.backward()
+    optim.step()
+    with pytest.raises(infinity.StaleWeightsError, match="from before the last optim.step"):
+        second.backward()
+
+
+def test_changing_saved_tensors_in_place_is_an_error_as_in_torch(offload: Any) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.exp(self.blocks[0](x))
+            y.add_(1)
+            return self.blocks[1](y).sum()
+
+    model = offload(InPlace())
+    with pytest.raises(infinity.StaleWeightsError, match="modified in place"):
+        model(torch.randn(2, 8)).backward()
+
+
+def test_fp32_weights_under_autocast_are_refused_with_the_fix(offload: Any) -> None:
+    model, batch = llama()
+    model = offload(model)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(infinity.ModelError, match=r"dtype=torch\.bfloat16 and drop autocast"),
+    ):
+        loss_of(model, batch)
+
+
+def test_torchs_clip_grad_norm_raises(trained: Any) -> None:
+    model, batch, _ = trained
+    loss_of(model, batch).backward()
+    with pytest.raises(infinity.ReleasedParameterError, match="max_grad_norm"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert_next_step_is_good(*trained)
+
+
+def test_grad_scaler_raises(trained: Any) -> None:
+    model, batch, optim = trained
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, batch)).backward()
+    with pytest.raises(infinity.ReleasedParameterError, match="no GradScaler is needed"):
+        scaler.step(optim)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.state_dict(),
+        lambda model: model.model.layers[0].state_dict(),
+        lambda model: model.save_pretrained("/nonexistent/never"),
+        lambda model: copy.deepcopy(model),
+        lambda model: copy.deepcopy(model.model.layers[1].mlp),
+        lambda model: pickle.dumps(model),
+        lambda model: model.load_state_dict({}),
+    ],
+    ids=["state_dict", "a block's state_dict", "save_pretrained", "deepcopy", "a block's deepcopy", "pickle", "load"],
+)
+def test_nothing_passes_placeholders_on(use: Callable[[Any], Any], trained: Any) -> None:
+    with pytest.raises(infinity.ReleasedParameterError, match="placeholders"):
+        use(trained[0])
+    assert_next_step_is_good(*trained)
+
+
+def test_converting_the_model_is_noticed(trained: Any) -> None:
+    model, batch, _ = trained
+    model.float()
+    with pytest.raises(infinity.ModelError, match="was changed outside infinity"):
+        loss_of(model, batch)
+
+
+def test_moving_to_the_same_place_is_harmless(trained: Any) -> None:
+    trained[0].to("cpu").to(torch.bfloat16)
+    assert_next_step_is_good(*trained)
+
+
+def test_resizing_the_embeddings_is_noticed(trained: Any) -> None:
+    model, batch, _ = trained
+    with pytest.raises(infinity.ModelError, match="resize_token_embeddings"):
+        model.resize_token_embeddings(200)
+        loss_of(model, batch)
+
+
+def test_changing_a_weight_in_place_is_noticed(trained: Any) -> None:
+    model, batch, _ = trained
+    loss_of(model, batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5) if parameter.stride() != (0,) * parameter.ndim else None
+    with pytest.raises(infinity.ModelError, match="was changed outside infinity"):
+        loss_of(model, batch)
+
+
+def test_a_forked_worker_cannot_use_the_model(trained: Any) -> None:
+    def worker(channel: Any) -> None:
+        try:
+            loss_of(model, batch)
+            channel.send("it ran")
+        except infinity.ForkError as error:
+            channel.send(str(error))
+
+    model, batch, _ = trained
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker, args=(theirs,))
+    process.start()
+    assert "cannot be used in a forked child" in ours.recv()
+    process.join(60)
+    assert process.exitcode == 0
+    assert_next_step_is_good(*trained)
+
+
+def test_a_dataloader_with_forked_workers_is_fine(trained: Any) -> None:
+    model, batch, optim = trained
+    rows = torch.utils.data.TensorDataset(batch["input_ids"])
+    for (ids,) in torch.utils.data.DataLoader(rows, num_workers=2, multiprocessing_context="fork"):
+        step(model, {"input_ids": ids, "labels": ids}, optim)
+
+
+class Breaks:
+    """Raises once, when armed, wherever it is called."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.armed = True
+
+    def __call__(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise self.error
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_step_after_an_interrupted_one_is_good(where: str, error: Any, recompute: bool, trained: Any) -> None:
+    model, batch, _ = trained
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    breaks = Breaks(error)
+    if where == "forward":
+        handle = model.model.layers[2].mlp.register_forward_hook(breaks)
+    else:
+        handle = model.model.layers[1].register_full_backward_pre_hook(breaks)
+    with pytest.raises(type(error)):
+        loss_of(model, batch).backward()
+    assert not breaks.armed
+    handle.remove()
+    assert_next_step_is_good(*trained)
+
+
+def test_step_right_after_an_interrupted_forward_works(trained: Any) -> None:
+    model, batch, optim = trained
+    handle = model.model.layers[2].mlp.register_forward_hook(Breaks(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model, batch)
+    handle.remove()
+    optim.step()
+    assert_next_step_is_good(*trained)
+
+
+def test_use_after_close_is_an_error(trained: Any) -> None:
+    model, batch, _ = trained
+    infinity.close(model)
+    infinity.close(model)
+    with pytest.raises(infinity.InfinityError, match="was closed"):
+        loss_of(model, batch)
+
+
+def test_a_parameter_that_is_not_offloaded_is_refused() -> None:
+    with pytest.raises(infinity.ModelError, match="call infinity.offload"):
+        infinity.AdamW([nn.Parameter(torch.zeros(3))])
+
+
+def test_unfreezing_after_offload_is_refused(offload: Any) -> None:
+    model, batch = llama()
+    model.lm_head.weight.requires_grad_(False)
+    model = offload(model)
+    model.lm_head.weight.requires_grad_(True)
+    with pytest.raises(infinity.ModelError, match="was frozen when the model was offloaded"):
+        infinity.AdamW(model.parameters())
+
+
+def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
+    with pytest.raises(infinity.ModelError, match="offloaded already"):
+        infinity.offload(trained[0], swap_config())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("commit_every", 1),
+        ("moments", "int8"),
+        ("gradients", "nvme"),
+        ("activations", "host"),
+        ("optimizer", "device"),
+        ("nvme", {"paths": ["/a", "/b"]}),
+    ],
+)
+def test_what_is_not_built_yet_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(infinity.NotAvailableError, match="is not available yet; use"):
+        infinity.load_config({key: value})
+
+
+def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
+    config = swap_config()
+    model, batch = llama()
+    model = infinity.offload(model, config)
+    optim = infinity.AdamW(model.parameters())
+    step(model, batch, optim)
+    assert Path(config["nvme"]["paths"][0]).exists()
+    del model, optim
+    gc.collect()
+    assert not Path(config["nvme"]["paths"][0]).exists()
