@@ -104,8 +104,8 @@ def in_cgroup(limit_bytes: int, command: list[str]) -> int:
         join = f"echo $$ > {group}/cgroup.procs && exec " + " ".join(command)
         code = subprocess.run(["bash", "-c", join], check=False).returncode
         peak = int((group / "memory.max_usage_in_bytes").read_text())
-        print(f"limit {limit_bytes / GIB:.2f} GiB, exit code {code}, the group's peak with page cache {peak / "
-              f"GIB:.2f} GiB")
+        print(f"limit {limit_bytes / GIB:.2f} GiB, exit code {code}")
+        print(f"the group's peak, page cache included: {peak / GIB:.2f} GiB")
         return code
     finally:
         group.rmdir()

@@ -17,7 +17,16 @@ from infinity.errors import ModelError
 from infinity.io.fork import refuse_in_forked_child
 from infinity.plan.planner import make_plan
 from infinity.runtime.guards import guard
-from infinity.runtime.hooks import BackwardEnds, ParameterHooks, Scope, ScopeEnter, ScopeLeave, SiteEnter, SiteLeave, Structure
+from infinity.runtime.hooks import (
+    BackwardEnds,
+    ParameterHooks,
+    Scope,
+    ScopeEnter,
+    ScopeLeave,
+    SiteEnter,
+    SiteLeave,
+    Structure,
+)
 from infinity.schedule import registry
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest

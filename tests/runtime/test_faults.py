@@ -15,7 +15,9 @@ from tests.conftest import weights_of
 from tests.models import llama, loss_of
 
 
-def two_steps(offload: Any, engine: str, tmp_path: Any, faults: list[_native.Fault]) -> tuple[int, dict[str, torch.Tensor]]:
+def two_steps(
+    offload: Any, engine: str, tmp_path: Any, faults: list[_native.Fault]
+) -> tuple[int, dict[str, torch.Tensor]]:
     """Load, two steps, read back; the number of block operations and the weights."""
     torch.manual_seed(0)
     model, batch = llama(layers=2)

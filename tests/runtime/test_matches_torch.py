@@ -47,7 +47,9 @@ def reference(model: nn.Module, batch: Batch, clip: float | None = 1.0, **option
 def assert_close(model: nn.Module, plain: nn.Module, tolerance: float = 2e-5) -> None:
     expected = dict(plain.named_parameters())
     for name, weight in weights_of(model).items():
-        torch.testing.assert_close(weight, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            weight, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
@@ -252,7 +254,9 @@ def test_param_groups_and_a_scheduler_match_torch(offload: Any) -> None:
     def run(model: nn.Module, kind: Any) -> list[float]:
         decay = [p for p in model.parameters() if p.ndim > 1]
         rest = [p for p in model.parameters() if p.ndim <= 1]
-        optim = kind([{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 5e-4, "weight_decay": 0.0}], lr=1e-3)
+        optim = kind(
+            [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 5e-4, "weight_decay": 0.0}], lr=1e-3
+        )
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optim, STEPS)
         losses = []
         for _ in range(STEPS):

@@ -65,7 +65,9 @@ def test_the_states_do_change(expected: Result) -> None:
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
-def test_nvme_and_host_tiers_end_in_the_same_bits(engine: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any) -> None:
+def test_nvme_and_host_tiers_end_in_the_same_bits(
+    engine: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any
+) -> None:
     nvme = {"paths": [str(tmp_path / "swap")], "engine": engine}
     assert_same(ten_steps(offload, dtype, "nvme", nvme=nvme), expected)
 
@@ -76,7 +78,9 @@ def test_weights_in_ram_with_states_on_nvme_end_in_the_same_bits(offload: Any, d
 
 @pytest.mark.parametrize("tile", ["16KiB", "256KiB", "1MiB", "16MiB"])
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_tile_size_and_threads_change_no_bit(tile: str, threads: int, offload: Any, dtype: Any, expected: Result) -> None:
+def test_tile_size_and_threads_change_no_bit(
+    tile: str, threads: int, offload: Any, dtype: Any, expected: Result
+) -> None:
     assert_same(ten_steps(offload, dtype, "nvme", update={"tile": tile, "threads": threads}), expected)
 
 
@@ -94,6 +98,8 @@ def test_split16_and_an_fp32_master_end_in_the_same_bits(tier: str, offload: Any
 
 
 @pytest.mark.parametrize("block", ["4KiB", "64KiB", "4MiB"])
-def test_block_size_and_depth_change_no_bit(block: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any) -> None:
+def test_block_size_and_depth_change_no_bit(
+    block: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any
+) -> None:
     nvme = {"paths": [str(tmp_path / "swap")], "block": block, "queue_depth": 3}
     assert_same(ten_steps(offload, dtype, "nvme", nvme=nvme), expected)

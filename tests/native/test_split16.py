@@ -1,0 +1,45 @@
+"""split16: every fp32 pattern survives, and every NaN stays one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from infinity import _native
+
+CHUNK = 1 << 26
+
+
+def test_all_2_to_the_32_patterns_survive() -> None:
+    changed = 0
+    weight, rest = np.empty(CHUNK, np.uint16), np.empty(CHUNK, np.int16)
+    back = np.empty(CHUNK, np.float32)
+    for start in range(0, 1 << 32, CHUNK):
+        bits = np.arange(start, start + CHUNK, dtype=np.uint32)
+        _native.encode_split16(bits.view(np.float32), weight, rest)
+        _native.decode_split16(weight, rest, back)
+        differs = back.view(np.uint32) != bits
+        if not differs.any():
+            continue
+        where = np.flatnonzero(differs)
+        assert np.isnan(bits.view(np.float32)[where]).all()
+        assert np.isnan(back[where]).all()
+        changed += len(where)
+    # NaNs whose half would be finite (65,536) or infinite (65,534) are kept as quiet NaNs.
+    assert changed <= 131_072
+
+
+def test_the_weight_is_rounded_half_up() -> None:
+    bits = np.arange(0x3F800000, 0x3F800000 + (1 << 20), dtype=np.uint32)
+    weight, rest = np.empty(len(bits), np.uint16), np.empty(len(bits), np.int16)
+    _native.encode_split16(bits.view(np.float32), weight, rest)
+    assert np.array_equal(weight, ((bits + 0x8000) >> 16).astype(np.uint16))
+
+
+def test_a_nan_weight_is_a_nan() -> None:
+    for bits in (0x7F800001, 0x7F807FFF, 0x7F808000, 0x7FFF7FFF, 0x7FFF8000, 0x7FFFFFFF):
+        for sign in (0, 0x80000000):
+            value = np.array([bits | sign], dtype=np.uint32).view(np.float32)
+            weight, rest = np.empty(1, np.uint16), np.empty(1, np.int16)
+            _native.encode_split16(value, weight, rest)
+            assert (weight[0] & 0x7FFF) > 0x7F80
+            assert (weight[0] >> 15) == (sign >> 31)

@@ -1,0 +1,212 @@
+"""The tiled update: the same bits wherever the states are, errors named, nothing moved in vain."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from infinity import _native
+
+NUMEL = 100_000
+PADDED = 102_400  # whole pages in every state
+STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
+ITEM = {"weight": 2, "residual": 2, "exp_avg": 4, "exp_avg_sq": 4}
+
+
+def initial() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    weight, rest = np.empty(PADDED, np.uint16), np.empty(PADDED, np.int16)
+    _native.encode_split16(rng.standard_normal(PADDED).astype(np.float32), weight, rest)
+    values = {
+        "weight": weight,
+        "residual": rest,
+        "exp_avg": rng.standard_normal(PADDED).astype(np.float32),
+        "exp_avg_sq": rng.random(PADDED).astype(np.float32),
+        "grad": torch.from_numpy(rng.standard_normal(PADDED)).bfloat16().view(torch.int16).numpy(),
+    }
+    return {name: value.view(np.uint8) for name, value in values.items()}
+
+
+def segment(begin: int, end: int, **options: bool) -> _native.Segment:
+    return _native.Segment(begin, end, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2, **options)
+
+
+SEGMENTS = [segment(0, 30_000), segment(30_016, 70_000), segment(80_000, NUMEL)]
+
+
+class Bench:
+    """States in an arena, in a file, or in both, and a pipeline over them."""
+
+    def __init__(
+        self, path: Path, engine: str, tile: int, threads: int, faults: list[_native.Fault] | None = None
+    ) -> None:
+        self.arena = _native.Arena(64 << 20, huge_pages=False)
+        self.used = 0
+        self.engine = _native.IOEngine(engine, block_bytes=64 << 10, queue_depth=8, faults=faults or [])
+        self.file = _native.File(str(path / "states"), create=True)
+        self.file.preallocate(8 << 20)
+        self.pool = _native.ThreadPool(threads)
+        staging = self.take(3 * _native.UpdatePipeline.staging_tile_bytes(tile))
+        self.pipeline = _native.UpdatePipeline(self.engine, self.pool, staging, tile)
+        self.values = initial()
+        self.memory: dict[str, memoryview] = {}
+        self.offsets = {name: index * (1 << 20) for index, name in enumerate(STATES)}
+        self.grad = self.take(len(self.values["grad"]))
+        self.grad[:] = self.values["grad"].tobytes()
+
+    def take(self, nbytes: int) -> memoryview:
+        view = self.arena.view(self.used, nbytes)
+        self.used += -(-nbytes // 4096) * 4096
+        return view
+
+    def stream(self, name: str, where: str) -> _native.StateStream:
+        view = self.take(len(self.values[name]))
+        view[:] = self.values[name].tobytes()
+        if where != "memory":
+            future = self.engine.write(self.file, self.offsets[name], view)
+            assert future.wait(60)
+        if where == "file":
+            return _native.StateStream(file=self.file, offset=self.offsets[name])
+        self.memory[name] = view
+        file = self.file if where == "both" else None
+        return _native.StateStream(memory=view, file=file, offset=self.offsets[name])
+
+    def submit(self, streams: dict[str, _native.StateStream], segments: list[_native.Segment]) -> _native.IOFuture:
+        return self.pipeline.submit(
+            numel=NUMEL,
+            weight_dtype="bf16",
+            master="split16",
+            grad_dtype="bf16",
+            segments=segments,
+            grad_scale=0.5,
+            grad=self.grad,
+            **streams,
+        )
+
+    def result(self, name: str, *, from_file: bool) -> bytes:
+        if not from_file:
+            return bytes(self.memory[name])[: NUMEL * ITEM[name]]
+        view = self.take(len(self.values[name]))
+        assert self.engine.read(self.file, self.offsets[name], view).wait(60)
+        return bytes(view)[: NUMEL * ITEM[name]]
+
+    def close(self) -> None:
+        self.pipeline.close()
+        self.engine.close()
+        self.file.close()
+
+
+@pytest.fixture
+def expected(tmp_path: Path) -> Iterator[dict[str, bytes]]:
+    bench = Bench(tmp_path, "threads", 4096 * 32, 1)
+    future = bench.submit({name: bench.stream(name, "memory") for name in STATES}, SEGMENTS)
+    assert future.wait(60)
+    assert future.failure() is None
+    yield {name: bench.result(name, from_file=False) for name in STATES}
+    bench.close()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+@pytest.mark.parametrize("tile", [4096, 8192, 1 << 17])
+@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize("where", ["file", "both", "mixed"])
+def test_wherever_the_states_are_the_bits_are_the_same(
+    where: str, threads: int, tile: int, engine: str, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, engine, tile, threads)
+    mixed = dict(zip(STATES, ("both", "memory", "file", "file"), strict=True))
+    places = {name: mixed[name] if where == "mixed" else where for name in STATES}
+    future = bench.submit({name: bench.stream(name, place) for name, place in places.items()}, SEGMENTS)
+    assert future.wait(60)
+    assert future.failure() is None
+    for name, place in places.items():
+        if place != "memory":
+            assert bench.result(name, from_file=True) == expected[name], name
+        if place != "file":
+            assert bench.result(name, from_file=False) == expected[name], name
+    bench.close()
+
+
+def test_jobs_are_done_in_order_and_flow_into_each_other(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "io_uring", 4096, 2)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    for future in [bench.submit(streams, SEGMENTS) for _ in range(5)]:
+        assert future.wait(60)
+        assert future.failure() is None
+    got = {name: bench.result(name, from_file=True) for name in STATES}
+    bench.close()
+    alone = Bench(tmp_path, "threads", 1 << 17, 1)
+    streams = {name: alone.stream(name, "memory") for name in STATES}
+    for _ in range(5):
+        assert alone.submit(streams, SEGMENTS).wait(60)
+    assert got == {name: alone.result(name, from_file=False) for name in STATES}
+    alone.close()
+
+
+def test_tiles_with_nothing_to_do_are_not_moved(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 4096, 1)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    before = bench.engine.counters()
+    future = bench.submit(streams, [segment(0, 50_000, skip=True), segment(60_000, 60_100)])
+    assert future.wait(60)
+    after = bench.engine.counters()
+    assert after["read_bytes_states"] == 4096 * 12
+    assert after["write_bytes_states"] - before["write_bytes_states"] == 4096 * 12
+    assert bench.pipeline.counters()["tiles"] == 1
+    bench.close()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_fault_at_every_operation_fails_the_job_and_not_the_next(engine: str, tmp_path: Path) -> None:
+    setup = 22  # block operations of the four streams' first writes
+    failed = 0
+    for index in range(setup, setup + 40):
+        bench = Bench(tmp_path, engine, 8192, 2, [_native.Fault(index, errno.EIO)])
+        streams = {name: bench.stream(name, "file") for name in STATES}
+        first, second = bench.submit(streams, SEGMENTS), bench.submit(streams, SEGMENTS)
+        assert first.wait(60)
+        assert second.wait(60)
+        failures = [f for f in (first.failure(), second.failure()) if f is not None]
+        for failure in failures:
+            assert failure.errno == errno.EIO
+            assert failure.path.endswith("states")
+            assert failure.nbytes > 0
+        failed += len(failures)
+        third = bench.submit(streams, SEGMENTS)
+        assert third.wait(60)
+        assert third.failure() is None
+        bench.close()
+    assert failed == 40
+
+
+def test_inconsistent_jobs_are_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 4096, 1)
+    streams = {name: bench.stream(name, "memory") for name in STATES}
+    with pytest.raises(ValueError, match="sorted and disjoint"):
+        bench.submit(streams, [segment(10, 20), segment(0, 5)])
+    with pytest.raises(ValueError, match="ends after the job"):
+        bench.submit(streams, [segment(0, NUMEL + 1)])
+    with pytest.raises(ValueError, match="neither in memory nor in a file"):
+        bench.submit(streams | {"exp_avg": _native.StateStream()}, SEGMENTS)
+    with pytest.raises(ValueError, match="multiple of 4096"):
+        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 20), 1000)
+    with pytest.raises(ValueError, match="at least two tiles"):
+        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096)
+    bench.close()
+
+
+def test_closing_with_jobs_queued_cancels_them(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 4096, 1)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    futures = [bench.submit(streams, SEGMENTS) for _ in range(20)]
+    bench.pipeline.close()
+    for future in futures:
+        assert future.wait(60)
+        failure = future.failure()
+        assert failure is None or failure.errno == errno.ECANCELED
+    bench.close()
