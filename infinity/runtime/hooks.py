@@ -60,8 +60,8 @@ class Structure:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, or an assignment), so its weights would "
-            "not be in the store. Change the model before infinity.offload."
+            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, or an assignment), so its "
+            "weights would not be in the store. Change the model before infinity.offload."
         )
 
 

@@ -238,9 +238,20 @@ def test_moving_to_the_same_place_is_harmless(trained: Any) -> None:
 
 def test_resizing_the_embeddings_is_noticed(trained: Any) -> None:
     model, batch, _ = trained
+    model.model.embed_tokens = nn.Embedding(200, 64).bfloat16()  # as resize_token_embeddings ends
     with pytest.raises(infinity.ModelError, match="resize_token_embeddings"):
+        loss_of(model, batch)
+
+
+def test_resizing_the_embeddings_raises_at_the_latest_in_the_next_forward(trained: Any) -> None:
+    model, batch, _ = trained
+
+    def resize_and_run() -> None:
         model.resize_token_embeddings(200)
         loss_of(model, batch)
+
+    with pytest.raises(infinity.ModelError, match="changed outside infinity|was replaced"):
+        resize_and_run()
 
 
 def test_changing_a_weight_in_place_is_noticed(trained: Any) -> None:
@@ -335,7 +346,7 @@ def test_a_parameter_that_is_not_offloaded_is_refused() -> None:
 
 
 def test_unfreezing_after_offload_is_refused(offload: Any) -> None:
-    model, batch = llama()
+    model, _ = llama()
     model.lm_head.weight.requires_grad_(False)
     model = offload(model)
     model.lm_head.weight.requires_grad_(True)

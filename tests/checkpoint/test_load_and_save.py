@@ -1,0 +1,152 @@
+"""What goes in comes out: checkpoints of every kind, streamed through the store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors import safe_open
+
+import infinity
+from tests.conftest import weights_of
+from tests.models import bert, gpt2, llama, loss_of, mixtral, t5, tied_llama
+
+MODELS = {"llama": llama, "tied_llama": tied_llama, "gpt2": gpt2, "mixtral": mixtral}
+
+
+@pytest.fixture
+def loaded(swap_config: Any) -> Any:
+    opened = []
+
+    def load(path: Path, tier: str = "nvme", **options: Any) -> Any:
+        model = infinity.load_pretrained(path, swap_config(tier), **options)
+        opened.append(model)
+        return model
+
+    yield load
+    for model in opened:
+        infinity.close(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trained_model_saved_is_the_model_plain_transformers_loads(
+    name: str, dtype: torch.dtype, loaded: Any, tmp_path: Path
+) -> None:
+    plain, batch = MODELS[name]()
+    plain.to(dtype).save_pretrained(tmp_path / "in")
+    model = loaded(tmp_path / "in", dtype=dtype)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        loss_of(model, batch).backward()
+        optim.step()
+        optim.zero_grad()
+    infinity.save_pretrained(model, tmp_path / "out", max_shard_size="100KB")
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    saved = dict(again.named_parameters())
+    before = dict(plain.named_parameters())
+    trained = weights_of(model)
+    for key, weight in trained.items():
+        assert torch.equal(saved[key], weight), key
+    assert any(not torch.equal(before[key], weight) for key, weight in trained.items())
+    with torch.no_grad():
+        logits = again.eval()(input_ids=batch["input_ids"]).logits
+        assert torch.equal(model.eval()(input_ids=batch["input_ids"]).logits, logits)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_fp32_files_loaded_as_bf16_keep_their_fp32_master(tier: str, loaded: Any, tmp_path: Path) -> None:
+    """A step with lr 0 and decay leaves master · (1 − lr·wd): read it back from weight + rest."""
+    from infinity import _native
+    from infinity.io.arena import Lease
+    from infinity.schedule import registry
+
+    plain, _ = llama()
+    plain.save_pretrained(tmp_path / "in")
+    model = loaded(tmp_path / "in", tier)
+    ledger, weights = registry.ledger_of(model), weights_of(model)
+    originals = dict(plain.named_parameters())
+    for _, place in ledger.places():
+        states = ledger.backing.states[place.unit.index][place.group_index]
+        home, nbytes = states.residual, place.group.state_bytes(2)
+        if isinstance(home, Lease):
+            rest = home.tensor()
+        else:
+            view = ledger.backing.staging.view(0, nbytes)
+            ledger.backing.store.read(home, view).result()
+            rest = torch.frombuffer(view, dtype=torch.uint8)
+        part = rest.view(torch.int16)[place.spec.offset : place.spec.offset + place.spec.numel].clone()
+        master = torch.empty(place.spec.numel)
+        weight = weights[place.spec.name].reshape(-1)
+        _native.decode_split16(weight.view(torch.uint8).numpy(), part.numpy(), master.numpy())
+        assert torch.equal(master, originals[place.spec.name].detach().reshape(-1)), place.spec.name
+
+
+def test_shards_have_the_formats_index(loaded: Any, tmp_path: Path) -> None:
+    plain, _ = llama()
+    plain.bfloat16().save_pretrained(tmp_path / "in")
+    infinity.save_pretrained(loaded(tmp_path / "in"), tmp_path / "out", max_shard_size="100KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in plain.parameters())
+    for name, shard in index["weight_map"].items():
+        with safe_open(tmp_path / "out" / shard, framework="pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            assert torch.equal(file.get_tensor(name), dict(plain.named_parameters())[name])
+    assert set(os.listdir(tmp_path)) == {"in", "out", "swap"}
+
+
+def test_saving_over_an_earlier_model_leaves_no_stale_shards(loaded: Any, tmp_path: Path) -> None:
+    plain, _ = llama()
+    plain.bfloat16().save_pretrained(tmp_path / "in")
+    model = loaded(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    infinity.save_pretrained(model, tmp_path / "out", max_shard_size="100KB")
+    infinity.save_pretrained(model, tmp_path / "out")
+    names = set(os.listdir(tmp_path / "out"))
+    assert "model.safetensors" in names
+    assert "notes.txt" in names
+    assert not [name for name in names if "-of-" in name or "index" in name]
+
+
+def test_a_full_disk_leaves_no_half_written_output(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    plain, _ = llama()
+    plain.bfloat16().save_pretrained(tmp_path / "in")
+    model = loaded(tmp_path / "in")
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(infinity.InfinityError, match="No space left on device.*Nothing there was changed"):
+        infinity.save_pretrained(model, tmp_path / "out")
+    assert set(os.listdir(tmp_path)) == {"in", "swap"}
+
+
+@pytest.mark.parametrize("build", [bert, t5])
+def test_a_model_that_is_not_causal_is_refused(build: Callable[..., Any], loaded: Any, tmp_path: Path) -> None:
+    build()[0].save_pretrained(tmp_path / "in")
+    with pytest.raises(infinity.ModelError, match="not a causal language model"):
+        loaded(tmp_path / "in")
+
+
+def test_a_missing_model_is_named(loaded: Any, tmp_path: Path) -> None:
+    with pytest.raises(infinity.ModelError, match="cannot load a model from .*nowhere"):
+        loaded(tmp_path / "nowhere")
+
+
+def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
+    plain, batch = t5()
+    plain.save_pretrained(tmp_path / "in")
+    model = loaded(tmp_path / "in", dtype=torch.float32, model_class=hf.AutoModelForSeq2SeqLM)
+    assert loss_of(model.eval(), batch).item() == loss_of(plain.eval(), batch).item()
+    infinity.save_pretrained(model, tmp_path / "out")
+    again = hf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
+    assert loss_of(again.eval(), batch).item() == loss_of(plain, batch).item()

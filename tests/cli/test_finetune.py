@@ -1,0 +1,199 @@
+"""The command line does the job on real input, and says what is wrong with bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from infinity.cli.data import PackedData
+from infinity.cli.main import main
+from infinity.errors import ConfigError
+from tests.models import VOCABULARY, bert, llama
+
+TEXT = "the quick brown fox jumps over the lazy dog and runs away from the slow red hen\n" * 200
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    bpe.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<eos>", "<unk>"]))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, Any]:
+    """Arguments of a small run; tests change them."""
+    llama()[0].bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "8MiB", "host": "64MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+    }
+    (tmp_path / "swap.yaml").write_text(yaml.safe_dump(config))
+    return {
+        "--model": tmp_path / "model",
+        "--data": tmp_path / "text.txt",
+        "--config": tmp_path / "swap.yaml",
+        "--output": tmp_path / "out",
+        "--steps": 8,
+        "--sequence-length": 16,
+        "--batch-size": 2,
+        "--lr": 3e-3,
+    }
+
+
+def run(job: dict[str, Any], *flags: str) -> int:
+    return main(["finetune", *(str(part) for item in job.items() for part in item), *flags])
+
+
+def test_the_main_job_ends_with_a_model_a_report_and_a_curve(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job, "--verify-output") == 0
+    out = capsys.readouterr().out
+    assert "step 1/8" in out
+    assert "step 8/8" in out
+    assert "GB/s" in out
+    assert "bit for bit" in out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["steps"] == 8
+    assert report["last_loss"] < report["first_loss"]
+    assert 20 < report["bytes_per_parameter"] < 30
+    assert report["peak_rss_bytes"] > 0
+    assert (tmp_path / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert len((tmp_path / "out" / "loss.csv").read_text().splitlines()) == 9
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert set(os.listdir(tmp_path)) == {"model", "text.txt", "swap.yaml", "out"}
+
+
+def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp_path: Path) -> None:
+    del job["--steps"]
+    (tmp_path / "text.txt").write_text(TEXT[:1500])
+    options = ["--gradient-accumulation", "2", "--schedule", "linear", "--warmup-steps", "2", "--max-grad-norm", "0"]
+    assert run(job, *options) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--data": "nowhere.txt"}, "no such file or directory"),
+        ({"--data": "empty.txt"}, "the file is empty"),
+        ({"--data": "short.txt"}, "less than one sequence"),
+        ({"--data": "bad.jsonl"}, "bad.jsonl:2: a line needs a 'text' string or a 'messages' list"),
+        ({"--data": "broken.jsonl"}, "broken.jsonl:1: not valid JSON"),
+        ({"--data": "chat.jsonl"}, "no chat template"),
+        ({"--data": "binary.txt"}, "not UTF-8 text"),
+        ({"--data": "emptydir"}, "the directory has no files"),
+        ({"--model": "nomodel"}, "cannot load the tokenizer"),
+        ({"--model": "bert"}, "not a causal language model"),
+        ({"--config": "no.yaml"}, "cannot read the swap config"),
+        ({"--config": "typo.yaml"}, "unknown key 'optimzer'; did you mean 'optimizer'?"),
+        ({"--output": "model"}, "exists and is not an empty directory"),
+        ({"--output": "text.txt/out"}, "cannot write to"),
+        ({"--lr": 0}, "--lr must be positive"),
+        ({"--batch-size": 0}, "--batch-size must be at least 1"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    change: dict[str, Any], message: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("the fox")
+    (tmp_path / "bad.jsonl").write_text('{"text": "the fox"}\n{"txt": "the hen"}\n')
+    (tmp_path / "broken.jsonl").write_text("{text\n")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "fox"}]}\n')
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x01" * 100)
+    (tmp_path / "emptydir").mkdir()
+    (tmp_path / "typo.yaml").write_text("optimzer: nvme\n")
+    bert()[0].save_pretrained(tmp_path / "bert")
+    tokenizer().save_pretrained(tmp_path / "bert")
+    before = set(os.listdir(tmp_path))
+    values = {key: value if key in ("--lr", "--batch-size") else tmp_path / value for key, value in change.items()}
+    assert run(job | values) == 2
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1
+    assert message in error
+    assert set(os.listdir(tmp_path)) == before
+
+
+def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "model")
+    assert run(job) == 1
+    captured = capsys.readouterr()
+    assert "step 1: the loss is nan; the step is skipped" in captured.out
+    assert "5 steps in a row" in captured.err
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "swap").exists()
+
+
+def test_ctrl_c_ends_at_a_step_and_saves(job: dict[str, Any], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "infinity.cli.main", "finetune"]
+    command += [str(part) for item in (job | {"--steps": 100_000}).items() for part in item]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    rest, _ = process.communicate(timeout=240)
+    assert process.returncode == 130, "".join(lines) + rest
+    assert "stopping after this step" in rest
+    steps = json.loads((tmp_path / "out" / "report.json").read_text())["steps"]
+    assert 1 <= steps < 100_000
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not (tmp_path / "swap").exists()
+
+
+def test_jsonl_and_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
+    (tmp_path / "docs" / "sub").mkdir(parents=True)
+    (tmp_path / "docs" / "b.txt").write_text("the hen\n")
+    (tmp_path / "docs" / "sub" / "a.jsonl").write_text('{"text": "the fox"}\n\n{"text": "the dog"}\n')
+    (tmp_path / "docs" / "image.bin").write_bytes(b"\xff\xfe\x00")
+    chat = tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "slow red hen"}]}\n')
+    data = PackedData([tmp_path / "docs", tmp_path / "chat.jsonl"], chat, 4, tmp_path / "tokens")
+    import numpy as np
+
+    decoded = chat.decode(np.fromfile(tmp_path / "tokens", dtype=np.uint32).tolist())
+    order = [decoded.index(word) for word in ("the hen", "the fox", "the dog", "slow red hen")]
+    assert order == sorted(order)
+    assert decoded.count("<eos>") == 4
+    data.close()
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_batches_cover_every_sequence_each_pass_in_another_order(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = PackedData([tmp_path / "text.txt"], tokenizer(), 32, tmp_path / "tokens")
+    batches = data.batches(1, seed=0)
+    passes = [[next(batches)[0] for _ in range(data.sequences)] for _ in range(2)]
+    keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
+    assert sorted(keys[0]) == sorted(keys[1])
+    assert keys[0] != keys[1]
+    again = data.batches(1, seed=0)
+    assert keys[0][0] == tuple(next(again)[0].tolist())
+
+
+def test_too_little_data_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the fox")
+    with pytest.raises(ConfigError, match="less than one sequence of 64"):
+        PackedData([tmp_path / "text.txt"], tokenizer(), 64, tmp_path / "tokens")
