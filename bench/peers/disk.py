@@ -1,4 +1,4 @@
-"""What the disk gives in this very run: a small O_DIRECT probe, half reads, half writes, repeated between the rounds."""
+"""What the disk gives in this very run: a small O_DIRECT probe, half reads, half writes, between the rounds."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class Worker:
-    """A contender's process, in a session of its own: Ctrl-C reaches the driver alone, which then stops it in good order.
+    """A contender's process, in a session of its own: Ctrl-C reaches the driver alone, which then stops it in order.
 
     Attributes:
         name: of the contender.

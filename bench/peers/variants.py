@@ -126,7 +126,7 @@ def params_on_nvme(workload: Workload) -> dict[str, Any]:
     """The settings, found by hand, with which parameters on NVMe too run and do leave the memory.
 
     Two things are needed beside the fastest optimizer settings: prefetching from NVMe off, which otherwise fetches a
-    parameter that holds a buffer already, and a small limit on live parameters, without which each needs its own buffer.
+    parameter that holds a buffer already, and a small limit on live parameters, without which each needs a buffer.
     """
     block = workload.numel // workload.layers
     largest = workload.hidden * max(workload.vocabulary, workload.intermediate)

@@ -102,6 +102,9 @@ class CpuDevice:
     def synchronize_downloads(self) -> None:
         return
 
+    def synchronize_uploads(self) -> None:
+        return
+
 
 class CudaDevice:
     """A GPU: one stream up, one down ([Note: streams on CUDA])."""
@@ -126,6 +129,7 @@ class CudaDevice:
         with torch.cuda.stream(self._up):
             tensor.copy_(source, non_blocking=True)
             event = self._up.record_event()
+        tensor.record_stream(self._up)  # evicted before anybody waited: not reused while the copy runs
         self._pending.append((event, done))
         return CudaSlot(tensor, event)
 
@@ -154,6 +158,10 @@ class CudaDevice:
 
     def synchronize_downloads(self) -> None:
         self._down.synchronize()
+
+    def synchronize_uploads(self) -> None:
+        """Wait until no copy reads host memory any more: the update is about to change it."""
+        self.reclaim(wait=True)
 
 
 Device = CpuDevice | CudaDevice

@@ -184,6 +184,7 @@ class Ledger:
                 if record.residency is Residency.FETCHING:
                     self._finish(record)
             self.gradients.synchronize()
+            self.backing.device.synchronize_uploads()
 
     def end_step(self, updated: Sequence[int]) -> None:
         """Units `updated` have new weights: what was saved of the old ones is void, copies on a GPU are stale."""

@@ -1,0 +1,71 @@
+"""Leases never overlap, and what is given back can be leased again."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from infinity.errors import PlanError
+from infinity.io.arena import Lease, PinnedArena
+
+PAGES = 64
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arena = PinnedArena(PAGES * 4096)
+        self.out: list[Lease] = []
+
+    @rule(target=leases, nbytes=st.integers(1, 20 * 4096), top=st.booleans())
+    def lease(self, nbytes: int, top: bool) -> Lease | None:
+        lease = self.arena.try_lease(nbytes, from_top=top)
+        if lease is not None:
+            self.out.append(lease)
+            lease.view()[:] = bytes([len(self.out) % 251]) * lease.nbytes
+        return lease
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: Lease | None) -> None:
+        if lease is not None:
+            self.out.remove(lease)
+            lease.release()
+
+    @invariant()
+    def leases_are_apart_and_add_up(self) -> None:
+        ranges = sorted((lease.offset, lease.offset + lease.nbytes) for lease in self.out)
+        for (_, end), (start, _) in itertools.pairwise(ranges):
+            assert end <= start
+        assert self.arena.free_bytes == PAGES * 4096 - sum(lease.nbytes for lease in self.out)
+
+
+TestArena = ArenaMachine.TestCase
+TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_releasing_twice_is_a_bug_that_shows() -> None:
+    arena = PinnedArena(8 * 4096)
+    lease = arena.try_lease(4096)
+    assert lease is not None
+    lease.release()
+    with pytest.raises(AssertionError, match="released twice"):
+        lease.release()
+
+
+def test_an_arena_that_is_too_small_names_what_did_not_fit() -> None:
+    with pytest.raises(PlanError, match="no room in the arena for the tiles"):
+        PinnedArena(4096).lease(8192, "the tiles")
+
+
+def test_each_tensor_of_a_lease_has_a_storage_of_its_own() -> None:
+    lease = PinnedArena(4096).lease(4096, "a test")
+    first, second = lease.tensor(), lease.tensor()
+    first[0] = 7
+    assert second[0] == 7
+    assert first.untyped_storage()._cdata != second.untyped_storage()._cdata

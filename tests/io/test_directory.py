@@ -1,0 +1,73 @@
+"""A directory belongs to one run; nothing is deleted that is not ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import StoreLockedError
+from infinity.io.directory import SwapDirectory
+
+
+def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    first = SwapDirectory(tmp_path / "swap")
+    with pytest.raises(StoreLockedError, match="in use by another run"):
+        SwapDirectory(tmp_path / "swap")
+    first.close()
+    SwapDirectory(tmp_path / "swap").close()
+
+
+def test_a_directory_made_for_the_run_goes_with_it(tmp_path: Path) -> None:
+    SwapDirectory(tmp_path / "a" / "swap").close()
+    assert not (tmp_path / "a" / "swap").exists()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    directory = SwapDirectory(tmp_path / "swap")
+    (tmp_path / "swap" / "mine.txt").write_text("mine")
+    directory.close()
+    assert [path.name for path in (tmp_path / "swap").iterdir()] == ["mine.txt"]
+
+
+def test_the_directory_is_private(tmp_path: Path) -> None:
+    directory = SwapDirectory(tmp_path / "swap")
+    assert (tmp_path / "swap").stat().st_mode & 0o777 == 0o700
+    directory.close()
+
+
+def test_a_killed_run_leaves_no_lock_and_its_file_is_replaced(tmp_path: Path) -> None:
+    body = (
+        "import sys, time, pathlib\n"
+        "from infinity.io.directory import SwapDirectory\n"
+        f"d = SwapDirectory(pathlib.Path({str(tmp_path / 'swap')!r}))\n"
+        "d.swap_path.write_text('old'); print('ready', flush=True); time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    directory = SwapDirectory(tmp_path / "swap")
+    assert not directory.swap_path.exists()
+    directory.close()
+
+
+def test_an_orphaned_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
+    directory = SwapDirectory(tmp_path / "swap")
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    directory.close()
+    SwapDirectory(tmp_path / "swap").close()
+    os.write(go[1], b"x")
+    os.waitpid(child, 0)

@@ -1,0 +1,85 @@
+"""Plans fit their budgets, predict the bytes of the design, and say what would fit when they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.config import load_config
+from infinity.errors import ConfigError, PlanError
+from infinity.plan.planner import make_plan
+from infinity.state.discover import discover
+from infinity.state.plan import Plan
+from tests.models import llama
+
+
+def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any) -> Plan:
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)).to(dtype)
+    config = {"nvme": {"paths": ["/tmp/never-made"]}} | config
+    return make_plan(discover(blocks).units, load_config(config), torch.device(device), can_recompute=False)
+
+
+NUMEL = 16 * 1024 * 1024
+NVME = {"weights": "nvme", "optimizer": "nvme"}
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("nvme", 28), ("host", 20)])
+def test_bytes_per_parameter_are_the_designs(weights: str, expected: int) -> None:
+    """28, not 26: as a phase of its own the update reads the weights once more."""
+    made = plan(weights=weights, optimizer="nvme", memory={"device": "64MiB", "host": "1GiB"})
+    assert made.step_bytes == expected * NUMEL
+
+
+def test_states_are_counted_to_the_byte() -> None:
+    made = plan(**NVME, memory={"device": "16MiB", "host": "1GiB"})
+    assert made.weight_bytes == 2 * NUMEL
+    assert made.state_bytes == 10 * NUMEL
+    assert made.swap_bytes == 12 * NUMEL
+    assert made.gradient_bytes == 4 * NUMEL
+    assert plan(**NVME, memory={"device": "16MiB", "host": "80MiB"}).gradient_bytes == 2 * NUMEL
+    assert plan(torch.float32, **NVME, memory={"device": "32MiB", "host": "1GiB"}).state_bytes == 8 * NUMEL
+
+
+def test_a_plan_stays_inside_its_budgets() -> None:
+    for host in ("100MiB", "200MiB", "1GiB"):
+        made = plan(memory={"device": "40MiB", "host": host})
+        assert made.host_bytes <= made.host_budget
+        assert made.device_bytes <= made.device_budget
+        assert made.arena_bytes <= made.host_budget + made.device_budget
+
+
+def test_auto_takes_ram_where_it_fits_and_nvme_where_not() -> None:
+    roomy, tight = plan(memory={"device": "1GiB", "host": "2GiB"}), plan(memory={"device": "16MiB", "host": "100MiB"})
+    assert (roomy.weights, roomy.optimizer) == ("host", "host")
+    assert (tight.weights, tight.optimizer) == ("host", "nvme") or (tight.weights, tight.optimizer) == ("nvme", "nvme")
+
+
+def test_nvme_without_a_path_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="need a directory"):
+        plan(**NVME, nvme={})
+
+
+@pytest.mark.parametrize("key", ["device", "host"])
+def test_what_a_failing_plan_advises_fits(key: str) -> None:
+    memory = {"device": "64MiB", "host": "1GiB"} | {key: "1MiB"}
+    with pytest.raises(PlanError, match=f"memory.{key}") as caught:
+        plan(**NVME, memory=memory)
+    advised = str(caught.value).split(f"memory.{key} to ")[1].split("MiB")[0]
+    plan(**NVME, memory=memory | {key: f"{advised}MiB"})
+
+
+def test_recompute_is_refused_where_the_model_cannot() -> None:
+    with pytest.raises(ConfigError, match="has no gradient_checkpointing_enable"):
+        plan(activations="recompute")
+
+
+def test_a_plan_describes_itself() -> None:
+    model, _ = llama()
+    config = load_config({"nvme": {"paths": ["/tmp/never-made"]}, **NVME})
+    text = make_plan(discover(model).units, config, torch.device("cpu"), can_recompute=True).describe()
+    for word in ("weights", "optimizer", "gradients", "recompute", "memory.host", "swap file"):
+        assert word in text

@@ -1,0 +1,50 @@
+"""The house rules that a test can check."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import infinity
+from infinity import _native
+
+ROOT = Path(infinity.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.py")) + sorted((ROOT.parent / "csrc").rglob("*.[chi]*"))
+
+
+def test_files_stay_under_500_lines() -> None:
+    assert [path.name for path in SOURCES if len(path.read_text().splitlines()) > 500] == []
+
+
+def test_functions_stay_under_70_lines() -> None:
+    long = []
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 70:
+                long.append(f"{path.name}:{node.name}")
+    assert long == []
+
+
+def test_every_file_begins_with_why_it_exists() -> None:
+    for path in ROOT.rglob("*.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+def test_the_native_core_links_neither_torch_nor_cuda() -> None:
+    linked = subprocess.run(["ldd", _native.__file__], capture_output=True, text=True, check=True).stdout
+    for library in ("torch", "cuda", "c10", "gomp", "python"):
+        assert library not in linked
+
+
+def test_the_stub_names_what_the_core_has() -> None:
+    stub = ast.parse((ROOT / "_native.pyi").read_text())
+    named = {node.name for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert named == {name for name in dir(_native) if not name.startswith("_")}
+
+
+def test_importing_the_package_starts_nothing() -> None:
+    code = "import threading, infinity; print(threading.active_count())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "1"
