@@ -12,7 +12,7 @@ demo: bootstrap
 	rm -rf demo
 	$(BIN)/python examples/make_demo_checkpoint.py demo/input
 	$(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
-	  --output demo/output --steps 80 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output
+	  --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 
 test: bootstrap

@@ -70,6 +70,7 @@ def test_the_main_job_ends_with_a_model_a_report_and_a_curve(job: dict[str, Any]
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["steps"] == 8
     assert report["last_loss"] < report["first_loss"]
+    assert f"loss {report['first_loss']:.4f} → {report['last_loss']:.4f}" in out
     assert 20 < report["bytes_per_parameter"] < 30
     assert report["peak_rss_bytes"] > 0
     assert (tmp_path / "out" / "loss.png").read_bytes()[:4] == b"\x89PNG"
