@@ -54,7 +54,7 @@ class Report:
         rows = [
             (
                 "steps",
-                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {{self.last_loss:.4f}}",
+                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}",
             ),
             ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
             ("  compute", f"{self.compute_s:.3f} s"),

@@ -20,8 +20,8 @@ def two_steps(
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Load, two steps, read back; the number of block operations and the weights."""
     torch.manual_seed(0)
-    model, batch = llama(layers=2)
-    nvme = {"paths": [str(tmp_path / "swap")], "engine": engine, "block": "64KiB"}
+    model, batch = llama(layers=1)
+    nvme = {"paths": [str(tmp_path / "swap")], "engine": engine, "block": "256KiB"}
     memory = {"device": "300KiB", "host": "64MiB"}
     model = offload(model.bfloat16().train(), nvme=nvme, memory=memory, faults=faults)
     try:
