@@ -15,6 +15,7 @@ from infinity import _native
 from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, SwapIOError
 from infinity.io.engine import Transfer
 from infinity.optim.handles import StateHandle
+from infinity.optim.interrupt import interrupts_deferred
 from infinity.schedule import registry
 from infinity.schedule.gradients import GradientHandle, Place
 from infinity.schedule.ledger import Ledger
@@ -111,6 +112,11 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with interrupts_deferred():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
         ledger = self.ledger
         ledger.begin_step()
         began = time.perf_counter_ns()
@@ -125,7 +131,6 @@ class AdamW(torch.optim.Optimizer):
             updated = self._update(active, self._grad_scale())
         ledger.end_step(updated)
         ledger.clock.update_ns += time.perf_counter_ns() - began
-        return loss
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
         """Parameters with a gradient, in the order of the groups."""

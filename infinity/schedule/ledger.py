@@ -302,13 +302,15 @@ class Ledger:
     def _finish(self, record: UnitRecord) -> None:
         if record.fetch is None:
             raise AssertionError(f"unit {record.unit.name} is fetching nothing")
-        fetch, record.fetch = record.fetch, None
-        record.residency = Residency.RELEASED
         with torch.inference_mode(False), torch.no_grad():
-            slot = fetch.finish()
+            try:
+                slot = record.fetch.finish()
+            except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
+                record.fetch, record.residency = None, Residency.RELEASED
+                raise
+            record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
+            self.resident_at[slot.tensor.data_ptr()] = record
             self._show(record, slot)
-        record.slot, record.residency = slot, Residency.RESIDENT
-        self.resident_at[slot.tensor.data_ptr()] = record
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
         for group in record.unit.groups:

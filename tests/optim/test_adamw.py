@@ -178,3 +178,29 @@ def test_parameters_of_two_models_are_refused(trained: Any) -> None:
     with pytest.raises(infinity.ModelError, match="of one model"):
         infinity.AdamW([*trained[0].parameters(), *other.parameters()])
     infinity.close(other)
+
+
+def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    from infinity.optim import adamw
+
+    def submit_and_interrupt(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return submit(*args)
+
+    model, batch, optim = trained
+    submit = adamw.submit_update
+    loss_of(model, batch).backward()
+    monkeypatch.setattr(adamw, "submit_update", submit_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        optim.step()
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    plain, _ = llama()
+    plain = infinity.offload(plain.bfloat16().train(), {"weights": "host", "optimizer": "host", "activations": "keep"})
+    other = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
+    loss_of(plain, batch).backward()
+    other.step()
+    assert same(weights_of(model), weights_of(plain))
+    infinity.close(plain)
