@@ -33,6 +33,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
   [[nodiscard]] virtual std::string name() const = 0;
+  // How it was set up, for the log.
+  [[nodiscard]] virtual std::string details() const = 0;
   // At most `capacity()` ops may be outstanding.
   [[nodiscard]] virtual unsigned capacity() const = 0;
   virtual void submit(const BlockOp& op) = 0;
@@ -46,6 +48,7 @@ class Backend {
 // Throws std::system_error with the cause and the fix (seccomp, kernel.io_uring_disabled, memlock) where the kernel
 // refuses. Must be called on the thread that will use it.
 std::unique_ptr<Backend> make_uring_backend(unsigned queue_depth);
+// Throws std::system_error when the system has no more threads.
 std::unique_ptr<Backend> make_thread_backend(unsigned queue_depth, unsigned threads);
 
 // A fault to inject: the `index`-th block op submitted (from 0, counted over reads and writes, continuations and

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <future>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -18,8 +19,8 @@ namespace infinity {
 namespace {
 
 constexpr std::uint64_t kPage = 4096;
-// Starvation ruled out: one block in so many goes to the lowest class that waits.
-constexpr unsigned kLowestClassEvery = 16;
+// Starvation ruled out: one block in so many goes to the classes in turn, whatever their rank.
+constexpr unsigned kTurnEvery = 16;
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
@@ -41,18 +42,21 @@ struct Block {
   unsigned retries = 0;
 };
 
-Failure describe(const Block& block, int error, const std::string& cause) {
-  const IoRequest& io = block.request->io;
+Failure describe(const IoRequest& io, std::size_t at, std::size_t nbytes, int error, const std::string& cause) {
   Failure failure;
   failure.operation = io.kind == OpKind::read ? "read" : "write";
   failure.path = io.file->path();
-  failure.offset = io.offset + block.at;
-  failure.nbytes = block.nbytes;
+  failure.offset = io.offset + at;
+  failure.nbytes = nbytes;
   failure.error_number = error;
-  failure.message = failure.operation + " of " + std::to_string(block.nbytes) + " bytes at offset " +
+  failure.message = failure.operation + " of " + std::to_string(nbytes) + " bytes at offset " +
                     std::to_string(failure.offset) + " of " + failure.path + ": " +
                     (cause.empty() ? std::string(std::strerror(error)) : cause);
   return failure;
+}
+
+Failure describe(const Block& block, int error, const std::string& cause) {
+  return describe(block.request->io, block.at, block.nbytes, error, cause);
 }
 
 }  // namespace
@@ -81,7 +85,7 @@ struct IoEngine::Impl {
   explicit Impl(EngineOptions given) : options(std::move(given)) {
     std::promise<void> ready;
     auto started = ready.get_future();
-    thread = std::thread([this, &ready] { run(ready); });
+    thread = std::thread([this, ready = std::move(ready)]() mutable { run(ready); });
     try {
       started.get();
     } catch (...) {
@@ -105,6 +109,7 @@ struct IoEngine::Impl {
       }
     }
     name = backend->name();
+    reason += "; " + backend->details();
     if (!options.faults.empty()) backend = make_faulty_backend(std::move(backend), options.faults);
     blocks.resize(options.queue_depth);
     for (unsigned token = 0; token < options.queue_depth; ++token) free_tokens.push_back(token);
@@ -117,7 +122,7 @@ struct IoEngine::Impl {
       ready.set_exception(std::current_exception());
       return;
     }
-    ready.set_value();  // `ready` lives on the constructor's stack: not touched from here on
+    ready.set_value();
     std::vector<BlockResult> results;
     for (;;) {
       const bool stopping = take_incoming();
@@ -142,10 +147,11 @@ struct IoEngine::Impl {
     for (auto& queue : queues) {
       for (auto& request : queue) {
         if (!request->failure) {
-          Block rest{request, request->cut, static_cast<std::uint32_t>(request->io.nbytes - request->cut), 0};
-          request->failure = describe(rest, ECANCELED, "the engine was closed");
+          request->failure = describe(request->io, request->cut, request->io.nbytes - request->cut, ECANCELED,
+                                      "the engine was closed");
         }
-        if (request->in_flight == 0) request->future->complete(request->failure);
+        request->cut = request->io.nbytes;
+        if (request->in_flight == 0) complete(*request);
       }
       queue.clear();
     }
@@ -156,7 +162,11 @@ struct IoEngine::Impl {
       if (!again.empty()) {
         Block block = std::move(again.front());
         again.pop_front();
-        start(std::move(block));
+        if (block.request->failure) {
+          finish_block(block);
+        } else {
+          start(std::move(block));
+        }
       } else if (auto* queue = next_queue()) {
         start(cut_block(*queue));
       } else {
@@ -166,14 +176,12 @@ struct IoEngine::Impl {
   }
 
   std::deque<std::shared_ptr<Active>>* next_queue() {
-    std::deque<std::shared_ptr<Active>>* chosen = nullptr;
-    const bool lowest = ++turn % kLowestClassEvery == 0;
-    for (auto& queue : queues) {
-      if (queue.empty()) continue;
-      chosen = &queue;
-      if (!lowest) break;
+    const std::size_t first = ++turn % kTurnEvery == 0 ? turn / kTurnEvery % kIoClasses : 0;
+    for (std::size_t step = 0; step < kIoClasses; ++step) {
+      auto& queue = queues[(first + step) % kIoClasses];
+      if (!queue.empty()) return &queue;
     }
-    return chosen;
+    return nullptr;
   }
 
   Block cut_block(std::deque<std::shared_ptr<Active>>& queue) {
@@ -235,7 +243,10 @@ struct IoEngine::Impl {
       return false;
     }
     if (kept == 0 && ++block.retries > kRetriesMax) {
-      request.failure = describe(block, EIO, "the device keeps moving nothing");
+      // A read that never gets past part of a page has met the end of a file that is no multiple of 4 KiB long.
+      request.failure = request.io.kind == OpKind::read
+                            ? describe(block, 0, "the file ends before the data does; was it truncated?")
+                            : describe(block, EIO, "the device keeps moving nothing");
       return false;
     }
     count(request.io, kept);
@@ -257,7 +268,12 @@ struct IoEngine::Impl {
     Active& request = *block.request;
     --request.in_flight;
     if (request.failure && request.cut < request.io.nbytes) drop_rest(block.request);
-    if (request.in_flight == 0 && request.cut == request.io.nbytes) request.future->complete(request.failure);
+    if (request.in_flight == 0 && request.cut == request.io.nbytes) complete(request);
+  }
+
+  static void complete(Active& request) {
+    request.io.file.reset();  // first: who sees the future done and closes the file finds it closed
+    request.future->complete(request.failure);
   }
 
   void drop_rest(const std::shared_ptr<Active>& request) {
@@ -305,6 +321,12 @@ Future IoEngine::submit(const IoRequest& request) {
     throw std::invalid_argument("direct I/O needs memory, offset and length in multiples of 4 KiB; got address " +
                                 std::to_string(address % kPage) + " past one, offset " +
                                 std::to_string(request.offset) + ", length " + std::to_string(request.nbytes));
+  }
+  constexpr auto kEnd = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  if (request.offset > kEnd || request.nbytes > kEnd - request.offset) {
+    // -1 would even mean "the current position" to the kernel.
+    throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
+                                std::to_string(request.nbytes) + " bytes on");
   }
   auto active = std::make_shared<Active>();
   active->io = request;

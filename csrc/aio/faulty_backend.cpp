@@ -14,6 +14,7 @@ class FaultyBackend final : public Backend {
       : inner_(std::move(inner)), faults_(std::move(faults)) {}
 
   std::string name() const override { return inner_->name(); }
+  std::string details() const override { return inner_->details(); }
   unsigned capacity() const override { return inner_->capacity(); }
   void wake() override { inner_->wake(); }
 

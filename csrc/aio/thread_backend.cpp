@@ -6,6 +6,8 @@
 #include <deque>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 
 #include "aio/backend.hpp"
@@ -17,19 +19,18 @@ class ThreadBackend final : public Backend {
  public:
   ThreadBackend(unsigned queue_depth, unsigned threads) : capacity_(queue_depth) {
     if (queue_depth == 0 || threads == 0) throw std::invalid_argument("queue depth and threads must be positive");
-    for (unsigned index = 0; index < threads; ++index) workers_.emplace_back([this] { serve(); });
+    try {
+      for (unsigned index = 0; index < threads; ++index) workers_.emplace_back([this] { serve(); });
+    } catch (const std::system_error& error) {
+      stop_and_join();
+      throw std::system_error(error.code(), "cannot start " + std::to_string(threads) + " I/O threads");
+    }
   }
 
-  ~ThreadBackend() override {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    work_.notify_all();
-    for (auto& worker : workers_) worker.join();
-  }
+  ~ThreadBackend() override { stop_and_join(); }
 
   std::string name() const override { return "threads"; }
+  std::string details() const override { return std::to_string(workers_.size()) + " threads"; }
   unsigned capacity() const override { return capacity_; }
 
   void submit(const BlockOp& op) override {
@@ -57,6 +58,15 @@ class ThreadBackend final : public Backend {
   }
 
  private:
+  void stop_and_join() {
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    work_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
   static std::int32_t transfer(const BlockOp& op) {
     const iovec piece{op.data, op.nbytes};
     const auto offset = static_cast<off_t>(op.offset);

@@ -21,7 +21,7 @@ std::string advice(int error) {
       return "the kernel refuses io_uring: Docker's default seccomp profile blocks it (run with --security-opt "
              "seccomp=unconfined or a profile that allows io_uring), or kernel.io_uring_disabled is set (sysctl)";
     case ENOSYS:
-      return "this kernel has no io_uring (5.1 or newer is needed)";
+      return "this kernel has no io_uring, or hides it (Linux 5.6 or newer is needed)";
     case ENOMEM:
       return "not enough locked memory for the ring: raise the memlock limit (ulimit -l)";
     default:
@@ -33,28 +33,18 @@ class UringBackend final : public Backend {
  public:
   explicit UringBackend(unsigned queue_depth) : capacity_(queue_depth) {
     open_ring(queue_depth + 1);  // one more for the wake-up read
-    wake_fd_ = eventfd(0, EFD_CLOEXEC);
-    if (wake_fd_ < 0) {
-      const int error = errno;
-      io_uring_queue_exit(&ring_);
-      throw std::system_error(error, std::generic_category(), "eventfd");
-    }
-    arm_wake();
-    // A ring can be set up and still refuse to work: try the read we need anyway.
-    const int submitted = io_uring_submit(&ring_);
-    if (submitted < 0) {
-      io_uring_queue_exit(&ring_);
-      close(wake_fd_);
-      throw std::system_error(-submitted, std::generic_category(), advice(-submitted));
+    try {
+      prove();
+    } catch (...) {
+      release();
+      throw;
     }
   }
 
-  ~UringBackend() override {
-    io_uring_queue_exit(&ring_);
-    close(wake_fd_);
-  }
+  ~UringBackend() override { release(); }
 
   std::string name() const override { return "io_uring"; }
+  std::string details() const override { return std::string("setup flags ") + flag_names_; }
   unsigned capacity() const override { return capacity_; }
 
   void submit(const BlockOp& op) override {
@@ -97,20 +87,50 @@ class UringBackend final : public Backend {
 
  private:
   void open_ring(unsigned entries) {
-    static constexpr unsigned kFlags[] = {
-        IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,
-        IORING_SETUP_SUBMIT_ALL | IORING_SETUP_COOP_TASKRUN,
-        0,
+    struct Setup {
+      unsigned flags;
+      const char* names;
+    };
+    static constexpr Setup kSetups[] = {
+        {IORING_SETUP_SUBMIT_ALL | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN,  // Linux 6.1
+         "SUBMIT_ALL, SINGLE_ISSUER, DEFER_TASKRUN"},
+        {IORING_SETUP_SUBMIT_ALL | IORING_SETUP_COOP_TASKRUN, "SUBMIT_ALL, COOP_TASKRUN"},  // 5.19
+        {IORING_SETUP_SUBMIT_ALL, "SUBMIT_ALL"},                                            // 5.18
+        {0, "none"},
     };
     int error = 0;
-    for (const unsigned flags : kFlags) {
+    for (const Setup& setup : kSetups) {
       io_uring_params params{};
-      params.flags = flags;
+      params.flags = setup.flags;
       error = io_uring_queue_init_params(entries, &ring_, &params);
+      flag_names_ = setup.names;
       if (error == 0) return;
       if (error != -EINVAL) break;
     }
     throw std::system_error(-error, std::generic_category(), advice(-error));
+  }
+
+  // A ring can be set up and still refuse to work (io_uring_enter filtered, or a kernel before 5.6 that has no read):
+  // the read we need anyway is tried once on an eventfd that has something to read.
+  void prove() {
+    wake_fd_ = eventfd(1, EFD_CLOEXEC);
+    if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    arm_wake();
+    int error = 0;
+    do {
+      error = io_uring_submit_and_wait(&ring_, 1);
+    } while (error == -EINTR);
+    io_uring_cqe* cqe = nullptr;
+    if (error >= 0) error = io_uring_peek_cqe(&ring_, &cqe);
+    if (error == 0 && cqe->res < 0) error = cqe->res;
+    if (error < 0) throw std::system_error(-error, std::generic_category(), advice(-error));
+    io_uring_cqe_seen(&ring_, cqe);
+    arm_wake();
+  }
+
+  void release() {
+    io_uring_queue_exit(&ring_);
+    if (wake_fd_ >= 0) close(wake_fd_);
   }
 
   io_uring_sqe* next_sqe() {
@@ -131,6 +151,7 @@ class UringBackend final : public Backend {
 
   const unsigned capacity_;
   io_uring ring_{};
+  const char* flag_names_ = "";
   int wake_fd_ = -1;
   std::uint64_t wake_value_ = 0;
 };

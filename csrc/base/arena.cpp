@@ -1,19 +1,26 @@
 #include "base/arena.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 
 namespace infinity {
 namespace {
+constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-}
+}  // namespace
 
-Arena::Arena(std::size_t nbytes, bool huge_pages) : nbytes_(nbytes) {
+Arena::Arena(std::size_t nbytes, bool huge_pages) : nbytes_(nbytes), pid_(getpid()) {
   if (nbytes == 0) throw std::invalid_argument("an arena needs at least one byte");
+  if (nbytes > std::numeric_limits<std::size_t>::max() - kHugePage) {
+    throw std::system_error(ENOMEM, std::generic_category(), "cannot map " + std::to_string(nbytes) + " bytes");
+  }
   mapping_bytes_ = nbytes + kHugePage;
   mapping_ = mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping_ == MAP_FAILED) {
@@ -28,10 +35,18 @@ Arena::Arena(std::size_t nbytes, bool huge_pages) : nbytes_(nbytes) {
   huge_pages_ = huge_pages && madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE) == 0;
 }
 
-Arena::~Arena() { munmap(mapping_, mapping_bytes_); }
+Arena::~Arena() {
+  // A forked child has no such mapping, and by now perhaps memory of its own at these addresses.
+  if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
+}
 
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
-  if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::invalid_argument("discard outside the arena");
+  if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::invalid_argument("the range is outside the arena");
+  // The kernel rounds the length up to whole pages: a neighbour's bytes would go with them.
+  if (offset % kPage != 0 || (nbytes % kPage != 0 && offset + nbytes != nbytes_)) {
+    throw std::invalid_argument("pages are given back in multiples of 4 KiB; got offset " + std::to_string(offset) +
+                                ", length " + std::to_string(nbytes));
+  }
   if (madvise(address_ + offset, nbytes, MADV_DONTNEED) != 0) {
     throw std::system_error(errno, std::generic_category(), "cannot give pages back");
   }

@@ -1,6 +1,8 @@
 // The one pinned allocation: an exact, page-aligned, anonymous mapping.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 
 namespace infinity {
@@ -21,7 +23,8 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }
-  // Gives the pages of [offset, offset + nbytes) back to the system; they read as zeros afterwards.
+  // Gives the pages of [offset, offset + nbytes) back to the system; they read as zeros afterwards. Throws
+  // std::invalid_argument unless both ends are 4 KiB borders (or the end is the arena's) inside the arena.
   void discard(std::size_t offset, std::size_t nbytes);
 
  private:
@@ -30,6 +33,7 @@ class Arena {
   std::byte* address_ = nullptr;
   std::size_t nbytes_ = 0;
   bool huge_pages_ = false;
+  pid_t pid_;
 };
 
 }  // namespace infinity

@@ -6,6 +6,8 @@
 #include <condition_variable>
 #include <mutex>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -24,6 +26,15 @@ struct ThreadPool::Shared {
   bool stop = false;
   pid_t pid = getpid();
   std::vector<std::thread> threads;
+
+  void stop_and_join() {
+    {
+      const std::lock_guard lock(mutex);
+      stop = true;
+    }
+    work.notify_all();
+    for (auto& thread : threads) thread.join();
+  }
 
   void drain(const std::function<void(std::size_t)>& current, std::size_t total) {
     for (std::size_t index = next.fetch_add(1); index < total; index = next.fetch_add(1)) current(index);
@@ -49,7 +60,14 @@ struct ThreadPool::Shared {
 
 ThreadPool::ThreadPool(unsigned threads) : shared_(std::make_unique<Shared>()) {
   if (threads == 0) throw std::invalid_argument("a thread pool needs at least one thread");
-  for (unsigned index = 1; index < threads; ++index) shared_->threads.emplace_back([this] { shared_->serve(); });
+  try {
+    for (unsigned index = 1; index < threads; ++index) {
+      shared_->threads.emplace_back([shared = shared_.get()] { shared->serve(); });
+    }
+  } catch (const std::system_error& error) {
+    shared_->stop_and_join();
+    throw std::system_error(error.code(), "cannot start " + std::to_string(threads) + " threads");
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -58,12 +76,7 @@ ThreadPool::~ThreadPool() {
     static_cast<void>(shared_.release());
     return;
   }
-  {
-    const std::lock_guard lock(shared_->mutex);
-    shared_->stop = true;
-  }
-  shared_->work.notify_all();
-  for (auto& thread : shared_->threads) thread.join();
+  shared_->stop_and_join();
 }
 
 unsigned ThreadPool::threads() const { return static_cast<unsigned>(shared_->threads.size()) + 1; }

@@ -9,7 +9,8 @@ namespace infinity {
 
 class ThreadPool {
  public:
-  // `threads` counts the calling thread: 1 runs everything inline and starts none.
+  // `threads` counts the calling thread: 1 runs everything inline and starts none. Throws std::invalid_argument for 0,
+  // std::system_error when the system has no more threads.
   explicit ThreadPool(unsigned threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

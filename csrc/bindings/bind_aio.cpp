@@ -73,11 +73,12 @@ void bind_aio(py::module_& module) {
       .def(
           "preallocate",
           [](const PyFile& file, std::uint64_t nbytes) {
+            const auto held = file.get();  // another thread may close it meanwhile
             try {
               const py::gil_scoped_release unlocked;
-              file.get()->preallocate(nbytes);
+              held->preallocate(nbytes);
             } catch (const std::system_error& error) {
-              raise_os_error(error, file.get()->path());
+              raise_os_error(error, held->path());
             }
           },
           py::arg("nbytes"))

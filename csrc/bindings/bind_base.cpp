@@ -48,6 +48,10 @@ PyFuture::~PyFuture() {
 bool PyFuture::wait(std::optional<double> timeout_s) const {
   using Clock = std::chrono::steady_clock;
   constexpr auto kSlice = std::chrono::milliseconds(100);
+  // No clock counts so far, infinity least of all: that is a wait without end.
+  constexpr double kForeverS = 1e9;
+  if (timeout_s && !(*timeout_s < kForeverS)) timeout_s.reset();
+  if (timeout_s && *timeout_s < 0) timeout_s = 0;
   const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                            std::chrono::duration<double>(timeout_s.value_or(0.0)));
   for (;;) {
@@ -109,7 +113,16 @@ void bind_base(py::module_& module) {
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly("huge_pages", &Arena::huge_pages)
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"))
-      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"));
+      .def(
+          "discard",
+          [](Arena& arena, std::size_t offset, std::size_t nbytes) {
+            try {
+              arena.discard(offset, nbytes);
+            } catch (const std::system_error& error) {
+              raise_os_error(error, "");
+            }
+          },
+          py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")
       .def_readonly("operation", &Failure::operation)
@@ -125,7 +138,13 @@ void bind_base(py::module_& module) {
       .def("failure", &PyFuture::failure);
 
   py::class_<PyPool>(module, "ThreadPool")
-      .def(py::init([](unsigned threads) { return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads)); }),
+      .def(py::init([](unsigned threads) {
+             try {
+               return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads));
+             } catch (const std::system_error& error) {
+               raise_os_error(error, "");
+             }
+           }),
            py::arg("threads"))
       .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); });
 }
