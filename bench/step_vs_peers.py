@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from peers.disk import MixedProbe
+from peers.disk import mixed_rate
 from peers.process import BENCH_DIR, Worker, WorkerError
 from peers.report import Run, format_summary, machine_facts, summarise
 from peers.variants import (
@@ -43,7 +44,7 @@ CHECKOUT = BENCH_DIR.parent
 SETUP_COMMAND = "bash bench/peers/setup.sh"
 
 # Resident bytes per parameter at the peak, roughly; decides only whether all contenders fit at once.
-_CONTENDERS = {"torch": 12, "deepspeed": 42, "deepspeed-nvme": 50, "infinity-host": 14, "infinity-nvme": 12}
+_CONTENDERS = {"torch": 10, "deepspeed": 34, "deepspeed-nvme": 38, "infinity-host": 7, "infinity-nvme": 6}
 _DEFAULT_CONTENDERS = "torch,deepspeed,infinity-host,infinity-nvme"
 _PROCESS_BYTES = 500 << 20
 
@@ -112,33 +113,31 @@ def _start(worker: Worker, run: Run, warmup: int) -> bool:
         worker.start()
         worker.wait_ready()
         run.facts[worker.name] = worker.facts
-        run.warmup[worker.name] = [worker.step() for _ in range(warmup)]
+        run.warmup.setdefault(worker.name, []).extend(worker.step() for _ in range(warmup))
     except WorkerError as error:
         run.failures[worker.name] = describe(error)
         print(f"  {worker.name} failed: {describe(error)}", flush=True)
         worker.stop()
         return False
-    run.steps[worker.name] = []
     print(f"  {worker.name} ready", flush=True)
     return True
 
 
-def _in_rounds(workers: list[Worker], run: Run, probe: MixedProbe, rounds: int) -> None:
-    """One step each per round, each round beginning with another contender."""
-    began = time.monotonic()
-    used_before = {worker.name: worker.cpu_seconds() for worker in workers}
+def _in_rounds(workers: list[Worker], run: Run, rounds: int) -> None:
+    """One step each per round, each round beginning with another contender; then the disk under each one's files."""
     for index in range(rounds):
         turn = index % len(workers)
-        for worker in workers[turn:] + workers[:turn]:
-            run.steps[worker.name].append(worker.step())
-        run.disk.append(probe.measure())
-        times = ", ".join(f"{worker.name} {run.steps[worker.name][-1]['seconds']:.2f} s" for worker in workers)
-        print(f"  round {index + 1}: {times}; disk {run.disk[-1] / 1e9:.2f} GB/s", flush=True)
-    elapsed = time.monotonic() - began
-    for worker in workers:
-        own = run.steps[worker.name]
-        used = worker.cpu_seconds() - used_before[worker.name] - sum(step["cpu_seconds"] for step in own)
-        run.idle_cpu[worker.name] = used / max(elapsed - sum(step["seconds"] for step in own), 1e-9)
+        began, used_before = time.monotonic(), {worker.name: worker.cpu_seconds() for worker in workers}
+        steps = {worker.name: worker.step() for worker in workers[turn:] + workers[:turn]}
+        elapsed = time.monotonic() - began
+        for worker in workers:
+            step = steps[worker.name]
+            idle = worker.cpu_seconds() - used_before[worker.name] - step["cpu_seconds"]
+            step["idle_cpu_share"] = idle / max(elapsed - step["seconds"], 1e-9)
+            run.steps.setdefault(worker.name, []).append(step)
+            if worker.job.swap_dir:
+                run.disk.setdefault(worker.name, []).append(mixed_rate(Path(worker.job.swap_dir)))
+        print("  " + ", ".join(f"{name} {step['seconds']:.2f} s" for name, step in steps.items()), flush=True)
 
 
 def measure(bench: Bench, names: list[str]) -> Run:
@@ -146,20 +145,17 @@ def measure(bench: Bench, names: list[str]) -> Run:
     needed = sum(_CONTENDERS[name] * bench.workload.numel + _PROCESS_BYTES for name in names)
     together = needed < _available_bytes() and not bench.args.one_at_a_time
     run = Run(interleaved=together)
-    groups = [names] if together else [[name] for name in names]
-    with ExitStack() as stack:
-        probe = MixedProbe(bench.swap_dir / "probe.bin")
-        stack.callback(probe.close)
-        for group in groups:
+    for repeat in range(bench.args.repeats):
+        turn = repeat % len(names)
+        order = names[turn:] + names[:turn]
+        for group in [order] if together else [[name] for name in order]:
             with ExitStack() as running:
-                workers = []
-                for name in group:
-                    worker = bench.worker(name)
+                workers = [bench.worker(name) for name in group if name not in run.failures]
+                for worker in workers:
                     running.callback(worker.stop)
-                    if _start(worker, run, bench.args.warmup):
-                        workers.append(worker)
-                if workers:
-                    _in_rounds(workers, run, probe, bench.args.rounds)
+                if ready := [worker for worker in workers if _start(worker, run, bench.args.warmup)]:
+                    _in_rounds(ready, run, bench.args.rounds)
+    run.steps = {name: run.steps[name] for name in names if name in run.steps}
     return run
 
 
@@ -204,7 +200,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--contenders", help=f"of {', '.join(_CONTENDERS)}; default {_DEFAULT_CONTENDERS}")
-    add("--rounds", type=int, default=7, help="measured steps of each contender")
+    add("--rounds", type=int, default=7, help="measured steps of each contender per set-up")
+    add("--repeats", type=int, default=1, help="set all up anew this often: swap files then lie elsewhere on the disk")
     add("--warmup", type=int, default=2, help="steps before them")
     add("--json", type=Path, help="write everything measured to this file")
     add("--swap-dir", type=Path, default=CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
@@ -271,7 +268,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, signal.default_int_handler)
     try:
         raise SystemExit(main())
+    except WorkerError as failure:
+        raise SystemExit(f"stopped: {failure}") from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -1,4 +1,10 @@
-"""What the disk gives in this very run: a small O_DIRECT probe, half reads, half writes, between the rounds."""
+"""What the disk gives in this very run, under a contender's own swap files.
+
+[Note: the same disk is not one speed]
+Virtual disks have fast and slow regions: files of one file system, laid out alike, differed steadily by more than 2×.
+A probe file would measure its own region. So the probe reads blocks of the contender's files and writes the same
+bytes back, while the contender waits for its turn with no I/O in flight.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +12,53 @@ import mmap
 import os
 import random
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 BLOCK_BYTES = 1 << 20
 
 
-class MixedProbe:
-    """Reads and writes the blocks of one fully written file in a shuffled order, every other one a write.
+def mixed_rate(directory: Path, blocks: int = 512, threads: int = 16) -> float:
+    """Bytes per second of O_DIRECT transfers of 1 MiB, half reads and half writes, all in files under `directory`.
 
     Args:
-        path: of the file to make.
-        file_bytes: its size; every `measure` moves as many bytes.
-        threads: blocks in flight.
+        directory: the idle contender's swap directory; its contents are the same afterwards.
+        blocks: how many to read and write back, at most.
+        threads: transfers in flight.
 
     Raises:
-        OSError: the disk is full, or its file system has no O_DIRECT.
+        ValueError: there is no file with a whole block.
+        OSError: a transfer failed, or the file system has no O_DIRECT.
     """
+    places = _places(directory)
+    random.Random(0).shuffle(places)
+    places = places[:blocks]
+    if not places:
+        raise ValueError(f"{directory} holds no file of at least {BLOCK_BYTES} bytes")
+    files = {path: os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC) for path in {path for path, _ in places}}
+    try:
+        shares = [[(files[path], offset) for path, offset in places[index::threads]] for index in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            started = time.perf_counter()
+            list(pool.map(_rewrite, shares))
+            elapsed = time.perf_counter() - started
+    finally:
+        for file in files.values():
+            os.close(file)
+    return 2 * len(places) * BLOCK_BYTES / elapsed
 
-    def __init__(self, path: Path, file_bytes: int = 1 << 30, threads: int = 16) -> None:
-        self.path = path
-        self._threads = threads
-        self._blocks = file_bytes // BLOCK_BYTES
-        self._buffers = [mmap.mmap(-1, BLOCK_BYTES) for _ in range(threads)]
-        for buffer in self._buffers:
-            buffer.write(os.urandom(BLOCK_BYTES))
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        self._pool = ThreadPoolExecutor(threads)
-        os.posix_fallocate(self._fd, 0, file_bytes)
-        # Blocks never written are read back as zeros without asking the disk.
-        self._run([(block, True) for block in range(self._blocks)])
 
-    def measure(self) -> float:
-        """Bytes per second, reads and writes together."""
-        order = list(range(self._blocks))
-        random.Random(0).shuffle(order)
-        started = time.perf_counter()
-        self._run([(block, index % 2 == 1) for index, block in enumerate(order)])
-        return self._blocks * BLOCK_BYTES / (time.perf_counter() - started)
+def _places(directory: Path) -> list[tuple[Path, int]]:
+    """Every whole block of every file."""
+    found = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    ends = ((path, path.stat().st_size - BLOCK_BYTES) for path in found)
+    return [(path, offset) for path, end in ends for offset in range(0, end + 1, BLOCK_BYTES)]
 
-    def close(self) -> None:
-        """Remove the file."""
-        self._pool.shutdown()
-        os.close(self._fd)
-        self.path.unlink(missing_ok=True)
 
-    def _run(self, transfers: list[tuple[int, bool]]) -> None:
-        shares = [transfers[index :: self._threads] for index in range(self._threads)]
-        for done in [self._pool.submit(self._move, *pair) for pair in zip(self._buffers, shares, strict=True)]:
-            done.result()
-
-    def _move(self, buffer: mmap.mmap, transfers: list[tuple[int, bool]]) -> None:
-        for block, write in transfers:
-            move = os.pwritev if write else os.preadv
-            if move(self._fd, [buffer], block * BLOCK_BYTES) != BLOCK_BYTES:
-                raise OSError(f"short transfer at block {block} of {self.path}")
+def _rewrite(places: Sequence[tuple[int, int]]) -> None:
+    with mmap.mmap(-1, BLOCK_BYTES) as buffer:
+        for file, offset in places:
+            for move in (os.preadv, os.pwritev):
+                if move(file, [buffer], offset) != BLOCK_BYTES:
+                    raise OSError(f"short transfer at offset {offset}")

@@ -22,8 +22,7 @@ class Run:
     Attributes:
         facts: by contender, what it said when it was ready.
         warmup, steps: by contender, in the order they were made; a measured step's index is its round.
-        disk: bytes per second of the mixed probe after each round.
-        idle_cpu: by contender, CPU seconds per second spent while others had their turn.
+        disk: by contender that swaps, bytes per second of the mixed probe in its own files after each round.
         failures: by contender, why it is missing.
     """
 
@@ -31,8 +30,7 @@ class Run:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     warmup: dict[str, Steps] = field(default_factory=dict)
     steps: dict[str, Steps] = field(default_factory=dict)
-    disk: list[float] = field(default_factory=list)
-    idle_cpu: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
 
@@ -41,7 +39,7 @@ def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _bytes_per_parameter(steps: Steps, key: str, numel: int) -> float:
-    return statistics.median(step[key] for step in steps) / numel
+    return float(statistics.median(step[key] for step in steps)) / numel
 
 
 def summarise(run: Run) -> dict[str, dict[str, Any]]:
@@ -59,6 +57,7 @@ def summarise(run: Run) -> dict[str, dict[str, Any]]:
             "run_peak_rss_bytes": max([facts["setup_peak_rss_bytes"], *(step["peak_rss_bytes"] for step in every)]),
             "read_bytes_per_parameter": _bytes_per_parameter(steps, "read_bytes", facts["numel"]),
             "written_bytes_per_parameter": _bytes_per_parameter(steps, "written_bytes", facts["numel"]),
+            "disk_bytes_per_s": statistics.median(run.disk[name]) if run.disk.get(name) else None,
             "losses": [step["loss"] for step in every],
         }
         summary[name] = row | (_bounds(run, name) if name.startswith("infinity") else {})
@@ -74,7 +73,7 @@ def _bounds(run: Run, name: str) -> dict[str, Any]:
     """What limits a step of infinity, and how near it comes: max(I/O, compute) / measured, round by round."""
     steps, numel = run.steps[name], run.facts[name]["numel"]
     moved = [step["counters"]["read_bytes"] + step["counters"]["written_bytes"] for step in steps]
-    io = [nbytes / rate for nbytes, rate in zip(moved, run.disk, strict=False)]
+    io = [nbytes / rate for nbytes, rate in zip(moved, run.disk[name], strict=False)]
     compute = [step["seconds"] for step in run.steps.get("torch", [])] or [0.0] * len(steps)
     efficiency = [max(bounds) / step["seconds"] for *bounds, step in zip(io, compute, steps, strict=False)]
     return {
@@ -114,6 +113,7 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
         "with set-up",
         "read B/p",
         "written B/p",
+        "disk GB/s",
         "CPU s",
     )
     rows = [
@@ -127,6 +127,7 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
             f"{row['run_peak_rss_bytes'] / 1e9:.2f} GB",
             f"{row['read_bytes_per_parameter']:.1f}",
             f"{row['written_bytes_per_parameter']:.1f}",
+            f"{row['disk_bytes_per_s'] / 1e9:.2f}" if row["disk_bytes_per_s"] else "–",
             f"{row['cpu_s']:.1f}",
         )
         for name, row in summary.items()
@@ -153,15 +154,16 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
 
 def _notes(run: Run, summary: dict[str, dict[str, Any]]) -> list[str]:
     notes = []
-    if run.disk:
-        rates = f"{min(run.disk) / 1e9:.2f}–{max(run.disk) / 1e9:.2f}"
-        notes.append(f"disk, half reads and half writes: median {statistics.median(run.disk) / 1e9:.2f} GB/s ({rates})")
+    rates = [row["disk_bytes_per_s"] for row in summary.values() if row["disk_bytes_per_s"]]
+    if rates and max(rates) > 1.15 * min(rates):
+        notes.append("the disk is faster under some contenders' files than under others': read times beside `disk`")
     if not run.interleaved:
         notes.append("the contenders ran one after the other, not in turns, so the ratios carry the machine's drift")
     notes += [f"{name} is missing: {reason}" for name, reason in run.failures.items()]
-    for name, share in run.idle_cpu.items():
+    for name, steps in run.steps.items():
+        share = statistics.median(step["idle_cpu_share"] for step in steps)
         if share > 0.02:
-            notes.append(f"{name} used {share:.0%} of a core while others had their turn: their times are too long")
+            notes.append(f"{name} used {share:.0%} of a core while others had their turn, whose times are too long")
     first = {name: row["losses"][0] for name, row in summary.items()}
     if first and max(first.values()) - min(first.values()) > 0.01 * max(first.values()):
         notes.append(f"the first losses differ, so this is not the same training: {first}")
