@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -87,10 +88,11 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def _scratch(config: SwapConfig) -> Iterator[str]:
     """A directory for the tensors transformers has to convert on loading; on the swap disk, which has room for them."""
-    parent = config.nvme.paths[0].expanduser() if config.nvme.paths else None
-    if parent is not None:
-        parent.parent.mkdir(parents=True, exist_ok=True)
+    parent = config.nvme.paths[0].expanduser().absolute() if config.nvme.paths else None
+    while parent is not None and not parent.exists():
         parent = parent.parent
+    if parent is not None and not os.access(parent, os.W_OK):
+        parent = None
     directory = tempfile.mkdtemp(prefix="infinity-load-", dir=parent)
     try:
         yield directory
@@ -104,12 +106,17 @@ def _on_meta(
     """The model with its parameters on meta and buffers real, and where each value is."""
     from accelerate.hooks import remove_hook_from_submodules
 
+    noise = logging.getLogger("accelerate.big_modeling")  # says that parameters are on meta: they are meant to be
+    level = noise.level
+    noise.setLevel(logging.ERROR)
     try:
         model = model_class.from_pretrained(
             path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **kwargs
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load a model from '{path}': {error}") from error
+    finally:
+        noise.setLevel(level)
     loader = _weights_loader(model)
     remove_hook_from_submodules(model)
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
