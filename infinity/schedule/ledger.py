@@ -310,7 +310,11 @@ class Ledger:
                 raise
             record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
             self.resident_at[slot.tensor.data_ptr()] = record
-            self._show(record, slot)
+            try:
+                self._show(record, slot)
+            except BaseException:  # Ctrl-C between two parameters: all of them, or none
+                self._evict(record)
+                raise
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
         for group in record.unit.groups:
