@@ -42,6 +42,7 @@ $(VENV)/.system: Makefile
 	@sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; missing=; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \
 	[ -e /usr/include/liburing.h ] || missing="$$missing liburing-dev"; \
+	[ -e /usr/include/xxhash.h ] || missing="$$missing libxxhash-dev"; \
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing python3-venv"; \
 	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$$missing python3-dev"; \
 	if [ -n "$$missing" ]; then echo "installing$$missing"; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing; fi

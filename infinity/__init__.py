@@ -20,7 +20,9 @@ from infinity.errors import (
     ReleasedParameterError,
     StaleWeightsError,
     StoreLockedError,
+    SwapCorruptionError,
     SwapIOError,
+    SwapTimeoutError,
 )
 from infinity.optim.adamw import AdamW
 from infinity.runtime.offload import close, offload
@@ -40,7 +42,9 @@ __all__ = [
     "Statistics",
     "StoreLockedError",
     "SwapConfig",
+    "SwapCorruptionError",
     "SwapIOError",
+    "SwapTimeoutError",
     "close",
     "load_config",
     "load_pretrained",

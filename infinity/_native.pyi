@@ -10,12 +10,13 @@ from typing import Any, Literal
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MasterName = Literal["weight", "split16", "fp32"]
+FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "lose"]
 IOClassName = Literal["weights", "activations", "states"]
 
 class Arena:
     """One anonymous, 2 MiB-aligned mapping of exactly `nbytes` bytes; pages are touched on first use."""
 
-    def __init__(self, nbytes: int, *, huge_pages: bool = True) -> None: ...
+    def __init__(self, nbytes: int, *, huge_pages: bool = True, numa_node: int = -1) -> None: ...
     @property
     def address(self) -> int: ...
     @property
@@ -28,34 +29,61 @@ class Arena:
         """Give the pages of a 4 KiB-aligned range back to the system; they read as zeros afterwards."""
 
 class File:
-    """One swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it.
+    """A swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it in 4 KiB blocks.
 
     Raises:
         OSError: with errno and filename.
     """
 
-    def __init__(self, path: str, *, create: bool = False, direct: bool = True) -> None: ...
+    def __init__(self, path: str, *, create: bool = False, direct: bool = True, numa_node: int = -1) -> None: ...
+    @staticmethod
+    def striped(files: Sequence[File], shares: Sequence[int], stripe_bytes: int) -> File:
+        """One file over several: of each cycle of sum(shares) stripes, shares[i] lie in files[i], evenly spread.
+
+        Raises:
+            ValueError: no file, or more than 64; a share outside 1…1024; stripes that are no multiple of 4 KiB.
+        """
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Of the first member."""
     @property
     def direct(self) -> bool: ...
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """Bytes that direct I/O on the first member asks of memory and of offsets (STATX_DIOALIGN); 1 without it."""
+    def member_bytes(self, member: int, nbytes: int) -> int:
+        """Bytes of `member` that hold the first `nbytes` bytes."""
     def preallocate(self, nbytes: int) -> None:
-        """Reserve the blocks. Raises OSError (ENOSPC, …) after giving back what was taken."""
+        """Reserve the blocks of every member. Raises OSError (ENOSPC, …) after giving back what was taken."""
+    def keep_checksums(self, nbytes: int) -> None:
+        """From now on remember what is written, page by page, and check what is read; requests lie within `nbytes`.
+
+        Pages never written must read as zeros. Call it before the first request.
+        """
     def close(self) -> None:
         """Close the descriptor once no request uses it. Idempotent."""
 
 class Failure:
-    """Why a request failed. `errno` is 0 where no system call failed."""
+    """Why a request failed. `errno` is 0 where no system call failed.
 
+    `kind`: 'io', 'corruption' (a page differs from its checksum), 'timeout' (the device was given up and may still use
+    the memory), 'canceled' (the engine was closed first).
+    """
+
+    kind: Literal["io", "corruption", "timeout", "canceled"]
     operation: str
     path: str
     offset: int
     nbytes: int
     errno: int
+    cause: str
     message: str
 
 class IOFuture:
-    """The result of one request. Holds a reference to its buffers; dropping it waits until they are not in use."""
+    """The result of one request. Holds a reference to its buffers; dropping it waits until they are not in use.
+
+    After a timeout the device may use them for ever: then they are never freed.
+    """
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -64,12 +92,22 @@ class IOFuture:
         """None when it went well. RuntimeError while not done."""
 
 class Fault:
-    """A fault to inject: `repeat` block operations from `index` on fail with `errno`, or are cut short when it is 0."""
+    """A fault to inject into `repeat` block operations from `index` on.
 
-    def __init__(self, index: int, errno: int, repeat: int = 1) -> None: ...
+    error: fail with `errno`; cut: move half; flip: one wrong bit; stale: a write leaves the old bytes, a read leaves
+    the memory alone, both report success; misdirect: move the block beside the right one; delay: complete after those
+    submitted after it; lose: never complete.
+    """
+
+    def __init__(self, index: int, kind: FaultName, errno: int = 0, repeat: int = 1) -> None: ...
 
 class IOEngine:
-    """Requests of any size in, block transfers out, a future per request.
+    """Requests of any size in, block transfers out, a future per request; one queue, thread and ring per device.
+
+    Args:
+        queue_depth, in_flight_bytes: blocks, and bytes, in flight per device.
+        threads: of the thread engine, per device.
+        deadline_s: a device with a block in flight for longer is given up: its requests fail, present and future.
 
     Raises:
         OSError: engine 'io_uring' where the kernel refuses it; the message says why and what to do.
@@ -82,7 +120,9 @@ class IOEngine:
         *,
         block_bytes: int = 1 << 20,
         queue_depth: int = 32,
+        in_flight_bytes: int = 64 << 20,
         threads: int = 8,
+        deadline_s: float = 300.0,
         faults: Sequence[Fault] = (),
     ) -> None: ...
     @property
@@ -92,13 +132,26 @@ class IOEngine:
     def reason(self) -> str: ...
     def read(self, file: File, offset: int, into: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
     def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
+    def register_memory(self, memory: Buffer) -> str:
+        """Have the kernel keep these pages at hand; they must stay mapped as long as the engine is open.
+
+        Returns '' or why it was refused (memlock), which costs processor time only.
+        """
+    def latencies(self, operation: Literal["read", "write"]) -> list[tuple[int, int]]:
+        """(nanoseconds, how many blocks took at most that and more than the entry before), ascending, so far."""
     def counters(self) -> dict[str, int]:
-        """read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns."""
+        """read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
+
+        busy_ns is the time with a block in flight on the busiest device; in_flight counts blocks now.
+        """
     def close(self) -> None:
-        """Wait for what is in flight and stop the thread; what is queued fails with ECANCELED. Idempotent."""
+        """Wait for what is in flight and stop the threads; what is queued fails with ECANCELED. Idempotent.
+
+        Does not wait for a device that was given up.
+        """
 
 class ThreadPool:
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, *, numa_node: int = -1) -> None: ...
     @property
     def threads(self) -> int: ...
 
@@ -179,12 +232,14 @@ class UpdatePipeline:
         grad_dtype: DTypeName,
         segments: Sequence[Segment],
         grad_scale: float,
+        arithmetic: bool = True,
         weight: StateStream,
         residual: StateStream | None,
         exp_avg: StateStream,
         exp_avg_sq: StateStream,
         grad: Buffer,
-    ) -> IOFuture: ...
+    ) -> IOFuture:
+        """Without `arithmetic` the states are read and written back as they are: the traffic of an update alone."""
     def counters(self) -> dict[str, int]:
         """tiles, adam_ns, read_wait_ns, write_wait_ns."""
     def close(self) -> None: ...

@@ -44,12 +44,16 @@ class NvmeConfig(_Section):
     """The disks and how they are driven."""
 
     paths: Annotated[list[Path], BeforeValidator(_one_or_many)] = Field(default_factory=list)
-    """Directories for the swap files; each belongs to one run at a time."""
+    """Directories for the swap files; each belongs to one run at a time. Several are striped by measured bandwidth."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
-    block: Size = 1 << 20
-    """Larger transfers are cut to this."""
-    queue_depth: int = Field(default=32, ge=1, le=1024)
-    """Blocks in flight."""
+    block: Size | None = None
+    """Larger transfers are cut to this; omitted = as infinity-bench measured, else 1 MiB."""
+    queue_depth: int | None = Field(default=None, ge=1, le=1024)
+    """Blocks in flight on each device; omitted = as infinity-bench measured, else 32."""
+    deadline_s: float = Field(default=300.0, gt=0, le=86400)
+    """A device that leaves a block unanswered for so long is given up: the run ends with an error, not in a hang."""
+    checksums: bool = True
+    """Check every page read against what was written."""
 
 
 class UpdateConfig(_Section):
@@ -90,7 +94,6 @@ class SwapConfig(_Section):
             ),
             f"commit_every: {self.commit_every}": (self.commit_every != 0, "commit_every: 0"),
             f"moments: {self.moments}": (self.moments != "fp32", "moments: fp32"),
-            "nvme.paths with more than one path": (len(self.nvme.paths) > 1, "one path"),
         }
         for key, (asked, instead) in refused.items():
             if asked:

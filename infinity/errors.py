@@ -41,10 +41,15 @@ class ForkError(InfinityError):
     """infinity was used in a forked child, where its threads and pinned memory do not exist."""
 
 
+class BenchError(InfinityError):
+    """infinity-bench cannot measure what was asked for, or found wrong data."""
+
+
 class StoreLockedError(InfinityError):
     """The swap directory belongs to another run."""
 
 
+_RESTART = "The states in this store may be partly updated: start again from a saved model."
 _ADVICE = {
     5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
     28: "The disk is full: free space, or set nvme.paths to a larger disk.",
@@ -64,6 +69,8 @@ class SwapIOError(InfinityError, OSError):
         step: the optimizer step during which it happened.
     """
 
+    advice = ""
+
     def __init__(
         self,
         operation: str,
@@ -78,11 +85,11 @@ class SwapIOError(InfinityError, OSError):
         detail: str = "",
     ) -> None:
         what = f"{state} of unit '{unit}'" if unit else "swap data"
-        cause = os.strerror(errno) if errno else detail
-        advice = _ADVICE.get(errno, "Check the disk that holds the path.")
+        cause = detail or os.strerror(errno)
+        advice = self.advice or _ADVICE.get(errno, "Check the disk that holds the path.")
         message = (
             f"{operation} of {what} failed at step {step}: {path}, offset {offset}, {nbytes} bytes: {cause} "
-            f"(errno {errno}). {advice} The states in this store may be partly updated: start again from a saved model."
+            f"(errno {errno}). {advice} {_RESTART}"
         )
         OSError.__init__(self, errno, message, path)
         self.message = message
@@ -92,3 +99,21 @@ class SwapIOError(InfinityError, OSError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class SwapCorruptionError(SwapIOError):
+    """What was read from the store is not what was written: torn, stale, misdirected or flipped."""
+
+    advice = "The device, its cable or its memory returned wrong data without an error: check its health (smartctl)."
+
+
+class SwapTimeoutError(SwapIOError):
+    """A device has not answered before nvme.deadline_s and was given up.
+
+    It may still read or write the memory of the transfer, which is therefore never used or freed again.
+    """
+
+    advice = (
+        "The device hangs, or is slower than nvme.deadline_s allows: check `dmesg` and the drive's health. This "
+        "process may not be able to exit before it answers."
+    )

@@ -25,6 +25,12 @@ def _same_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_disk_profile(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What infinity-bench measured on this machine must not change a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture
 def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """A config mapping; `tier` places weights and optimizer, keywords override top-level keys."""

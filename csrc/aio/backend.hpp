@@ -1,11 +1,14 @@
-// The seam between the engine, which knows requests, and the ways to move one block: io_uring, threads, faults.
+// The seam between a lane, which knows requests, and the ways to move one block: io_uring, threads, faults.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
+
+#include "aio/file.hpp"
 
 namespace infinity {
 
@@ -14,7 +17,7 @@ enum class OpKind : std::uint8_t { read, write };
 // One block transfer. `token` comes back with its completion.
 struct BlockOp {
   OpKind kind;
-  int fd;
+  const File* file;  // open until the completion
   std::byte* data;
   std::uint32_t nbytes;
   std::uint64_t offset;
@@ -26,39 +29,63 @@ struct BlockResult {
   std::int32_t res;  // bytes moved, or -errno, as io_uring reports it
 };
 
-// Used by one thread, the engine's, except wake().
+// Used by one thread, the lane's, except wake().
 //
-// Invariant: every submitted op comes back exactly once, whatever happened to it.
+// Invariant: every submitted op comes back exactly once, whatever happened to it (but for a fault that loses it).
 class Backend {
  public:
   virtual ~Backend() = default;
   [[nodiscard]] virtual std::string name() const = 0;
   // How it was set up, for the log.
   [[nodiscard]] virtual std::string details() const = 0;
-  // At most `capacity()` ops may be outstanding.
-  [[nodiscard]] virtual unsigned capacity() const = 0;
+  // At most as many ops as it was made for may be outstanding.
   virtual void submit(const BlockOp& op) = 0;
   // Hands everything submitted to the kernel or the workers, then appends what has completed to `results`. Blocks until
   // at least one result is there or wake() was called. Never throws for a failed transfer: that is in `res`.
   virtual void wait(std::vector<BlockResult>& results) = 0;
   // Makes a present or the next wait() return. Any thread.
   virtual void wake() = 0;
+  // Has the kernel keep the pages of this range at hand, which saves it work for each transfer within. The range must
+  // stay mapped until the backend is gone. Returns "" or why it was refused, which costs speed only.
+  virtual std::string register_memory(std::byte* data, std::size_t nbytes);
+  // A file was closed: forget what is known of it, above all a registration that holds it open.
+  virtual void forget_file(std::uint64_t id);
 };
 
-// Throws std::system_error with the cause and the fix (seccomp, kernel.io_uring_disabled, memlock) where the kernel
-// refuses. Must be called on the thread that will use it.
+// Told by the backend which files it registered. Throws std::system_error with the cause and the fix (seccomp,
+// kernel.io_uring_disabled, memlock) where the kernel refuses. Must be called on the thread that will use it.
 std::unique_ptr<Backend> make_uring_backend(unsigned queue_depth);
 // Throws std::system_error when the system has no more threads.
 std::unique_ptr<Backend> make_thread_backend(unsigned queue_depth, unsigned threads);
 
-// A fault to inject: the `index`-th block op submitted (from 0, counted over reads and writes, continuations and
-// retries included) fails with `error_number`, or, where that is 0, moves only the first half of its bytes (rounded
-// down to 4 KiB).
+enum class FaultKind : std::uint8_t {
+  error,      // fails with `error_number`; nothing is moved
+  cut,        // moves only the first half of its bytes, rounded down to 4 KiB
+  flip,       // one bit of what is moved is wrong
+  stale,      // reported as done, but a write leaves the old bytes and a read leaves the memory alone
+  misdirect,  // moves the block beside the right one
+  delay,      // completes after those submitted after it
+  lose,       // never completes
+};
+
+// A fault to inject: the `index`-th block op submitted (from 0, counted over all lanes, reads and writes,
+// continuations and retries) and the `repeat` - 1 after it.
 struct Fault {
   std::uint64_t index;
-  int error_number;
-  std::uint64_t repeat = 1;  // this many ops from `index` on
+  FaultKind kind;
+  int error_number = 0;
+  std::uint64_t repeat = 1;
 };
-std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, std::vector<Fault> faults);
+
+// The faults of one engine, shared by its lanes.
+struct FaultPlan {
+  std::vector<Fault> faults;
+  std::atomic<std::uint64_t> submitted{0};
+
+  // The fault of the op submitted now, or nullptr.
+  const Fault* next();
+};
+
+std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, std::shared_ptr<FaultPlan> plan);
 
 }  // namespace infinity

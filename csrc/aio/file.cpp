@@ -4,12 +4,36 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <system_error>
 #include <utility>
 
 namespace infinity {
 namespace {
+
+constexpr std::uint32_t kPage = 4096;
+
+std::atomic<std::uint64_t> next_id{1};
+
+struct Alignment {
+  std::uint32_t memory;
+  std::uint32_t offset;
+};
+
+// What direct I/O on this file needs; {0, 0} where the file system says that it has none. Kernels before 6.1 and some
+// file systems do not say: then 4 KiB, which every disk with blocks of up to 4 KiB takes.
+Alignment direct_alignment(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx info{};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
+    return {info.stx_dio_mem_align, info.stx_dio_offset_align};
+  }
+#else
+  static_cast<void>(fd);
+#endif
+  return {kPage, kPage};
+}
 
 // Both return an errno value. A signal may interrupt a long reservation: it is asked for again.
 int reserve(int fd, off_t nbytes) {
@@ -33,29 +57,84 @@ int reserve_by_writing(int fd, off_t nbytes) {
 
 }  // namespace
 
-File::File(std::string path, bool create, bool direct) : path_(std::move(path)), direct_(direct) {
+File::File(std::string path, bool create, bool direct, int numa_node)
+    : path_(std::move(path)), direct_(direct), numa_node_(numa_node), id_(next_id++) {
+  open(create);
+  try {
+    inquire();
+  } catch (...) {
+    close(fd_);
+    throw;
+  }
+}
+
+void File::open(bool create) {
   const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0);
-  fd_ = open(path_.c_str(), flags | (direct ? O_DIRECT : 0), 0600);
-  if (fd_ < 0 && direct && errno == EINVAL) {
+  fd_ = ::open(path_.c_str(), flags | (direct_ ? O_DIRECT : 0), 0600);
+  if (fd_ < 0 && direct_ && errno == EINVAL) {
     // The file system has no direct I/O (some network and memory file systems): go through the page cache.
     direct_ = false;
-    fd_ = open(path_.c_str(), flags, 0600);
+    fd_ = ::open(path_.c_str(), flags, 0600);
   }
   if (fd_ < 0) throw std::system_error(errno, std::generic_category(), "open " + path_);
 }
 
-File::~File() { close(fd_); }
+void File::inquire() {
+  struct stat info{};
+  if (fstat(fd_, &info) != 0) throw std::system_error(errno, std::generic_category(), "stat " + path_);
+  device_ = info.st_dev;
+  if (!direct_) return;
+  const Alignment alignment = direct_alignment(fd_);
+  // Everything is moved in multiples of 4 KiB. Larger blocks, or none, mean the page cache.
+  if (alignment.offset == 0 || alignment.offset > kPage || alignment.memory > kPage) {
+    const int flags = fcntl(fd_, F_GETFL);
+    if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) {
+      throw std::system_error(errno, std::generic_category(), "leave direct I/O on " + path_);
+    }
+    direct_ = false;
+    return;
+  }
+  memory_alignment_ = alignment.memory == 0 ? 1 : alignment.memory;
+  offset_alignment_ = alignment.offset;
+}
+
+File::~File() {
+  close(fd_);
+  const std::lock_guard lock(mutex_);
+  for (const auto& watcher : watchers_) {
+    if (const auto alive = watcher.lock()) alive->file_closed(id_);
+  }
+}
+
+void File::watch(const std::shared_ptr<FileWatcher>& watcher) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& known : watchers_) {
+    if (!known.owner_before(watcher) && !watcher.owner_before(known)) return;
+  }
+  watchers_.push_back(watcher);
+}
+
+std::uint64_t File::nbytes() const {
+  struct stat info{};
+  if (fstat(fd_, &info) != 0) throw std::system_error(errno, std::generic_category(), "stat " + path_);
+  return static_cast<std::uint64_t>(info.st_size);
+}
+
+void File::truncate(std::uint64_t nbytes) {
+  if (ftruncate(fd_, static_cast<off_t>(nbytes)) != 0) {
+    throw std::system_error(errno, std::generic_category(), "truncate " + path_);
+  }
+}
 
 void File::preallocate(std::uint64_t nbytes) {
-  struct stat before{};
-  if (fstat(fd_, &before) != 0) throw std::system_error(errno, std::generic_category(), "stat " + path_);
+  const std::uint64_t before = this->nbytes();
   if (nbytes == 0) return;
   int error = reserve(fd_, static_cast<off_t>(nbytes));
   if (error == EOPNOTSUPP) error = reserve_by_writing(fd_, static_cast<off_t>(nbytes));
   if (error == 0) return;
   // A failed preallocation keeps what it had grabbed: give it back. What is thrown is why it failed, whether or not
   // this works.
-  static_cast<void>(!ftruncate(fd_, before.st_size));
+  static_cast<void>(!ftruncate(fd_, static_cast<off_t>(before)));
   throw std::system_error(error, std::generic_category(), "preallocate " + path_);
 }
 

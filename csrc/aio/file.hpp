@@ -1,17 +1,30 @@
-// One open swap file.
+// One open file below a swap file.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace infinity {
 
-// Opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it (direct() tells).
-// Not deleted here: whoever created it decides.
+// Told when a file closes: a ring that registered it holds the file open, and its space taken, until it lets go.
+class FileWatcher {
+ public:
+  virtual ~FileWatcher() = default;
+  virtual void file_closed(std::uint64_t id) = 0;
+};
+
+// Opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it in blocks of 4 KiB (direct()
+// tells). Not deleted here: whoever created it decides.
 class File {
  public:
-  // Throws std::system_error whose what() names the path and the step that failed.
-  File(std::string path, bool create, bool direct);
+  // `numa_node`: of the disk below, or -1. Throws std::system_error whose what() names the path and the step that
+  // failed.
+  File(std::string path, bool create, bool direct, int numa_node = -1);
   ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
@@ -19,15 +32,39 @@ class File {
   [[nodiscard]] int fd() const { return fd_; }
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] bool direct() const { return direct_; }
+  // Bytes: what direct I/O asks of memory addresses, and of offsets and lengths (STATX_DIOALIGN; 4096 where the kernel
+  // does not say). 1 without direct I/O.
+  [[nodiscard]] std::uint32_t memory_alignment() const { return memory_alignment_; }
+  [[nodiscard]] std::uint32_t offset_alignment() const { return offset_alignment_; }
+  // The file system it is on (st_dev): what shares a queue.
+  [[nodiscard]] dev_t device() const { return device_; }
+  [[nodiscard]] int numa_node() const { return numa_node_; }
+  // Never used twice in a process, unlike descriptors.
+  [[nodiscard]] std::uint64_t id() const { return id_; }
+  [[nodiscard]] std::uint64_t nbytes() const;  // throws std::system_error
 
   // Reserves the blocks so that a full disk is an error here and not in the middle of a step. On failure the space
   // taken so far is given back and std::system_error is thrown.
   void preallocate(std::uint64_t nbytes);
+  // Cuts the file; throws std::system_error.
+  void truncate(std::uint64_t nbytes);
+  // Tells `watcher`, once, when this closes.
+  void watch(const std::shared_ptr<FileWatcher>& watcher);
 
  private:
+  void open(bool create);
+  void inquire();
+
   std::string path_;
   int fd_ = -1;
   bool direct_ = false;
+  std::uint32_t memory_alignment_ = 1;
+  std::uint32_t offset_alignment_ = 1;
+  dev_t device_ = 0;
+  int numa_node_ = -1;
+  std::uint64_t id_;
+  std::mutex mutex_;  // guards watchers_
+  std::vector<std::weak_ptr<FileWatcher>> watchers_;
 };
 
 }  // namespace infinity

@@ -17,7 +17,7 @@ namespace {
 
 class ThreadBackend final : public Backend {
  public:
-  ThreadBackend(unsigned queue_depth, unsigned threads) : capacity_(queue_depth) {
+  ThreadBackend(unsigned queue_depth, unsigned threads) {
     if (queue_depth == 0 || threads == 0) throw std::invalid_argument("queue depth and threads must be positive");
     try {
       for (unsigned index = 0; index < threads; ++index) workers_.emplace_back([this] { serve(); });
@@ -31,7 +31,6 @@ class ThreadBackend final : public Backend {
 
   std::string name() const override { return "threads"; }
   std::string details() const override { return std::to_string(workers_.size()) + " threads"; }
-  unsigned capacity() const override { return capacity_; }
 
   void submit(const BlockOp& op) override {
     {
@@ -70,8 +69,8 @@ class ThreadBackend final : public Backend {
   static std::int32_t transfer(const BlockOp& op) {
     const iovec piece{op.data, op.nbytes};
     const auto offset = static_cast<off_t>(op.offset);
-    const ssize_t moved =
-        op.kind == OpKind::read ? preadv(op.fd, &piece, 1, offset) : pwritev(op.fd, &piece, 1, offset);
+    const int fd = op.file->fd();
+    const ssize_t moved = op.kind == OpKind::read ? preadv(fd, &piece, 1, offset) : pwritev(fd, &piece, 1, offset);
     return moved < 0 ? -errno : static_cast<std::int32_t>(moved);
   }
 
@@ -90,7 +89,6 @@ class ThreadBackend final : public Backend {
     }
   }
 
-  const unsigned capacity_;
   std::mutex mutex_;
   std::condition_variable work_;
   std::condition_variable arrived_;

@@ -6,12 +6,17 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <system_error>
 
 namespace infinity {
 namespace {
 
+constexpr unsigned kFilesMax = 128;                            // registered at once
+constexpr unsigned kBuffersMax = 1024;                         // registered at once
+constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // of one registration, by the kernel
 constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
 std::string advice(int error) {
@@ -31,10 +36,13 @@ std::string advice(int error) {
 
 class UringBackend final : public Backend {
  public:
-  explicit UringBackend(unsigned queue_depth) : capacity_(queue_depth) {
+  explicit UringBackend(unsigned queue_depth) {
     open_ring(queue_depth + 1);  // one more for the wake-up read
     try {
       prove();
+      // Both tables start empty; kernels before 5.19 have no such tables and go without.
+      fixed_files_ = io_uring_register_files_sparse(&ring_, kFilesMax) == 0;
+      fixed_buffers_ = io_uring_register_buffers_sparse(&ring_, kBuffersMax) == 0;
     } catch (...) {
       release();
       throw;
@@ -44,16 +52,22 @@ class UringBackend final : public Backend {
   ~UringBackend() override { release(); }
 
   std::string name() const override { return "io_uring"; }
-  std::string details() const override { return std::string("setup flags ") + flag_names_; }
-  unsigned capacity() const override { return capacity_; }
+  std::string details() const override {
+    return std::string("setup flags ") + flag_names_ + (fixed_files_ ? ", registered files" : "") +
+           (buffers_.empty() ? "" : ", registered memory");
+  }
 
   void submit(const BlockOp& op) override {
+    const int slot = slot_of(*op.file);
+    const int fd = slot >= 0 ? slot : op.file->fd();
+    const int buffer = buffer_of(op.data, op.nbytes);
     io_uring_sqe* sqe = next_sqe();
-    if (op.kind == OpKind::read) {
-      io_uring_prep_read(sqe, op.fd, op.data, op.nbytes, op.offset);
-    } else {
-      io_uring_prep_write(sqe, op.fd, op.data, op.nbytes, op.offset);
-    }
+    const bool read = op.kind == OpKind::read;
+    const auto fixed = read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
+    const auto plain = read ? IORING_OP_READ : IORING_OP_WRITE;
+    io_uring_prep_rw(buffer >= 0 ? fixed : plain, sqe, fd, op.data, op.nbytes, op.offset);
+    if (buffer >= 0) sqe->buf_index = static_cast<__u16>(buffer);
+    if (slot >= 0) sqe->flags |= IOSQE_FIXED_FILE;
     sqe->user_data = op.token;
   }
 
@@ -79,6 +93,29 @@ class UringBackend final : public Backend {
     if (woken) arm_wake();
   }
 
+  std::string register_memory(std::byte* data, std::size_t nbytes) override {
+    if (!fixed_buffers_) return "this kernel has no table of buffers (Linux 5.19 is needed)";
+    for (std::size_t done = 0; done < nbytes; done += kBufferBytesMax) {
+      if (buffers_.size() == kBuffersMax) return "more than " + std::to_string(kBuffersMax) + " GiB are registered";
+      const iovec piece{data + done, std::min(kBufferBytesMax, nbytes - done)};
+      const auto index = static_cast<unsigned>(buffers_.size());
+      const int registered = io_uring_register_buffers_update_tag(&ring_, index, &piece, nullptr, 1);
+      if (registered < 0) return refusal(-registered, nbytes);
+      buffers_.push_back({data + done, piece.iov_len});
+    }
+    return "";
+  }
+
+  void forget_file(std::uint64_t id) override {
+    const auto found = std::find(files_.begin(), files_.end(), id);
+    if (found == files_.end()) return;
+    const int none = -1;
+    const auto slot = static_cast<unsigned>(found - files_.begin());
+    // Cannot fail for a slot in use; if it did, the file would only stay open until the ring closes.
+    static_cast<void>(io_uring_register_files_update(&ring_, slot, &none, 1));
+    *found = kNoFile;
+  }
+
   void wake() override {
     const std::uint64_t one = 1;
     // Cannot fail but by overflow, and then the thread is awake already.
@@ -86,6 +123,47 @@ class UringBackend final : public Backend {
   }
 
  private:
+  static constexpr std::uint64_t kNoFile = 0;
+
+  struct Buffer {
+    std::byte* data;
+    std::size_t nbytes;
+  };
+
+  static std::string refusal(int error, std::size_t nbytes) {
+    std::string text = "the kernel did not register " + std::to_string(nbytes >> 20) + " MiB with io_uring (" +
+                       std::strerror(error) + ")";
+    if (error == ENOMEM) text += ": raise the memlock limit (ulimit -l)";
+    return text;
+  }
+
+  // The slot of a file in the ring's table, or -1. A file enters it when first used.
+  int slot_of(const File& file) {
+    if (!fixed_files_) return -1;
+    const auto found = std::find(files_.begin(), files_.end(), file.id());
+    if (found != files_.end()) return static_cast<int>(found - files_.begin());
+    auto free = std::find(files_.begin(), files_.end(), kNoFile);
+    if (free == files_.end()) {
+      if (files_.size() == kFilesMax) return -1;
+      files_.push_back(kNoFile);
+      free = files_.end() - 1;
+    }
+    const int fd = file.fd();
+    const auto slot = static_cast<int>(free - files_.begin());
+    if (io_uring_register_files_update(&ring_, static_cast<unsigned>(slot), &fd, 1) != 1) return -1;
+    *free = file.id();
+    return slot;
+  }
+
+  // The registered range that holds all of a block, or -1.
+  int buffer_of(const std::byte* data, std::size_t nbytes) const {
+    for (std::size_t index = 0; index < buffers_.size(); ++index) {
+      const Buffer& buffer = buffers_[index];
+      if (data >= buffer.data && data + nbytes <= buffer.data + buffer.nbytes) return static_cast<int>(index);
+    }
+    return -1;
+  }
+
   void open_ring(unsigned entries) {
     struct Setup {
       unsigned flags;
@@ -149,8 +227,11 @@ class UringBackend final : public Backend {
     sqe->user_data = kWakeToken;
   }
 
-  const unsigned capacity_;
   io_uring ring_{};
+  bool fixed_files_ = false;
+  bool fixed_buffers_ = false;
+  std::vector<std::uint64_t> files_;  // ids, by slot
+  std::vector<Buffer> buffers_;       // by index
   const char* flag_names_ = "";
   int wake_fd_ = -1;
   std::uint64_t wake_value_ = 0;

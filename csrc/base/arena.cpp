@@ -10,13 +10,15 @@
 #include <string>
 #include <system_error>
 
+#include "base/numa.hpp"
+
 namespace infinity {
 namespace {
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 }  // namespace
 
-Arena::Arena(std::size_t nbytes, bool huge_pages) : nbytes_(nbytes), pid_(getpid()) {
+Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbytes), pid_(getpid()) {
   if (nbytes == 0) throw std::invalid_argument("an arena needs at least one byte");
   if (nbytes > std::numeric_limits<std::size_t>::max() - kHugePage) {
     throw std::system_error(ENOMEM, std::generic_category(), "cannot map " + std::to_string(nbytes) + " bytes");
@@ -31,6 +33,7 @@ Arena::Arena(std::size_t nbytes, bool huge_pages) : nbytes_(nbytes), pid_(getpid
   // Each piece of advice may be refused; that costs speed or privacy of a core dump, never correctness.
   madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
   madvise(mapping_, mapping_bytes_, MADV_DONTDUMP);
+  prefer_node(mapping_, mapping_bytes_, numa_node);
   // Huge pages make whole 2 MiB resident at the first touch: only for callers that use all they planned.
   huge_pages_ = huge_pages && madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE) == 0;
 }

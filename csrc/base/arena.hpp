@@ -14,7 +14,8 @@ namespace infinity {
 class Arena {
  public:
   // Throws std::system_error when the mapping fails; std::invalid_argument when nbytes is 0.
-  Arena(std::size_t nbytes, bool huge_pages);
+  // `numa_node`: where the pages should come from, or -1.
+  Arena(std::size_t nbytes, bool huge_pages, int numa_node = -1);
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;

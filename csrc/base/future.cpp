@@ -4,10 +4,11 @@
 
 namespace infinity {
 
-void Completion::complete(std::optional<Failure> failure) {
+bool Completion::complete(std::optional<Failure> failure) {
   std::vector<std::function<void()>> callbacks;
   {
     const std::lock_guard lock(mutex_);
+    if (done_) return false;
     failure_ = std::move(failure);
     done_ = true;
     callbacks.swap(callbacks_);
@@ -15,6 +16,7 @@ void Completion::complete(std::optional<Failure> failure) {
     changed_.notify_all();
   }
   for (auto& callback : callbacks) callback();
+  return true;
 }
 
 bool Completion::done() const {

@@ -13,14 +13,23 @@
 
 namespace infinity {
 
+enum class FailureKind : std::uint8_t {
+  io,          // the device or the system said no
+  corruption,  // what was read is not what was written
+  timeout,     // no answer before the deadline: the device may still use the request's memory, for ever
+  canceled,    // the engine was closed first
+};
+
 // Why an operation failed. `error_number` is an errno value, or 0 where no system call failed.
 struct Failure {
+  FailureKind kind = FailureKind::io;
   std::string operation;  // "read", "write", ...
   std::string path;
   std::uint64_t offset = 0;  // bytes, of the block that failed
   std::uint64_t nbytes = 0;  // bytes, of the block that failed
   int error_number = 0;
-  std::string message;
+  std::string cause;
+  std::string message;  // all of the above as one sentence
 };
 
 // pending ──complete()──▶ done, with or without a failure; never back.
@@ -32,7 +41,8 @@ class Completion {
   Completion(const Completion&) = delete;
   Completion& operator=(const Completion&) = delete;
 
-  void complete(std::optional<Failure> failure = std::nullopt);
+  // Once; later calls change nothing and return false.
+  bool complete(std::optional<Failure> failure = std::nullopt);
 
   [[nodiscard]] bool done() const;
   void wait() const;

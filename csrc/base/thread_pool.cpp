@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/numa.hpp"
+
 namespace infinity {
 
 struct ThreadPool::Shared {
@@ -58,11 +60,14 @@ struct ThreadPool::Shared {
   }
 };
 
-ThreadPool::ThreadPool(unsigned threads) : shared_(std::make_unique<Shared>()) {
+ThreadPool::ThreadPool(unsigned threads, int numa_node) : shared_(std::make_unique<Shared>()) {
   if (threads == 0) throw std::invalid_argument("a thread pool needs at least one thread");
   try {
     for (unsigned index = 1; index < threads; ++index) {
-      shared_->threads.emplace_back([shared = shared_.get()] { shared->serve(); });
+      shared_->threads.emplace_back([shared = shared_.get(), numa_node] {
+        run_on_node(numa_node);
+        shared->serve();
+      });
     }
   } catch (const std::system_error& error) {
     shared_->stop_and_join();

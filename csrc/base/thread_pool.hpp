@@ -10,8 +10,8 @@ namespace infinity {
 class ThreadPool {
  public:
   // `threads` counts the calling thread: 1 runs everything inline and starts none. Throws std::invalid_argument for 0,
-  // std::system_error when the system has no more threads.
-  explicit ThreadPool(unsigned threads);
+  // std::system_error when the system has no more threads. `numa_node`: where the started threads run, or -1.
+  explicit ThreadPool(unsigned threads, int numa_node = -1);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

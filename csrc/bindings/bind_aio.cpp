@@ -2,7 +2,7 @@
 #include <system_error>
 
 #include "aio/engine.hpp"
-#include "aio/file.hpp"
+#include "aio/swap_file.hpp"
 #include "bindings/common.hpp"
 
 namespace infinity::bindings {
@@ -17,13 +17,29 @@ IoClass class_from(const std::string& name) {
   throw py::value_error("unknown I/O class '" + name + "'; use weights, activations or states");
 }
 
+constexpr std::array<const char*, 7> kFaultNames = {"error", "cut", "flip", "stale", "misdirect", "delay", "lose"};
+
+Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat) {
+  for (std::size_t at = 0; at < kFaultNames.size(); ++at) {
+    if (kind != kFaultNames[at]) continue;
+    if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
+    return {index, static_cast<FaultKind>(at), error_number, repeat};
+  }
+  throw py::value_error("unknown fault '" + kind + "'; use error, cut, flip, stale, misdirect, delay or lose");
+}
+
 std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t block_bytes, unsigned queue_depth,
-                                      unsigned threads, std::vector<Fault> faults) {
+                                      std::size_t in_flight_bytes, unsigned threads, double deadline_s,
+                                      std::vector<Fault> faults) {
   EngineOptions options;
   options.engine = engine;
   options.block_bytes = block_bytes;
   options.queue_depth = queue_depth;
+  options.in_flight_bytes = in_flight_bytes;
   options.threads = threads;
+  constexpr double kLongestS = 1e9;
+  if (!(deadline_s > 0 && deadline_s < kLongestS)) throw py::value_error("deadline_s must be positive, in seconds");
+  options.deadline = std::chrono::nanoseconds(static_cast<std::int64_t>(deadline_s * 1e9));
   options.faults = std::move(faults);
   try {
     const py::gil_scoped_release unlocked;
@@ -42,8 +58,15 @@ std::unique_ptr<PyFuture> submit(const PyEngine& engine, OpKind kind, const PyFi
   return std::make_unique<PyFuture>(std::move(future), std::vector<Memory>{std::move(memory)});
 }
 
+std::string register_memory(const PyEngine& engine, const py::object& buffer) {
+  const Memory memory = memory_from(buffer, true, "memory");
+  const auto held = engine.get();
+  const py::gil_scoped_release unlocked;
+  return held->register_memory(memory.data, memory.nbytes);
+}
+
 py::dict counters_of(const PyEngine& engine) {
-  const EngineCounters counters = engine.get()->counters();
+  const LaneCounters counters = engine.get()->counters();
   py::dict result;
   for (std::size_t index = 0; index < kIoClasses; ++index) {
     result[py::str(std::string("read_bytes_") + kClassNames[index])] = counters.read_bytes[index];
@@ -53,23 +76,45 @@ py::dict counters_of(const PyEngine& engine) {
   result["retries"] = counters.retries;
   result["short_transfers"] = counters.short_transfers;
   result["busy_ns"] = counters.busy_ns;
+  result["in_flight"] = counters.in_flight;
   return result;
 }
 
-}  // namespace
+std::unique_ptr<PyFile> stripe(const std::vector<const PyFile*>& files, std::vector<unsigned> shares,
+                               std::uint64_t stripe_bytes) {
+  std::vector<std::shared_ptr<File>> members;
+  for (const PyFile* file : files) {
+    const auto& given = file->get()->members();
+    members.insert(members.end(), given.begin(), given.end());
+  }
+  return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(members), std::move(shares), stripe_bytes));
+}
 
-void bind_aio(py::module_& module) {
+void bind_file(py::module_& module) {
   py::class_<PyFile>(module, "File")
-      .def(py::init([](const std::string& path, bool create, bool direct) {
+      .def(py::init([](const std::string& path, bool create, bool direct, int numa_node) {
              try {
-               return std::make_unique<PyFile>(std::make_shared<File>(path, create, direct));
+               auto file = std::make_shared<File>(path, create, direct, numa_node);
+               return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(file)));
              } catch (const std::system_error& error) {
                raise_os_error(error, path);
              }
            }),
-           py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("direct") = true)
-      .def_property_readonly("path", [](const PyFile& file) { return file.get()->path(); })
+           py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("direct") = true,
+           py::arg("numa_node") = -1)
+      .def_static("striped", &stripe, py::arg("files"), py::arg("shares"), py::arg("stripe_bytes"))
+      .def_property_readonly("path", [](const PyFile& file) { return file.get()->members()[0]->path(); })
       .def_property_readonly("direct", [](const PyFile& file) { return file.get()->direct(); })
+      .def_property_readonly("alignment",
+                             [](const PyFile& file) {
+                               const File& member = *file.get()->members()[0];
+                               return py::make_tuple(member.memory_alignment(), member.offset_alignment());
+                             })
+      .def("member_bytes",
+           [](const PyFile& file, std::size_t member, std::uint64_t nbytes) {
+             if (member >= file.get()->members().size()) throw py::index_error("no such member");
+             return file.get()->member_bytes(member, nbytes);
+           })
       .def(
           "preallocate",
           [](const PyFile& file, std::uint64_t nbytes) {
@@ -78,21 +123,28 @@ void bind_aio(py::module_& module) {
               const py::gil_scoped_release unlocked;
               held->preallocate(nbytes);
             } catch (const std::system_error& error) {
-              raise_os_error(error, held->path());
+              raise_os_error(error, held->members()[0]->path());
             }
           },
           py::arg("nbytes"))
+      .def(
+          "keep_checksums", [](const PyFile& file, std::uint64_t nbytes) { file.get()->keep_checksums(nbytes); },
+          py::arg("nbytes"))
       .def("close", &PyFile::close);
+}
+
+}  // namespace
+
+void bind_aio(py::module_& module) {
+  bind_file(module);
 
   py::class_<Fault>(module, "Fault")
-      .def(py::init([](std::uint64_t index, int error_number, std::uint64_t repeat) {
-             return Fault{index, error_number, repeat};
-           }),
-           py::arg("index"), py::arg("errno"), py::arg("repeat") = 1);
+      .def(py::init(&make_fault), py::arg("index"), py::arg("kind"), py::arg("errno") = 0, py::arg("repeat") = 1);
 
   py::class_<PyEngine>(module, "IOEngine")
       .def(py::init(&open_engine), py::arg("engine") = "auto", py::kw_only(),
-           py::arg("block_bytes") = std::size_t{1} << 20, py::arg("queue_depth") = 32, py::arg("threads") = 8,
+           py::arg("block_bytes") = std::size_t{1} << 20, py::arg("queue_depth") = 32,
+           py::arg("in_flight_bytes") = std::size_t{64} << 20, py::arg("threads") = 8, py::arg("deadline_s") = 300.0,
            py::arg("faults") = std::vector<Fault>{})
       .def_property_readonly("name", [](const PyEngine& engine) { return engine.get()->name(); })
       .def_property_readonly("reason", [](const PyEngine& engine) { return engine.get()->reason(); })
@@ -106,6 +158,14 @@ void bind_aio(py::module_& module) {
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& data,
              const std::string& io_class) { return submit(engine, OpKind::write, file, offset, data, io_class); },
           py::arg("file"), py::arg("offset"), py::arg("data"), py::arg("io_class") = "weights")
+      .def("register_memory", &register_memory, py::arg("memory"))
+      .def(
+          "latencies",
+          [](const PyEngine& engine, const std::string& operation) {
+            if (operation != "read" && operation != "write") throw py::value_error("operation is read or write");
+            return engine.get()->latencies(operation == "read" ? OpKind::read : OpKind::write);
+          },
+          py::arg("operation"))
       .def("counters", &counters_of)
       .def("close", &PyEngine::close);
 }

@@ -41,8 +41,13 @@ PyFuture::PyFuture(Future future, std::vector<Memory> kept)
 PyFuture::~PyFuture() {
   // In a forked child nobody would ever complete it, and the request's buffers are the parent's.
   if (pid_ != getpid()) return;
-  const py::gil_scoped_release unlocked;
-  future_->wait();
+  {
+    const py::gil_scoped_release unlocked;
+    future_->wait();
+  }
+  if (future_->failure() && future_->failure()->kind == FailureKind::timeout) {
+    static_cast<void>(new std::vector<Memory>(std::move(kept_)));
+  }
 }
 
 bool PyFuture::wait(std::optional<double> timeout_s) const {
@@ -100,14 +105,14 @@ void bind_base(py::module_& module) {
   });
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
-      .def(py::init([](std::size_t nbytes, bool huge_pages) {
+      .def(py::init([](std::size_t nbytes, bool huge_pages, int numa_node) {
              try {
-               return std::make_shared<Arena>(nbytes, huge_pages);
+               return std::make_shared<Arena>(nbytes, huge_pages, numa_node);
              } catch (const std::system_error& error) {
                raise_os_error(error, "");
              }
            }),
-           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true)
+           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("numa_node") = -1)
       .def_property_readonly("address",
                              [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
       .def_property_readonly("nbytes", &Arena::nbytes)
@@ -125,11 +130,26 @@ void bind_base(py::module_& module) {
           py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")
+      .def_property_readonly("kind",
+                             [](const Failure& failure) {
+                               switch (failure.kind) {
+                                 case FailureKind::corruption:
+                                   return "corruption";
+                                 case FailureKind::timeout:
+                                   return "timeout";
+                                 case FailureKind::canceled:
+                                   return "canceled";
+                                 case FailureKind::io:
+                                   break;
+                               }
+                               return "io";
+                             })
       .def_readonly("operation", &Failure::operation)
       .def_readonly("path", &Failure::path)
       .def_readonly("offset", &Failure::offset)
       .def_readonly("nbytes", &Failure::nbytes)
       .def_readonly("errno", &Failure::error_number)
+      .def_readonly("cause", &Failure::cause)
       .def_readonly("message", &Failure::message);
 
   py::class_<PyFuture>(module, "IOFuture")
@@ -138,14 +158,14 @@ void bind_base(py::module_& module) {
       .def("failure", &PyFuture::failure);
 
   py::class_<PyPool>(module, "ThreadPool")
-      .def(py::init([](unsigned threads) {
+      .def(py::init([](unsigned threads, int numa_node) {
              try {
-               return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads));
+               return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads, numa_node));
              } catch (const std::system_error& error) {
                raise_os_error(error, "");
              }
            }),
-           py::arg("threads"))
+           py::arg("threads"), py::kw_only(), py::arg("numa_node") = -1)
       .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); });
 }
 

@@ -23,6 +23,15 @@ PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t
 struct PyPipeline {
   Memory staging;  // outlives the pipeline: declared first
   Closable<UpdatePipeline> pipeline;
+
+  ~PyPipeline() { close(); }
+
+  void close() {
+    if (pipeline.closed()) return;
+    // A device that was given up may still write there.
+    if (pipeline.get()->abandoned()) static_cast<void>(new Memory(staging));
+    pipeline.close();
+  }
 };
 
 std::size_t padded(std::uint64_t numel, std::size_t item) { return (numel * item + 4095) / 4096 * 4096; }
@@ -39,14 +48,15 @@ void require_room(const PyStream& stream, std::uint64_t numel, std::size_t item,
 
 std::unique_ptr<PyFuture> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
                                  const std::string& master, const std::string& grad_dtype,
-                                 std::vector<Segment> segments, double grad_scale, const PyStream& weight,
-                                 const PyStream* residual, const PyStream& exp_avg, const PyStream& exp_avg_sq,
-                                 const py::object& grad) {
+                                 std::vector<Segment> segments, double grad_scale, bool arithmetic,
+                                 const PyStream& weight, const PyStream* residual, const PyStream& exp_avg,
+                                 const PyStream& exp_avg_sq, const py::object& grad) {
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype)};
   job.numel = numel;
   job.segments = std::move(segments);
   job.grad_scale = static_cast<float>(grad_scale);
+  job.arithmetic = arithmetic;
   std::vector<Memory> kept;
   require_room(weight, numel, itemsize(job.format.weight), "weight");
   job.weight = weight.stream;
@@ -98,10 +108,10 @@ void bind_update(py::module_& module) {
            py::arg("engine"), py::arg("pool"), py::arg("staging"), py::arg("tile_numel"), py::arg("isa") = py::none())
       .def_static("staging_tile_bytes", &UpdatePipeline::staging_tile_bytes, py::arg("tile_numel"))
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
-           py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"), py::arg("weight"), py::arg("residual"),
-           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"))
+           py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"), py::arg("arithmetic") = true,
+           py::arg("weight"), py::arg("residual"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"))
       .def("counters", &counters_of)
-      .def("close", [](PyPipeline& self) { self.pipeline.close(); });
+      .def("close", &PyPipeline::close);
 }
 
 }  // namespace infinity::bindings

@@ -35,7 +35,8 @@ Isa isa_from(const std::optional<std::string>& name);
 
 // A future as Python sees it, with the buffers its request uses.
 //
-// Invariant: the buffers outlive the request: the destructor waits for it.
+// Invariant: the buffers outlive the request: the destructor waits for it, and where a device was given up that may
+// still use them, they are never let go.
 class PyFuture {
  public:
   PyFuture(Future future, std::vector<Memory> kept);
@@ -67,6 +68,7 @@ class Closable {
     if (value_ == nullptr) throw py::value_error("used after close()");
     return value_;
   }
+  [[nodiscard]] bool closed() const { return value_ == nullptr; }
   // May wait for work in flight: without the GIL.
   void close() {
     auto value = std::move(value_);
@@ -80,7 +82,7 @@ class Closable {
 };
 
 using PyEngine = Closable<IoEngine>;
-using PyFile = Closable<File>;
+using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
 // Throws OSError(errno, message, path) for a std::system_error.

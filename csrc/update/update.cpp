@@ -105,9 +105,10 @@ bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end
 
 Failure canceled() {
   Failure failure;
+  failure.kind = FailureKind::canceled;
   failure.operation = "update";
   failure.error_number = ECANCELED;
-  failure.message = "the update pipeline was closed";
+  failure.cause = failure.message = "the update pipeline was closed";
   return failure;
 }
 
@@ -128,6 +129,7 @@ struct UpdatePipeline::Impl {
   std::vector<std::size_t> free_slots;
   unsigned writing = 0;  // tiles
   bool stop = false;
+  std::optional<Failure> abandoned;  // the timeout that ended the pipeline
   UpdateCounters counters;
 
   std::thread driver;  // last: starts when everything else is there
@@ -142,7 +144,8 @@ struct UpdatePipeline::Impl {
   void run() {
     std::unique_lock lock(mutex);
     for (;;) {
-      if (stop) cancel(lock);
+      if (abandoned) cancel(lock, *abandoned);
+      if (stop) cancel(lock, canceled());
       if (start_next_tile(lock)) continue;
       if (!reading.empty() && reading.front()->pending == 0) {
         auto tile = reading.front();
@@ -161,11 +164,11 @@ struct UpdatePipeline::Impl {
   }
 
   // Jobs whose tiles are not all started are given up; what is in flight goes on.
-  void cancel(std::unique_lock<std::mutex>& lock) {
+  void cancel(std::unique_lock<std::mutex>& lock, const Failure& why) {
     while (!jobs.empty()) {
       auto active = jobs.front();
       jobs.pop_front();
-      if (!active->failure) active->failure = canceled();
+      if (!active->failure) active->failure = why;
       active->cursor = active->job.numel;
       finish_if_done(lock, active);
     }
@@ -229,7 +232,9 @@ struct UpdatePipeline::Impl {
     buffers.exp_avg = reinterpret_cast<float*>(tile->memory[2]);
     buffers.exp_avg_sq = reinterpret_cast<float*>(tile->memory[3]);
     buffers.grad = job.grad + tile->first * itemsize(job.format.grad);
-    adam_update(job.format, buffers, tile->first, tile->numel, job.segments, job.grad_scale, isa, *pool);
+    if (job.arithmetic) {
+      adam_update(job.format, buffers, tile->first, tile->numel, job.segments, job.grad_scale, isa, *pool);
+    }
     const std::uint64_t took = now_ns() - began;
     lock.lock();
     counters.adam_ns += took;
@@ -272,7 +277,10 @@ struct UpdatePipeline::Impl {
       // The callback must not own the future that owns it.
       future->then([this, tile, done, raw = future.get()] {
         std::unique_lock held(mutex);
-        if (raw->failure() && !tile->owner->failure) tile->owner->failure = raw->failure();
+        if (raw->failure()) {
+          if (!tile->owner->failure) tile->owner->failure = raw->failure();
+          if (raw->failure()->kind == FailureKind::timeout && !abandoned) abandoned = raw->failure();
+        }
         if (--tile->pending == 0) done(held, tile);
       });
     }
@@ -335,6 +343,11 @@ Future UpdatePipeline::submit(UpdateJob job) {
   }
   impl_->changed.notify_all();
   return future;
+}
+
+bool UpdatePipeline::abandoned() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->abandoned.has_value();
 }
 
 UpdateCounters UpdatePipeline::counters() const {

@@ -18,7 +18,7 @@ namespace infinity {
 // memory[0] and file offset `offset`; each is 4 KiB-aligned and has room for the last tile rounded up to 4 KiB.
 struct StateStream {
   std::byte* memory = nullptr;
-  std::shared_ptr<File> file;
+  std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;
 };
 
@@ -32,6 +32,7 @@ struct UpdateJob {
   StateStream exp_avg;
   StateStream exp_avg_sq;
   const std::byte* grad = nullptr;  // in memory
+  bool arithmetic = true;           // false: the states are read and written back as they are (replaying the traffic)
 };
 
 struct UpdateCounters {
@@ -48,7 +49,8 @@ struct UpdateCounters {
 // A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
 // States of a failed job are partly new, partly old.
 //
-// Invariant: the staging of a tile is reused only when its writes are complete.
+// Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
+// is known to be complete: every job, present and future, fails with it.
 class UpdatePipeline {
  public:
   // `staging` is 4 KiB-aligned and holds at least two tiles of staging_tile_bytes(tile_numel) bytes.
@@ -63,6 +65,8 @@ class UpdatePipeline {
 
   Future submit(UpdateJob job);  // throws std::invalid_argument for an inconsistent job
   [[nodiscard]] UpdateCounters counters() const;
+  // True once a device was given up that may still use the staging: it must never be freed.
+  [[nodiscard]] bool abandoned() const;
 
   [[nodiscard]] static constexpr std::size_t staging_tile_bytes(std::size_t tile_numel) { return tile_numel * 16; }
 

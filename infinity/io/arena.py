@@ -43,9 +43,9 @@ class PinnedArena:
     use costs nothing on a machine without a GPU.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
         self.nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
-        self.native = _native.Arena(self.nbytes, huge_pages=False)
+        self.native = _native.Arena(self.nbytes, huge_pages=True, numa_node=numa_node)
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
         self._registered = False
@@ -108,6 +108,11 @@ class PinnedArena:
                 index -= 1
                 start = self._free.pop(index)[0]
             self._free.insert(index, (start, end - start))
+
+    def free_views(self) -> list[memoryview]:
+        """The pieces that are not leased now."""
+        with self._lock:
+            return [self.native.view(offset, nbytes) for offset, nbytes in self._free]
 
     @property
     def free_bytes(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infinity.errors import ConfigError, StoreLockedError, SwapIOError
 from infinity.io import fork
+from infinity.io.devices import describe_disk
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +69,18 @@ class SwapDirectory:
             self.swap_path.unlink()
 
     def _warn_if_memory(self) -> None:
-        if _filesystem_type(self.path) in ("tmpfs", "ramfs"):
+        if describe_disk(self.path).filesystem in ("tmpfs", "ramfs"):
             logger.warning(
                 "%s is on tmpfs, which is RAM: it works, but saves no memory. Name a directory on an SSD in "
                 "nvme.paths.",
                 self.path,
             )
+
+    @property
+    def numa_node(self) -> int:
+        """Of the disk below; -1 where it has none."""
+        node = describe_disk(self.path).numa_node
+        return -1 if node is None else node
 
     @property
     def free_bytes(self) -> int:
@@ -96,19 +103,3 @@ class SwapDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-def _filesystem_type(path: Path) -> str:
-    """The type of the file system that holds `path`, from /proc/self/mountinfo; '' where that cannot be read."""
-    best, kind = "", ""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = left.split()[4].replace("\\040", " ")
-        inside = str(path) == mount or str(path).startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, right.split()[0]
-    return kind

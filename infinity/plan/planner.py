@@ -10,6 +10,7 @@ import torch
 from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
+from infinity.io.profile import profile_of
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.dtypes import master_format, residual_itemsize
@@ -88,7 +89,15 @@ def make_plan(units: Sequence[Unit], config: SwapConfig, device: torch.device, *
         host_budget=host_budget,
         swap_bytes=swap,
         step_bytes=_step_bytes(units, totals, weights, optimizer),
+        swap_rate=_swap_rate(config) if swap else None,
     )
+
+
+def _swap_rate(config: SwapConfig) -> float | None:
+    """The measured rates of all the disks together; None where one was not measured."""
+    profiles = {path: profile_of(path) for path in config.nvme.paths}
+    known = [profile.mixed_rate for profile in profiles.values() if profile is not None]
+    return sum(known) if len(known) == len(profiles) else None
 
 
 def _total(units: Sequence[Unit], config: SwapConfig) -> _Totals:

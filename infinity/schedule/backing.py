@@ -59,8 +59,9 @@ class Backing:
         self.store: SwapStore | None = None
         try:
             if extents.nbytes:
-                self.store = SwapStore(config.nvme.paths[0], extents.nbytes, self.engine)
-            self.arena = PinnedArena(plan.arena_bytes)
+                self.store = SwapStore(config.nvme.paths, extents.nbytes, self.engine, checksums=config.nvme.checksums)
+            node = -1 if self.store is None else self.store.numa_node
+            self.arena = PinnedArena(plan.arena_bytes, numa_node=node)
             refused = pin(self.arena, self.device)
             if refused:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
@@ -70,13 +71,27 @@ class Backing:
                 self.weights.append(weight or self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'"))
                 self.states.append({index: self._settle(unit, index, homes) for index, homes in groups.items()})
             self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
-            self.pool = _native.ThreadPool(plan.threads)
+            self._register()
+            self.pool = _native.ThreadPool(plan.threads, numa_node=node)
             self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.staging.view(), plan.tile_numel)
         except BaseException:
             self.engine.close()
             if self.store is not None:
                 self.store.close()
             raise
+
+    def _register(self) -> None:
+        """Have the kernel keep the memory at hand that transfers use: the tiles, and what is left for weights.
+
+        What never moves (states and gradients in RAM) is not registered: that would make all of it resident at once.
+        """
+        if self.store is None:
+            return
+        for view in [self.staging.view(), *self.arena.free_views()]:
+            refused = self.engine.register_memory(view)
+            if refused:
+                logger.warning("%s; transfers take more processor time, results are the same", refused)
+                return
 
     def _settle(self, unit: Unit, index: int, homes: _PlannedHomes) -> GroupStates:
         group = unit.groups[index]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from infinity.errors import InfinityError, ModelError, PlanError
+from infinity.errors import InfinityError, ModelError, PlanError, SwapTimeoutError
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
 from infinity.schedule.backing import Backing
 from infinity.schedule.device import Slot
@@ -305,6 +305,9 @@ class Ledger:
         with torch.inference_mode(False), torch.no_grad():
             try:
                 slot = record.fetch.finish()
+            except SwapTimeoutError as error:
+                self.failed = error  # the device was given up: nothing else will come from it
+                raise
             except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
                 record.fetch, record.residency = None, Residency.RELEASED
                 raise

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent, SwapStore
@@ -85,6 +86,8 @@ class _LeaseFetch:
     def finish(self) -> Slot:
         try:
             self._transfer.result()
+        except SwapTimeoutError:
+            raise  # the device may still write to the lease
         except Exception:
             self._lease.release()
             raise
@@ -146,6 +149,8 @@ class _UploadFetch:
     def _start_upload(self) -> CudaSlot:
         try:
             self._transfer.result()
+        except SwapTimeoutError:
+            raise  # the device may still write to the lease
         except Exception:
             self._pool.give_back(self._lease.nbytes)
             self._lease.release()

@@ -15,13 +15,20 @@ from infinity.state.dtypes import native_name
 
 
 def submit_update(
-    ledger: Ledger, index: int, group_index: int, segments: Sequence[_native.Segment], grad_scale: float
+    ledger: Ledger,
+    index: int,
+    group_index: int,
+    segments: Sequence[_native.Segment],
+    grad_scale: float,
+    *,
+    arithmetic: bool = True,
 ) -> Transfer:
     """Start the update of a unit's group; units go through the pipeline in the order of these calls.
 
     Args:
         segments: sorted by element; what is in none is not touched.
         grad_scale: the gradients are multiplied by this first.
+        arithmetic: False moves the states to and fro and leaves them as they are.
     """
     record = ledger.records[index]
     group = record.unit.groups[group_index]
@@ -35,6 +42,7 @@ def submit_update(
         grad_dtype=native_name(gradients.dtype),
         segments=segments,
         grad_scale=grad_scale,
+        arithmetic=arithmetic,
         weight=_weight_stream(ledger, index, group_index),
         residual=None if states.residual is None else backing.stream(states.residual),
         exp_avg=backing.stream(states.exp_avg),

@@ -26,6 +26,8 @@ class Plan:
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file.
         step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written.
+        swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
+            None where it has not.
     """
 
     device: str
@@ -50,6 +52,12 @@ class Plan:
     host_budget: int
     swap_bytes: int
     step_bytes: int
+    swap_rate: float | None = None
+
+    @property
+    def step_io_s(self) -> float | None:
+        """Predicted seconds of I/O per step; None where the disks were not measured."""
+        return None if self.swap_rate is None else self.step_bytes / self.swap_rate
 
     @property
     def arena_bytes(self) -> int:
@@ -62,6 +70,7 @@ class Plan:
     def describe(self) -> str:
         """A few lines for the log: every tier, every budget, and what is predicted."""
         accumulation = "fp32, any number of micro-batches" if self.gradient_fp32 else "one backward pass per step"
+        predicted = "" if self.step_io_s is None else f", {self.step_io_s:.2f} s at the measured rate"
         per_parameter = self.step_bytes / max(self.trainable_numel, 1)
         return "\n".join(
             [
@@ -77,6 +86,6 @@ class Plan:
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(self.host_budget)}",
                 f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about "
                 f"{format_bytes(self.step_bytes)} "
-                f"({per_parameter:.1f} B per trained parameter)",
+                f"({per_parameter:.1f} B per trained parameter{predicted})",
             ]
         )

@@ -60,7 +60,7 @@ def test_an_error_fails_its_request_alone_and_the_next_attempt_works(
     engine_name: str, file: _native.File, queue_depth: int, error: int, index: int
 ) -> None:
     os.truncate(file.path, 2 * REQUEST)  # so that a read after a failed write finds the file long enough
-    run = Run(engine_name, file, queue_depth, _native.Fault(index, error))
+    run = Run(engine_name, file, queue_depth, _native.Fault(index, "error", error))
     (failed,) = run.failed() or pytest.fail("the fault was lost")
     run.check_names(failed, error)
     assert [bytes(view) for view in run.data] == run.sources  # a failed write leaves its source to write elsewhere
@@ -74,7 +74,7 @@ def test_an_error_fails_its_request_alone_and_the_next_attempt_works(
 def test_an_interrupted_block_is_tried_again(
     engine_name: str, file: _native.File, queue_depth: int, error: int, index: int
 ) -> None:
-    run = Run(engine_name, file, queue_depth, _native.Fault(index, error))
+    run = Run(engine_name, file, queue_depth, _native.Fault(index, "error", error))
     assert run.failed() == []
     assert run.back == run.data
     assert (run.counters["retries"], run.counters["operations"]) == (1, OPERATIONS + 1)
@@ -84,7 +84,7 @@ def test_an_interrupted_block_is_tried_again(
 def test_a_short_transfer_goes_on_from_where_it_stopped(
     engine_name: str, file: _native.File, queue_depth: int, index: int
 ) -> None:
-    run = Run(engine_name, file, queue_depth, _native.Fault(index, 0))
+    run = Run(engine_name, file, queue_depth, _native.Fault(index, "cut"))
     assert run.failed() == []
     assert run.back == run.data
     assert (run.counters["short_transfers"], run.counters["operations"]) == (1, OPERATIONS + 1)
@@ -92,7 +92,7 @@ def test_a_short_transfer_goes_on_from_where_it_stopped(
 
 
 def test_transfers_that_are_all_short_arrive_in_full(engine_name: str, file: _native.File, queue_depth: int) -> None:
-    run = Run(engine_name, file, queue_depth, _native.Fault(0, 0, repeat=1000))
+    run = Run(engine_name, file, queue_depth, _native.Fault(0, "cut", repeat=1000))
     assert run.failed() == []
     assert run.back == run.data
     assert run.counters["short_transfers"] == OPERATIONS
@@ -100,7 +100,7 @@ def test_transfers_that_are_all_short_arrive_in_full(engine_name: str, file: _na
 
 @pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
 def test_trying_again_has_an_end(engine_name: str, file: _native.File, queue_depth: int, error: int) -> None:
-    run = Run(engine_name, file, queue_depth, _native.Fault(0, error, repeat=100_000))
+    run = Run(engine_name, file, queue_depth, _native.Fault(0, "error", error, repeat=100_000))
     assert run.failed() == [0, 1, 2, 3]
     for index in range(4):
         run.check_names(index, error)
@@ -116,15 +116,14 @@ def test_a_block_is_tried_again_exactly_as_often_as_promised(
         pytest.skip("only one block at a time meets all the faults")
     file = _native.File(str(tmp_path / "swap"), create=True)
     os.truncate(file.path, 2 * REQUEST)
-    run = Run(engine_name, file, queue_depth, _native.Fault(0, errno.EAGAIN, repeat=repeat))
+    run = Run(engine_name, file, queue_depth, _native.Fault(0, "error", errno.EAGAIN, repeat=repeat))
     assert run.failed() == outcome
     assert run.counters["retries"] == RETRIES_MAX
 
 
 def test_many_faults_of_many_kinds_leave_no_wrong_byte(engine_name: str, file: _native.File, queue_depth: int) -> None:
-    kinds = [0, errno.EINTR, 0, errno.EAGAIN]
-    run = Run(
-        engine_name, file, queue_depth, *(_native.Fault(index, kinds[index % len(kinds)]) for index in range(0, 24, 2))
-    )
+    kinds = [("cut", 0), ("error", errno.EINTR), ("delay", 0), ("error", errno.EAGAIN)]
+    faults = (_native.Fault(index, *kinds[index % len(kinds)]) for index in range(24))
+    run = Run(engine_name, file, queue_depth, *faults)
     assert run.failed() == []
     assert run.back == run.data

@@ -166,7 +166,7 @@ def test_a_fault_at_every_operation_fails_the_job_and_not_the_next(engine: str, 
     setup = 22  # block operations of the four streams' first writes
     failed = 0
     for index in range(setup, setup + 40):
-        bench = Bench(tmp_path, engine, 8192, 2, [_native.Fault(index, errno.EIO)])
+        bench = Bench(tmp_path, engine, 8192, 2, [_native.Fault(index, "error", errno.EIO)])
         streams = {name: bench.stream(name, "file") for name in STATES}
         first, second = bench.submit(streams, SEGMENTS), bench.submit(streams, SEGMENTS)
         assert first.wait(60)

@@ -367,7 +367,6 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
         ("gradients", "nvme"),
         ("activations", "host"),
         ("optimizer", "device"),
-        ("nvme", {"paths": ["/a", "/b"]}),
     ],
 )
 def test_what_is_not_built_yet_is_refused(key: str, value: Any) -> None:

@@ -14,14 +14,28 @@ from infinity.schedule import registry
 from tests.conftest import weights_of
 from tests.models import llama, loss_of
 
+ERRORS = ["EIO", "ENOSPC", "EINVAL", "ENOMEM", "ENODEV"]
+"""The device says no: every one must be raised with its number."""
+SURVIVED = ["EINTR", "EAGAIN", "cut", "delay"]
+"""Tried again, continued, or put in order: every run must end well."""
+SILENT = ["flip", "stale", "misdirect"]
+"""The device says yes and lies: what is read must be right, or a SwapCorruptionError."""
+LOST = ["lose"]
+"""No answer ever comes: a SwapTimeoutError, and nothing hangs."""
+
+
+def fault(index: int, kind: str) -> _native.Fault:
+    number = getattr(errno, kind, 0)
+    return _native.Fault(index, "error", number) if number else _native.Fault(index, kind)  # type: ignore[arg-type]
+
 
 def two_steps(
-    offload: Any, engine: str, tmp_path: Any, faults: list[_native.Fault]
+    offload: Any, engine: str, tmp_path: Any, faults: list[_native.Fault], deadline_s: float = 300.0
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Load, two steps, read back; the number of block operations and the weights."""
     torch.manual_seed(0)
     model, batch = llama(layers=1)
-    nvme = {"paths": [str(tmp_path / "swap")], "engine": engine, "block": "256KiB"}
+    nvme = {"paths": [str(tmp_path / "swap")], "engine": engine, "block": "256KiB", "deadline_s": deadline_s}
     memory = {"device": "300KiB", "host": "64MiB"}
     model = offload(model.bfloat16().train(), nvme=nvme, memory=memory, faults=faults)
     try:
@@ -36,41 +50,53 @@ def two_steps(
         infinity.close(model)
 
 
+def check_names(error: infinity.SwapIOError) -> None:
+    assert error.path.endswith(".infinity-swap")
+    assert error.unit
+    assert error.unit in str(error)
+    assert f"offset {error.offset}" in str(error)
+    assert error.nbytes > 0
+
+
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EINTR", "EAGAIN", "short"])
-def test_a_fault_at_every_operation_is_survived_or_named(kind: str, engine: str, offload: Any, tmp_path: Any) -> None:
+@pytest.mark.parametrize("kind", ERRORS + SURVIVED + SILENT + LOST)
+def test_a_fault_at_every_operation_is_survived_or_named(
+    kind: str, engine: str, offload: Any, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     operations, expected = two_steps(offload, engine, tmp_path, [])
-    number = 0 if kind == "short" else getattr(errno, kind)
+    deadline_s = 0.1 if kind in LOST else 300.0
     named = 0
     for index in range(operations):
         try:
-            _, weights = two_steps(offload, engine, tmp_path, [_native.Fault(index, number)])
+            _, weights = two_steps(offload, engine, tmp_path, [fault(index, kind)], deadline_s)
         except infinity.SwapIOError as error:
             named += 1
-            assert kind in ("EIO", "ENOSPC"), error
-            assert error.errno == number
-            assert error.path.endswith(".infinity-swap")
-            assert error.unit
-            assert error.unit in str(error)
-            assert f"offset {error.offset}" in str(error)
-            assert error.nbytes > 0
+            check_names(error)
+            assert kind not in SURVIVED, error
+            if kind in ERRORS:
+                assert error.errno == getattr(errno, kind)
+            assert isinstance(error, infinity.SwapCorruptionError) == (kind in SILENT), error
+            assert isinstance(error, infinity.SwapTimeoutError) == (kind in LOST), error
             continue
         for name, weight in expected.items():
             assert torch.equal(weights[name], weight), (index, name)
-    print(f"{kind} on {engine}: {operations} operations, {named} named errors")
-    # A prefetch that nobody came for may fail unnoticed: then the result is right, as checked above.
-    assert named >= 0.9 * operations if kind in ("EIO", "ENOSPC") else named == 0
+    with capsys.disabled():
+        print(f"\n  {kind} on {engine}: {operations} cases, {named} named, {operations - named} right ", end="")
+    # A prefetch that nobody came for may fail unnoticed, and damage that nobody reads does no harm.
+    least = {**dict.fromkeys(ERRORS + LOST, 0.9), **dict.fromkeys(SILENT, 0.3)}
+    assert least.get(kind, 0) * operations <= named
+    assert named == 0 or kind not in SURVIVED
 
 
 def test_eintr_without_end_is_an_error(offload: Any, tmp_path: Any) -> None:
     with pytest.raises(infinity.SwapIOError) as caught:
-        two_steps(offload, "threads", tmp_path, [_native.Fault(40, errno.EINTR, repeat=10**6)])
+        two_steps(offload, "threads", tmp_path, [_native.Fault(40, "error", errno.EINTR, repeat=10**6)])
     assert caught.value.errno == errno.EINTR
 
 
 def test_after_a_failed_update_the_model_refuses_to_go_on(offload: Any, tmp_path: Any) -> None:
     model, batch = llama()
-    model = offload(model.bfloat16().train(), weights="host", faults=[_native.Fault(30, errno.EIO)])
+    model = offload(model.bfloat16().train(), weights="host", faults=[_native.Fault(30, "error", errno.EIO)])
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
 
     def train() -> None:

@@ -1,0 +1,122 @@
+// One device's queue: a thread, its ring, and the order in which blocks are handed to them.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_set>
+#include <vector>
+
+#include "aio/backend.hpp"
+#include "aio/histogram.hpp"
+#include "aio/request.hpp"
+
+namespace infinity {
+
+struct LaneOptions {
+  std::string engine = "auto";              // auto | io_uring | threads
+  std::size_t block_bytes = 1u << 20;       // larger requests are cut to this
+  unsigned queue_depth = 32;                // blocks in flight
+  std::size_t in_flight_bytes = 64u << 20;  // of all blocks in flight; one block is always allowed
+  unsigned threads = 8;                     // of the thread engine
+  std::shared_ptr<FaultPlan> faults;        // for tests; may be null
+};
+
+struct LaneCounters {
+  std::uint64_t read_bytes[kIoClasses] = {};  // bytes completed
+  std::uint64_t write_bytes[kIoClasses] = {};
+  std::uint64_t operations = 0;  // block ops submitted, continuations and retries included
+  std::uint64_t retries = 0;     // EINTR, EAGAIN
+  std::uint64_t short_transfers = 0;
+  std::uint64_t busy_ns = 0;    // time with at least one block in flight
+  std::uint64_t in_flight = 0;  // blocks, now
+};
+
+// One thread owns the backend. Parts of requests are queued per class and cut to blocks; the queue depth is held across
+// requests, so the pipe does not drain between tensors.
+//
+// Every result is checked: short → continued from where it stopped, EINTR/EAGAIN → retried at most kRetriesMax times
+// per block, a page that differs from its checksum → corruption, anything else, and a read at the end of the file → the
+// request fails with a Failure that names path, offset, length and errno. The other blocks of a failed request are
+// dropped if not yet submitted; its part is finished only when none of its blocks is in flight.
+//
+// Life cycle: open() → submit()… → close(). A lane whose device does not answer is abandoned: its requests fail, its
+// thread and ring are left to the kernel, and every later submit() fails at once.
+class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
+ public:
+  static constexpr unsigned kRetriesMax = 16;
+
+  // Throws std::system_error (engine: io_uring where the kernel refuses).
+  static std::shared_ptr<Lane> open(LaneOptions options);
+  ~Lane() override;
+
+  // Takes over the part of `request` that lies on `members` (a bit each). Never blocks.
+  void submit(std::shared_ptr<Request> request, std::uint64_t members);
+  // See Backend::register_memory. Waits for the lane's thread.
+  std::string register_memory(std::byte* data, std::size_t nbytes);
+  // Keeps the thread on the processors of a NUMA node.
+  void run_on(int numa_node);
+  void file_closed(std::uint64_t id) override;
+
+  // Abandons the lane when a block has been in flight for longer than `deadline`.
+  void check(std::chrono::nanoseconds deadline);
+  // What is queued fails with ECANCELED; waits for what is in flight, unless the lane is, or gets, abandoned.
+  void close();
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  [[nodiscard]] const std::string& reason() const { return reason_; }
+  [[nodiscard]] LaneCounters counters() const;
+  [[nodiscard]] const Histogram& latency(OpKind kind) const { return latency_[static_cast<std::size_t>(kind)]; }
+
+ private:
+  struct Part;
+  struct Block;
+  class Server;
+  using Task = std::function<void(Backend&)>;
+
+  explicit Lane(LaneOptions options);
+  std::unique_ptr<Backend> make_backend();
+  void serve(std::promise<void>& opened);
+  void abandon(const std::string& cause);
+  bool post(Task task);  // false when the lane is closed or abandoned
+  void finished(const std::shared_ptr<Request>& request);
+
+  const LaneOptions options_;
+  std::string name_;
+  std::string reason_;
+  std::thread thread_;
+
+  mutable std::mutex mutex_;  // guards what follows, up to the blank line
+  std::condition_variable changed_;
+  Backend* backend_ = nullptr;  // owned by the thread, null before and after its life
+  std::vector<std::pair<std::shared_ptr<Request>, std::uint64_t>> incoming_;
+  std::vector<Task> tasks_;
+  std::unordered_set<std::shared_ptr<Request>> live_;
+  bool listening_ = false;  // the thread will block, and could start what comes in
+  bool stop_ = false;
+  bool abandoned_ = false;
+  std::string abandoned_because_;
+  bool ended_ = false;  // the thread is past its last use of this object
+
+  // Written by the lane's thread alone.
+  std::vector<std::atomic<std::uint64_t>> started_ns_;  // by token; 0: free
+  std::atomic<std::uint64_t> read_bytes_[kIoClasses] = {};
+  std::atomic<std::uint64_t> write_bytes_[kIoClasses] = {};
+  std::atomic<std::uint64_t> operations_{0};
+  std::atomic<std::uint64_t> retries_{0};
+  std::atomic<std::uint64_t> short_transfers_{0};
+  std::atomic<std::uint64_t> busy_ns_{0};
+  std::atomic<std::uint64_t> busy_since_ns_{0};  // 0: idle
+  std::atomic<std::uint64_t> in_flight_{0};
+  Histogram latency_[2];
+};
+
+}  // namespace infinity

@@ -1,0 +1,18 @@
+// Keeping threads and memory on the NUMA node of the disk they serve. On machines with one node nothing happens.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+namespace infinity {
+
+// "0-3,8,10-11" → 0 1 2 3 8 10 11. Throws std::invalid_argument for anything else.
+std::vector<int> parse_cpu_list(const std::string& list);
+// Binds the calling thread to the processors of `node` (-1: leaves it alone). False where that was refused or makes no
+// difference; that costs speed only.
+bool run_on_node(int node);
+// Has untouched pages of the range taken from `node` while it has any. As above.
+bool prefer_node(void* address, std::size_t nbytes, int node);
+
+}  // namespace infinity

@@ -1,0 +1,350 @@
+"""What a directory's disk is, and what the machine is: for the report of infinity-bench, for NUMA placement, for the
+key of a disk's profile.
+
+Whatever the system does not tell is None or ''; only a path that does not exist is an error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_ROOT = Path("/")
+_CAP_IPC_LOCK = 14
+_STATX_DIOALIGN = 0x2000
+_AT_FDCWD = -100
+_STATX_BYTES, _STATX_MASK_AT, _STATX_DIO_AT = 256, 0, 0x98  # offsets in struct statx
+_SMART_SECTOR_BYTES = 512
+_NVME_UNIT_BYTES = 512_000  # what NVMe's "data units" count
+_ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
+
+
+@dataclass(frozen=True)
+class Endurance:
+    """What a drive says of its wear.
+
+    Attributes:
+        written_bytes: by hosts, over its life.
+        percentage_used: of the rated endurance, 0 to 255.
+        rated_bytes: an estimate, written / used; None below 5 %, where the percentage is too coarse.
+    """
+
+    written_bytes: int
+    percentage_used: int
+    rated_bytes: int | None
+
+
+@dataclass(frozen=True)
+class DiskFacts:
+    """The disk under a directory.
+
+    Attributes:
+        device: kernel name of the whole disk ('nvme0n1'), '' where there is none; `members`: the disks below a
+            device-mapper or md device, else the device itself.
+        write_cache: 'write back' or 'write through'.
+        max_transfer_bytes: what the kernel sends the device at once.
+        dio_memory_align, dio_offset_align: bytes, of direct I/O; None where kernel or file system do not say.
+    """
+
+    path: str
+    mount_point: str = ""
+    filesystem: str = ""
+    mount_options: str = ""
+    source: str = ""
+    total_bytes: int = 0
+    free_bytes: int = 0
+    device: str = ""
+    members: tuple[str, ...] = ()
+    model: str = ""
+    size_bytes: int | None = None
+    rotational: bool | None = None
+    write_cache: str = ""
+    scheduler: str = ""
+    logical_block_bytes: int | None = None
+    physical_block_bytes: int | None = None
+    max_transfer_bytes: int | None = None
+    numa_node: int | None = None
+    dio_memory_align: int | None = None
+    dio_offset_align: int | None = None
+    endurance: Endurance | None = None
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The machine and what it lets this process do.
+
+    Attributes:
+        memlock_soft_bytes, memlock_hard_bytes: None = unlimited. `can_lock_any`: CAP_IPC_LOCK, which ignores them.
+        io_uring_disabled: the sysctl: 0 allowed, 1 for the privileged, 2 not at all; None where there is none.
+        cgroup_io_max: the limits of this process' control group, '' where there are none.
+    """
+
+    kernel: str
+    architecture: str
+    cpu_model: str
+    cores: int
+    total_memory_bytes: int
+    memlock_soft_bytes: int | None
+    memlock_hard_bytes: int | None
+    can_lock_any: bool
+    numa_nodes: int
+    transparent_hugepage: str
+    io_uring_disabled: int | None
+    container: bool
+    cgroup_io_max: str
+
+
+def describe_disk(path: Path, *, file: Path | None = None, endurance: bool = False, root: Path = _ROOT) -> DiskFacts:
+    """Args:
+        file: a regular file there, of which direct I/O's alignment is asked.
+        endurance: also ask smartctl or nvme-cli, which takes a moment and may need root.
+        root: of /sys and /proc, for tests.
+
+    Raises:
+        OSError: `path` does not exist.
+    """
+    info = os.statvfs(path)
+    mount_point, options, filesystem, source = _mount_of(path.absolute(), root)
+    block = _block_device(os.stat(path).st_dev, root)
+    disk = _whole_disk(block)
+    members = _members(disk)
+    first = members[0] if members else disk
+    nodes = {_numa_node(member) for member in members}
+    align = (None, None) if file is None else _dio_align(file)
+    return DiskFacts(
+        path=str(path),
+        mount_point=mount_point,
+        filesystem=filesystem,
+        mount_options=options,
+        source=source,
+        total_bytes=info.f_blocks * info.f_frsize,
+        free_bytes=info.f_bavail * info.f_frsize,
+        device="" if disk is None else disk.name,
+        members=tuple(member.name for member in members),
+        model="" if first is None else _text(first / "device/model"),
+        size_bytes=None if disk is None else _scaled(disk / "size", 512),
+        rotational=None if first is None else _flag(first / "queue/rotational"),
+        write_cache="" if first is None else _text(first / "queue/write_cache"),
+        scheduler="" if first is None else _chosen(_text(first / "queue/scheduler")),
+        logical_block_bytes=None if first is None else _scaled(first / "queue/logical_block_size"),
+        physical_block_bytes=None if first is None else _scaled(first / "queue/physical_block_size"),
+        max_transfer_bytes=None if first is None else _scaled(first / "queue/max_sectors_kb", 1024),
+        numa_node=nodes.pop() if len(nodes) == 1 else None,
+        dio_memory_align=align[0],
+        dio_offset_align=align[1],
+        endurance=_endurance(first.name) if endurance and first is not None else None,
+    )
+
+
+def disk_key(path: Path) -> str:
+    """Names the file system that holds `path`, the same for all its directories and from one boot to the next."""
+    facts = describe_disk(path)
+    return f"{facts.filesystem}:{os.statvfs(path).f_fsid:x}:{facts.device}"
+
+
+def describe_machine(root: Path = _ROOT) -> MachineFacts:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = dict(_fields(_text(root / "proc/self/status")))
+    capabilities = int(status.get("CapEff", "0") or "0", 16)
+    disabled = _text(root / "proc/sys/kernel/io_uring_disabled")
+    return MachineFacts(
+        kernel=platform.release(),
+        architecture=platform.machine(),
+        cpu_model=dict(_fields(_text(root / "proc/cpuinfo"))).get("model name", ""),
+        cores=len(os.sched_getaffinity(0)),
+        total_memory_bytes=int(psutil.virtual_memory().total),
+        memlock_soft_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
+        can_lock_any=bool(capabilities >> _CAP_IPC_LOCK & 1),
+        numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        transparent_hugepage=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        io_uring_disabled=int(disabled) if disabled.isdigit() else None,
+        container=_in_container(root),
+        cgroup_io_max=_cgroup_io_max(root),
+    )
+
+
+# -- mounts -----------------------------------------------------------------------------------------------------------
+
+
+def _mount_of(path: Path, root: Path) -> tuple[str, str, str, str]:
+    """(mount point, options, file system, source) of the innermost mount that holds `path`."""
+    best = ("", "", "", "")
+    real = os.path.realpath(path)
+    for line in _text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 6 or len(kind) < 2:
+            continue
+        mount = _unescape(fields[4])
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best[0]):
+            best = (mount, fields[5], kind[0], _unescape(kind[1]))
+    return best
+
+
+def _unescape(text: str) -> str:
+    """mountinfo writes blanks and the like as octal."""
+    for code in ("040", "011", "012", "134"):
+        text = text.replace(f"\\{code}", chr(int(code, 8)))
+    return text
+
+
+# -- block devices ----------------------------------------------------------------------------------------------------
+
+
+def _block_device(number: int, root: Path) -> Path | None:
+    path = root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
+    return path.resolve() if path.exists() else None
+
+
+def _whole_disk(block: Path | None) -> Path | None:
+    if block is None:
+        return None
+    return block.parent if (block / "partition").exists() else block
+
+
+def _members(disk: Path | None) -> list[Path]:
+    """The disks at the bottom of a stack of device mappers and md arrays."""
+    if disk is None:
+        return []
+    slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []
+    found: list[Path] = []
+    for slave in slaves:
+        for member in _members(_whole_disk(slave.resolve())):
+            if member not in found:
+                found.append(member)
+    return found or [disk]
+
+
+def _numa_node(disk: Path) -> int | None:
+    """The nearest `numa_node` above the disk; -1 means that there is none."""
+    real = (disk / "device").resolve() if (disk / "device").exists() else disk
+    for place in (real, *real.parents):
+        if (place / "numa_node").exists():
+            node = int(_text(place / "numa_node") or "-1")
+            return None if node < 0 else node
+        if place.name in ("devices", ""):
+            break
+    return None
+
+
+def _dio_align(file: Path) -> tuple[int | None, int | None]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "statx"):
+        return None, None
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if libc.statx(_AT_FDCWD, os.fsencode(file), 0, _STATX_DIOALIGN, buffer) != 0:
+        return None, None
+    mask = int.from_bytes(buffer.raw[_STATX_MASK_AT : _STATX_MASK_AT + 4], "little")
+    if not mask & _STATX_DIOALIGN:
+        return None, None
+    memory = int.from_bytes(buffer.raw[_STATX_DIO_AT : _STATX_DIO_AT + 4], "little")
+    return memory, int.from_bytes(buffer.raw[_STATX_DIO_AT + 4 : _STATX_DIO_AT + 8], "little")
+
+
+# -- endurance --------------------------------------------------------------------------------------------------------
+
+
+def _endurance(device: str) -> Endurance | None:
+    for command, parse in (
+        (["smartctl", "-j", "-a", f"/dev/{device}"], parse_smartctl),
+        (["nvme", "smart-log", "-o", "json", f"/dev/{device}"], parse_nvme_smart_log),
+    ):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+            found = parse(json.loads(done.stdout))
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def parse_smartctl(report: Mapping[str, Any]) -> Endurance | None:
+    """From `smartctl -j -a`: NVMe's health log, or a SATA drive's attributes; None where neither is there."""
+    log = report.get("nvme_smart_health_information_log")
+    if isinstance(log, Mapping) and "data_units_written" in log:
+        return _wear(int(log["data_units_written"]) * _NVME_UNIT_BYTES, int(log.get("percentage_used", 0)))
+    rows = report.get("ata_smart_attributes", {}).get("table", [])
+    table = {row.get("name"): row for row in rows}
+    written, wear = table.get("Total_LBAs_Written"), table.get("Wear_Leveling_Count")
+    if written is None:
+        return None
+    used = 0 if wear is None else max(100 - int(wear.get("value", 100)), 0)
+    return _wear(int(written["raw"]["value"]) * _SMART_SECTOR_BYTES, used)
+
+
+def parse_nvme_smart_log(report: Mapping[str, Any]) -> Endurance | None:
+    """From `nvme smart-log -o json`; the names changed between versions."""
+    written = report.get("data_units_written")
+    used = report.get("percentage_used", report.get("percent_used"))
+    return None if written is None else _wear(int(written) * _NVME_UNIT_BYTES, int(used or 0))
+
+
+def _wear(written: int, used: int) -> Endurance:
+    readable = used >= _ENDURANCE_READABLE_PERCENT
+    return Endurance(written, used, written * 100 // used if readable else None)
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _in_container(root: Path) -> bool:
+    if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
+        return True
+    words = ("docker", "kubepods", "containerd", "libpod", "lxc")
+    return any(word in _text(root / "proc/1/cgroup") for word in words)
+
+
+def _cgroup_io_max(root: Path) -> str:
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        if line.startswith("0::"):
+            return _text(root / "sys/fs/cgroup" / line[3:].lstrip("/") / "io.max")
+    return ""
+
+
+# -- small files ------------------------------------------------------------------------------------------------------
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _scaled(path: Path, unit: int = 1) -> int | None:
+    text = _text(path)
+    return int(text) * unit if text.isdigit() else None
+
+
+def _flag(path: Path) -> bool | None:
+    value = _scaled(path)
+    return None if value is None else bool(value)
+
+
+def _chosen(text: str) -> str:
+    """'always [madvise] never' → 'madvise'."""
+    _, bracket, rest = text.partition("[")
+    return rest.partition("]")[0] if bracket else text
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    """'name: value' lines."""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return [(name.strip(), value.strip()) for name, _, value in pairs]

@@ -1,0 +1,97 @@
+"""What infinity-bench found out about the disks of this machine: read by whoever cuts transfers, places stripes or
+predicts times.
+
+One JSON file per user. It is a cache: what cannot be read is ignored with a warning, and everything works without it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infinity.io.devices import disk_key
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+
+
+class DiskProfile(BaseModel):
+    """One file system's figures. Rates are bytes per second of `block_bytes` blocks, `queue_depth` in flight.
+
+    Attributes:
+        mixed_rate: half reads, half writes, both counted: what a training step does.
+        path: the directory that was measured.
+        measured: date, ISO 8601.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    read_rate: float = Field(gt=0)
+    overwrite_rate: float = Field(gt=0)
+    mixed_rate: float = Field(gt=0)
+    block_bytes: int = Field(gt=0, multiple_of=4096, le=1 << 30)
+    queue_depth: int = Field(ge=1, le=1024)
+    engine: str
+    path: str
+    measured: str
+
+
+class _Profiles(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = VERSION
+    disks: dict[str, DiskProfile] = Field(default_factory=dict)
+
+
+def profile_path() -> Path:
+    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "infinity" / "disks.json"
+
+
+def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
+    """All disks measured so far, by `disk_key`; empty where there is no profile, or none that this version reads."""
+    path = path or profile_path()
+    try:
+        profiles = _Profiles.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError, UnicodeDecodeError) as error:
+        logger.warning("the disk profile %s is not readable (%s); run infinity-bench to make it anew", path, error)
+        return {}
+    if profiles.version != VERSION:
+        logger.warning("the disk profile %s has version %d; run infinity-bench to make it anew", path, profiles.version)
+        return {}
+    return profiles.disks
+
+
+def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
+    """What is known of the disk that holds `directory`, or its nearest ancestor that exists."""
+    profiles = load_profiles(path)
+    if not profiles:
+        return None
+    directory = directory.expanduser().absolute()
+    while not directory.exists():
+        directory = directory.parent
+    return profiles.get(disk_key(directory))
+
+
+def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None) -> Path:
+    """Remember a disk, beside those known; returns the file. Written aside and renamed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = path or profile_path()
+    disks = dict(load_profiles(path)) | {disk_key(directory): profile}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(f".{os.getpid()}.tmp")
+    aside.write_text(json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n")
+    aside.replace(path)
+    return path
