@@ -26,9 +26,12 @@ def _same_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_disk_profile(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What infinity-bench measured on this machine must not change a test."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def _no_disk_profile(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """What infinity-bench measured, on this machine or in another test, must not change a test."""
+    name = f"cache-{hash(request.node.nodeid):x}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
 
 
 @pytest.fixture

@@ -1,0 +1,262 @@
+"""What a survey found, as tables for people, JSON for programs, and a swap config for infinity.
+
+[Note: the JSON]
+`schema` and `version` name it; a version only ever gains keys. Each job has fio's keys (jobname, "job options", read
+and write with io_bytes, bw_bytes, iops, clat_ns.percentile), so that what reads fio's output reads ours; cpu_s_per_gb,
+spread and runs are our own. Sizes are bytes, rates bytes per second, GB is 10^9.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from infinity.cli.bench.sustained import Sustained
+from infinity.cli.bench.sweep import Choice, Point
+from infinity.cli.bench.versus import Comparison
+from infinity.cli.bench.workload import PERCENTILES, Latencies, Sample, percentile
+from infinity.io.devices import DiskFacts, MachineFacts
+from infinity.sizes import format_bytes
+
+SCHEMA, VERSION = "infinity-bench", 1
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """One directory's disk: what it is and what was measured; None where it was not asked for."""
+
+    path: Path
+    disk: DiskFacts
+    points: Sequence[Point] = ()
+    choice: Choice | None = None
+    sustained: Sustained | None = None
+    comparisons: Sequence[Comparison] = ()
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Everything one call of infinity-bench found. `engine_reason` says why this engine, and its flags."""
+
+    machine: MachineFacts
+    engine: str
+    engine_reason: str
+    registered: str
+    paths: Sequence[PathReport]
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def print_machine(console: Console, survey: Survey) -> None:
+    machine = survey.machine
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    lock = "unlimited" if machine.memlock_soft_bytes is None else format_bytes(machine.memlock_soft_bytes)
+    lock += " (this process may exceed it)" if machine.can_lock_any else ""
+    rows = [
+        ("machine", f"{machine.cpu_model}, {machine.cores} cores, {format_bytes(machine.total_memory_bytes)} RAM"),
+        ("kernel", f"{machine.kernel}{', in a container' if machine.container else ''}"),
+        ("engine", f"{survey.engine}: {survey.engine_reason}"),
+        ("locked memory", f"limit {lock}; {survey.registered}"),
+        ("NUMA nodes", str(machine.numa_nodes)),
+        ("huge pages", machine.transparent_hugepage or "not known"),
+    ]
+    if machine.cgroup_io_max:
+        rows.append(("cgroup io.max", machine.cgroup_io_max))
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_disk(console: Console, disk: DiskFacts) -> None:
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    align = "not said by the kernel"
+    if disk.dio_offset_align is not None:
+        align = f"memory {disk.dio_memory_align} B, offset {disk.dio_offset_align} B"
+    device = " + ".join(disk.members) or disk.device or "not known"
+    table.add_row("path", str(disk.path))
+    table.add_row("file system", f"{disk.filesystem} ({disk.mount_point}), {format_bytes(disk.free_bytes)} free")
+    table.add_row("device", f"{device} {disk.model}".strip())
+    table.add_row("direct I/O", align)
+    table.add_row("NUMA node", "none" if disk.numa_node is None else str(disk.numa_node))
+    if disk.write_cache:
+        table.add_row("write cache", disk.write_cache)
+    table.add_row("endurance", _endurance(disk))
+    console.print(table)
+
+
+def _endurance(disk: DiskFacts) -> str:
+    if disk.endurance is None:
+        return "not readable (smartctl or nvme-cli as root can; virtual disks have none)"
+    return f"{disk.endurance.written_bytes / 1e12:.1f} TB written, {disk.endurance.percentage_used} % used"
+
+
+def print_points(console: Console, points: Sequence[Point]) -> None:
+    table = Table(title="GB/s = 10^9 bytes per second; latency of a block in ms; medians of the runs")
+    for name in ("", "block", "depth", "GB/s", "±", "p50", "p90", "p99", "p99.9", "max", "CPU s/GB"):
+        table.add_column(name, justify="left" if not name else "right")
+    for point in points:
+        load = point.workload
+        latencies = merge([side for sample in point.samples for side in (sample.reads, sample.writes)])
+        values = [percentile(latencies, percent) / 1e6 for percent in (*PERCENTILES, 100.0)]
+        table.add_row(
+            load.kind.replace("_", " "),
+            format_block(load.block_bytes),
+            str(load.queue_depth),
+            f"{point.rate / 1e9:.2f}",
+            f"{point.spread:.0%}",
+            *(f"{value:.2f}" for value in values),
+            f"{point.cpu_s_per_gb:.4f}",
+        )
+    console.print(table)
+
+
+def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
+    table = Table(title="rate / fio's rate within a round; fio uses registered files and buffers")
+    for name in ("", "contender", "GB/s", "5 %", "median", "95 %", "CPU s/GB", "CPU / fio's", "as good as fio"):
+        table.add_column(name, justify="left" if name in ("", "contender") else "right")
+    for comparison in comparisons:
+        label = f"{comparison.kind}, {format_block(comparison.block_bytes)} × {comparison.queue_depth}"
+        for ratio in comparison.ratios:
+            verdict = "" if ratio.contender.startswith("fio") else _yes(ratio.median > comparison.noise_low)
+            table.add_row(
+                label,
+                ratio.contender,
+                f"{ratio.rate / 1e9:.2f}",
+                f"{ratio.low:.2f}",
+                f"{ratio.median:.3f}",
+                f"{ratio.high:.2f}",
+                f"{ratio.cpu_s_per_gb:.4f}",
+                f"{ratio.cpu_ratio:.2f}",
+                verdict,
+            )
+            label = ""
+    console.print(table)
+    console.print("As good as fio: the median ratio lies above the 5 % quantile of fio against fio.")
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def print_sustained(console: Console, sustained: Sustained) -> None:
+    table = Table(title="sustained overwriting")
+    for name in ("minute", "GB/s", "written"):
+        table.add_column(name, justify="right")
+    for number, minute in enumerate(sustained.minutes, 1):
+        table.add_row(str(number), f"{minute.rate / 1e9:.2f}", format_bytes(minute.written_bytes))
+    console.print(table)
+    if not sustained.settled:
+        console.print("It has not settled: each of the last three minutes should be within 5 % of the one before.")
+
+
+def format_block(nbytes: int) -> str:
+    return f"{nbytes >> 20}MiB" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10}KiB"
+
+
+def merge(parts: Sequence[Latencies]) -> Latencies:
+    """Several histograms as one."""
+    sums: dict[int, int] = {}
+    for part in parts:
+        for value, count in part:
+            sums[value] = sums.get(value, 0) + count
+    return sorted(sums.items())
+
+
+# -- the swap config --------------------------------------------------------------------------------------------------
+
+
+def swap_config(reports: Sequence[PathReport]) -> str:
+    """YAML that infinity accepts, with the settings the slowest of the disks needs."""
+    choices = [report.choice for report in reports if report.choice is not None]
+    block = max(choice.block_bytes for choice in choices)
+    depth = max(choice.queue_depth for choice in choices)
+    rate = sum(choice.mixed_rate for choice in choices)
+    paths = ", ".join(str(report.path / "infinity-swap") for report in reports)
+    return (
+        f"# measured {datetime.date.today().isoformat()}: {rate / 1e9:.2f} GB/s, half reads and half writes\n"
+        "weights: auto\n"
+        "optimizer: nvme\n"
+        "activations: auto\n"
+        "# memory: {device: 20GiB, host: 48GiB}   # omitted = measured\n"
+        f"nvme: {{paths: [{paths}], engine: auto, block: {format_block(block)}, queue_depth: {depth}}}\n"
+    )
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def to_json(survey: Survey, version: str) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "infinity": version,
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": dataclasses.asdict(survey.machine),
+        "engine": {"name": survey.engine, "reason": survey.engine_reason, "registered": survey.registered},
+        "paths": [_path_json(report) for report in survey.paths],
+    }
+
+
+def _path_json(report: PathReport) -> dict[str, Any]:
+    return {
+        "path": str(report.path),
+        "disk": dataclasses.asdict(report.disk),
+        "jobs": [_job_json(point) for point in report.points],
+        "choice": None if report.choice is None else dataclasses.asdict(report.choice),
+        "sustained": None if report.sustained is None else dataclasses.asdict(report.sustained),
+        "vs_fio": [dataclasses.asdict(comparison) for comparison in report.comparisons],
+        "written_bytes": report.written_bytes,
+    }
+
+
+def _job_json(point: Point) -> dict[str, Any]:
+    load = point.workload
+    directions = {"read": "read", "overwrite": "write", "first_write": "write", "mixed": "rw"}
+    return {
+        "jobname": f"{load.kind}-{load.block_bytes}-{load.queue_depth}",
+        "job options": {
+            "rw": directions[load.kind],
+            "bs": str(load.block_bytes),
+            "iodepth": str(load.queue_depth),
+            "ioengine": load.engine,
+            "direct": "1",
+        },
+        "read": _side_json(point, "reads"),
+        "write": _side_json(point, "writes"),
+        "cpu_s_per_gb": point.cpu_s_per_gb,
+        "spread": point.spread,
+        "runs": [sample.rate for sample in point.samples],
+    }
+
+
+def _side_json(point: Point, side: str) -> dict[str, Any]:
+    latencies = merge([getattr(sample, side) for sample in point.samples])
+    blocks = sum(count for _, count in latencies)
+    share = 0.5 if point.workload.kind == "mixed" else 1.0
+    if blocks == 0:
+        return {"io_bytes": 0, "bw_bytes": 0, "iops": 0.0, "clat_ns": {"N": 0, "max": 0, "percentile": {}}}
+    moved = sum(sample.nbytes for sample in point.samples) * share
+    return {
+        "io_bytes": int(moved),
+        "bw_bytes": int(point.rate * share),
+        "iops": point.rate * share / point.workload.block_bytes,
+        "clat_ns": {
+            "N": blocks,
+            "max": percentile(latencies, 100.0),
+            "percentile": {f"{percent:.6f}": percentile(latencies, percent) for percent in PERCENTILES},
+        },
+    }
+
+
+def written_bytes(samples: Sequence[tuple[str, Sample]]) -> int:
+    """Of (kind, sample) pairs: what they cost a drive."""
+    shares = {"read": 0.0, "mixed": 0.5}
+    return int(sum(sample.nbytes * shares.get(kind, 1.0) for kind, sample in samples))

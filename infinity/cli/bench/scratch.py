@@ -1,0 +1,88 @@
+"""The files infinity-bench measures on: made new, never found, and gone at any exit.
+
+A scratch file loses its name as soon as it is open, so the system frees its space whenever the process ends: also by
+Ctrl-C, by an exception or killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from infinity import _native
+from infinity.errors import BenchError
+from infinity.sizes import format_bytes
+
+_KEPT_SHARE = 0.05
+"""Of a disk that is never filled: full file systems are slow, and others live there too."""
+
+
+class Scratch:
+    """One nameless file of `nbytes` bytes under `directory`, preallocated.
+
+    Args:
+        direct: go around the page cache.
+
+    Raises:
+        BenchError: the directory is not there or not writable, or the disk would be filled beyond 95 %.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
+        _require_room(directory, nbytes)
+        try:
+            self._fd, name = tempfile.mkstemp(prefix=".infinity-bench-", dir=directory)
+        except OSError as error:
+            raise BenchError(f"cannot write to {directory}: {error.strerror}") from error
+        self.nbytes = nbytes
+        try:
+            self.file = _native.File(name, direct=direct)
+        except OSError as error:
+            os.close(self._fd)
+            raise BenchError(f"cannot open a file in {directory}: {error.strerror}") from error
+        finally:
+            os.unlink(name)
+        try:
+            self.file.preallocate(nbytes)
+        except OSError as error:
+            self.close()
+            raise BenchError(f"cannot reserve {format_bytes(nbytes)} in {directory}: {error.strerror}") from error
+
+    @property
+    def open_path(self) -> str:
+        """A path under which other processes find the nameless file while it is open here."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def close(self) -> None:
+        """Let the file, and its space, go. Idempotent."""
+        if self._fd >= 0:
+            self.file.close()
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _require_room(directory: Path, nbytes: int) -> None:
+    try:
+        info = os.statvfs(directory)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise BenchError(f"{directory} does not exist; name a directory on the disk to measure") from error
+        raise BenchError(f"cannot look at {directory}: {error.strerror}") from error
+    free, total = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
+    if free - nbytes < _KEPT_SHARE * total:
+        most = max(free - _KEPT_SHARE * total, 0)
+        raise BenchError(
+            f"{format_bytes(nbytes)} in {directory} would leave less than 5 % of the disk free "
+            f"({format_bytes(free)} of {format_bytes(total)} are free now). Free space, name another disk, or "
+            f"set --size to at most {format_bytes(most)}."
+        )

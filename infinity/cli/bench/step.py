@@ -1,0 +1,171 @@
+"""`infinity-bench step`: what one training step of a model costs these disks, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from infinity.config import load_config
+from infinity.errors import BenchError, ModelError
+from infinity.io.devices import describe_disk
+from infinity.runtime.offload import close, offload
+from infinity.schedule import registry
+from infinity.schedule.replay import ReplayedStep, replay_step
+from infinity.sizes import format_bytes
+from infinity.state.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_STEPS = 2
+"""The first writes the states for the first time and learns nothing; the second finds the order of a steady state."""
+_FLOPS_PER_PARAMETER = {"keep": 6, "recompute": 8}
+"""Per token: 2 forward, 4 backward, and 2 where the forward is done twice."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A replayed step and what follows from it.
+
+    Attributes:
+        step_s, io_s: medians over the steps: from the first fetch to the last write, and of it with transfers in
+            flight.
+        tokens_bound: tokens per step from which on a GPU of `tflops` computes for longer than the disks move.
+        written_tb: by 1,000 steps, 10^12 bytes.
+        rated_tb: what the drives are rated for; None where not known.
+        parameters: trained ones.
+    """
+
+    steps: int
+    step_s: float
+    io_s: float
+    read_bytes: int
+    written_bytes: int
+    tflops: float
+    tokens_bound: int
+    written_tb: float
+    rated_tb: float | None
+    parameters: int
+
+    def text(self) -> str:
+        moved = self.read_bytes + self.written_bytes
+        endurance = "not known; give --rated-tb (the drive's TBW)"
+        if self.rated_tb is not None:
+            endurance = f"{self.written_tb / self.rated_tb:.2%} of {self.rated_tb:.0f} TB rated"
+        rows = [
+            ("one step of I/O", f"{self.step_s:.3f} s (median of {self.steps}), transfers in flight {self.io_s:.3f} s"),
+            ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)}"),
+            ("moved per parameter", f"{moved / max(self.parameters, 1):.1f} B"),
+            ("rate", f"{moved / self.step_s / 1e9:.2f} GB/s"),
+            (
+                "the GPU is the bound",
+                f"from {self.tokens_bound:,} tokens per step on, at {self.tflops:g} TFLOP/s reached",
+            ),
+            ("1,000 steps write", f"{self.written_tb:.2f} TB; {endurance}"),
+        ]
+        return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": "infinity-bench-step", "version": 1, **asdict(self)}
+
+
+def run_step(options: argparse.Namespace, console: Console) -> StepReport:
+    """Place the model's states as the config says, replay its steps, and report.
+
+    Raises:
+        BenchError: nothing of the model would be on NVMe.
+        others: as infinity.offload.
+    """
+    config = load_config(options.config)
+    model = _model_on_meta(options.model, options.dtype)
+    offload(model, config, source=_constant_values(model), device="cpu" if options.cpu else None)
+    try:
+        ledger = registry.ledger_of(model)
+        plan = ledger.backing.plan
+        if plan.swap_bytes == 0:
+            raise BenchError(
+                f"{options.config}: nothing is on NVMe (weights {plan.weights}, optimizer {plan.optimizer})"
+            )
+        console.print(plan.describe(), markup=False, highlight=False)
+        steps = []
+        for number in range(_WARM_UP_STEPS + options.steps):
+            step = replay_step(ledger, options.micro_batches)
+            steps.append(step)
+            if number >= _WARM_UP_STEPS:
+                console.print(f"step {number + 1 - _WARM_UP_STEPS} of {options.steps}: {step.seconds:.3f} s")
+        return _report(steps[_WARM_UP_STEPS:], plan, options, config.nvme.paths)
+    finally:
+        close(model)
+
+
+def _report(steps: list[ReplayedStep], plan: Plan, options: argparse.Namespace, paths: list[Path]) -> StepReport:
+    seconds = statistics.median(step.seconds for step in steps)
+    flops_per_token = _FLOPS_PER_PARAMETER[plan.activations] * plan.numel
+    written = steps[-1].written_bytes
+    return StepReport(
+        steps=len(steps),
+        step_s=seconds,
+        io_s=statistics.median(step.io_s for step in steps),
+        read_bytes=steps[-1].read_bytes,
+        written_bytes=written,
+        tflops=options.tflops,
+        tokens_bound=-int(-seconds * options.tflops * 1e12 // flops_per_token),
+        written_tb=written * 1000 / 1e12,
+        rated_tb=options.rated_tb or _rated_tb(paths),
+        parameters=plan.trainable_numel,
+    )
+
+
+def _rated_tb(paths: list[Path]) -> float | None:
+    """What all the drives are rated for, as far as their own counters tell."""
+    rated: list[int] = []
+    for path in paths:
+        directory = path.expanduser().absolute()
+        while not directory.exists():
+            directory = directory.parent
+        endurance = describe_disk(directory, endurance=True).endurance
+        if endurance is None or endurance.rated_bytes is None:
+            return None
+        rated.append(endurance.rated_bytes)
+    return sum(rated) / 1e12
+
+
+def _model_on_meta(name: str, dtype: str) -> Any:
+    """The model of a checkpoint's directory, a config.json or a hub id, without its weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(name)
+    try:
+        config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--model {name}: cannot load a model's configuration: {error}") from error
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    return _real_buffers(model)
+
+
+def _real_buffers(model: torch.nn.Module) -> torch.nn.Module:
+    """Nothing is computed with them: zeros will do."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def _constant_values(model: torch.nn.Module) -> Callable[[str], torch.Tensor]:
+    """A source that gives every parameter some value, one at a time."""
+    shapes = {name: (parameter.shape, parameter.dtype) for name, parameter in model.named_parameters()}
+
+    def value(name: str) -> torch.Tensor:
+        shape, dtype = shapes[name]
+        return torch.full(shape, 0.5, dtype=dtype, device="cpu")
+
+    return value

@@ -1,0 +1,176 @@
+"""`infinity-bench`: the survey of one or more disks."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from infinity import _native
+from infinity.cli.bench.report import (
+    PathReport,
+    Survey,
+    print_comparisons,
+    print_disk,
+    print_machine,
+    print_points,
+    print_sustained,
+    swap_config,
+    written_bytes,
+)
+from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.sustained import Minute, Sustained, sustain
+from infinity.cli.bench.sweep import Choice, Point, Sweep
+from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
+from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.errors import BenchError, ConfigError
+from infinity.io.devices import describe_disk, describe_machine
+from infinity.io.profile import DiskProfile, save_profile
+
+_MEMORY_BYTES = 256 << 20
+_SAMPLE_BYTES = 1 << 30
+_SAMPLE_S = 0.6
+"""Slow disks move less per run, so that a survey stays short."""
+
+
+def run_survey(options: argparse.Namespace, console: Console) -> Survey:
+    """Measure every path and print what is found.
+
+    Raises:
+        BenchError, ConfigError: a path cannot be measured, or returned wrong data.
+    """
+    engine = _open(options.engine)
+    registered = engine.register_memory(_native.Arena(1 << 20).view(0, 1 << 20)) or "buffers can be registered"
+    machine, name, reason = describe_machine(), engine.name, engine.reason
+    engine.close()
+    print_machine(console, Survey(machine, name, reason, registered, ()))
+    reports = [_measure(path, options, name, console) for path in options.path]
+    return Survey(machine, name, reason, registered, tuple(reports))
+
+
+def conclude(survey: Survey, console: Console) -> None:
+    """Remember the disks for the planner and print a config. Only after a sweep."""
+    swept = [report for report in survey.paths if report.choice is not None]
+    if not swept:
+        return
+    for report in swept:
+        remembered = save_profile(report.path, _profile(report, survey.engine))
+    console.print(f"\nThe planner reads these figures from {remembered}.", highlight=False)
+    console.print("A swap config for these disks:\n")
+    console.print(swap_config(swept), markup=False, highlight=False, soft_wrap=True)
+
+
+def _profile(report: PathReport, engine: str) -> DiskProfile:
+    choice = report.choice
+    if choice is None:
+        raise AssertionError("no choice to remember")
+    return DiskProfile(
+        read_rate=choice.read_rate,
+        overwrite_rate=choice.overwrite_rate,
+        mixed_rate=choice.mixed_rate,
+        block_bytes=choice.block_bytes,
+        queue_depth=choice.queue_depth,
+        engine=engine,
+        path=str(report.path),
+        measured=datetime.date.today().isoformat(),
+    )
+
+
+def _open(engine: str) -> _native.IOEngine:
+    try:
+        return _native.IOEngine(engine)
+    except OSError as error:
+        raise ConfigError(f"--engine {engine}: {error}. Use auto or threads.") from error
+
+
+def _measure(path: Path, options: argparse.Namespace, engine: str, console: Console) -> PathReport:
+    memory = _memory_bytes()
+    file_bytes = max(options.size // memory, 1) * memory
+    with Scratch(path, file_bytes) as scratch:
+        disk = describe_disk(path, file=Path(scratch.open_path), endurance=True)
+        print_disk(console, disk)
+        if not scratch.file.direct:
+            console.print("[yellow]no direct I/O here: the page cache is measured as well[/]")
+        rig = Rig(scratch, memory)
+        with console.status("filling the file"):
+            rig.fill()
+        points: list[Point] = []
+        choice: Choice | None = None
+        sustained: Sustained | None = None
+        comparisons: list[Comparison] = []
+        asked_only = options.sustained or options.vs_fio
+        sample = _sample_bytes(rig, engine)
+        if not asked_only:
+            sweep = Sweep(path, rig, sample, engine, lambda point: _say(console, point))
+            choice, points = sweep.run(), sweep.points
+            print_points(console, points)
+        if options.vs_fio:
+            comparisons = _compare(scratch, rig, options, console)
+            print_comparisons(console, comparisons)
+        if options.sustained:
+            load = Workload("overwrite", options.block, options.depth, file_bytes, engine)
+            sustained = sustain(
+                rig, load, options.limit_s, lambda minute: console.print(f"{minute.rate / 1e9:.2f} GB/s")
+            )
+            print_sustained(console, sustained)
+        with console.status("verifying"):
+            verify(scratch, options.faults)
+        console.print(f"verified: all {file_bytes >> 20} MiB read back as written")
+    return PathReport(path, disk, points, choice, sustained, comparisons, _written(points, sustained, file_bytes))
+
+
+def _compare(scratch: Scratch, rig: Rig, options: argparse.Namespace, console: Console) -> list[Comparison]:
+    comparisons = []
+    with console.status("taking turns with fio") as status:
+        for kind in COMPARED:
+            load = Workload(kind, options.block, options.depth, options.fio_bytes)
+            comparisons.append(compare_with_fio(scratch, rig, load, options.rounds, status.update))
+    return comparisons
+
+
+def _say(console: Console, point: Point) -> None:
+    load = point.workload
+    console.print(
+        f"{load.kind:<12} {load.block_bytes >> 10:>6} KiB × {load.queue_depth:<3} {point.rate / 1e9:6.2f} GB/s",
+        highlight=False,
+    )
+
+
+def _say_minute(console: Console, minute: Minute) -> None:
+    console.print(f"{minute.rate / 1e9:.2f} GB/s", highlight=False)
+
+
+def _sample_bytes(rig: Rig, engine: str) -> int:
+    """So much that a run takes about 0.6 s, at most 1 GiB; a multiple of the largest block, at least four of them."""
+    probe = rig.run(Workload("overwrite", 1 << 20, 16, rig.memory_bytes, engine))
+    step = 64 << 20
+    wanted = int(min(probe.rate * _SAMPLE_S, _SAMPLE_BYTES)) // step * step
+    return max(wanted // rig.memory_bytes * rig.memory_bytes, rig.memory_bytes)
+
+
+def _memory_bytes() -> int:
+    """For the source and the target each: a power of two, at most an eighth of what is free."""
+    available = psutil.virtual_memory().available // 8
+    memory = _MEMORY_BYTES
+    while memory > available and memory > 16 << 20:
+        memory //= 2
+    return memory
+
+
+def _written(points: list[Point], sustained: Sustained | None, file_bytes: int) -> int:
+    samples = [(point.workload.kind, sample) for point in points for sample in point.samples]
+    return written_bytes(samples) + 2 * file_bytes + (sustained.written_bytes if sustained else 0)
+
+
+def require_directory(path: Path) -> Path:
+    """Raises BenchError unless `path` is a directory that may be written to."""
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        raise BenchError(f"--path {path}: not a directory")
+    if not os.access(path, os.W_OK):
+        raise BenchError(f"--path {path}: not writable")
+    return path

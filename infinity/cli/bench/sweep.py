@@ -1,0 +1,166 @@
+"""The sweep: which block size and queue depth this disk needs, found with as few runs as will do."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.workload import KINDS, Kind, Rig, Sample, Workload
+
+DEPTHS = (1, 4, 8, 16, 32, 64)
+BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
+_MIDDLE_BLOCK = 1 << 20
+_IN_FLIGHT_BYTES_MAX = 128 << 20
+_GAIN = 1.05
+"""A deeper queue, or another block, must be so much faster to be worth its memory and latency."""
+_REPEATS = 3
+_DEPTH_MIN = 8
+"""Of other blocks than 1 MiB: a training step also moves pieces smaller than a block."""
+_FINALISTS = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """A workload and its runs."""
+
+    workload: Workload
+    samples: Sequence[Sample]
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second: the median of the runs."""
+        return statistics.median(sample.rate for sample in self.samples)
+
+    @property
+    def spread(self) -> float:
+        """(fastest - slowest) / median of the runs: how far to trust a difference."""
+        rates = [sample.rate for sample in self.samples]
+        return (max(rates) - min(rates)) / self.rate
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return statistics.median(sample.cpu_s_per_gb for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings to use, and what they reach: bytes per second.
+
+    Attributes:
+        queue_depth: twice what was measured, so that pieces of half a block keep as many bytes in flight.
+    """
+
+    block_bytes: int
+    queue_depth: int
+    read_rate: float
+    overwrite_rate: float
+    mixed_rate: float
+
+
+class Sweep:
+    """First the depth at 1 MiB, until more brings nothing; then the block at as many bytes in flight; then the best few
+    with reads and writes mixed, which is what training does; then the first write to fresh space.
+
+    Args:
+        rig: already filled.
+        sample_bytes: moved per run.
+        say: told about every point.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rig: Rig,
+        sample_bytes: int,
+        engine: str,
+        say: Callable[[Point], None] = lambda _: None,
+    ) -> None:
+        self._directory = directory
+        self._rig = rig
+        self._sample_bytes = sample_bytes
+        self._engine = engine
+        self._say = say
+        self._points: dict[tuple[Kind, int, int], Point] = {}
+
+    def run(self) -> Choice:
+        """Raises BenchError: the disk failed, is too full, or returned wrong data."""
+        for kind in ("read", "overwrite"):
+            self._find_depth(kind)
+        depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
+        for block in BLOCKS:
+            self._measure_both(block, max(min(depth * _MIDDLE_BLOCK // block, 256), _DEPTH_MIN))
+        finalists = self._ranked()[:_FINALISTS]
+        for block, blocks_deep in finalists:
+            self._point("mixed", block, blocks_deep)
+        block, depth = self._economical("mixed", finalists)
+        self._point("first_write", block, depth)
+        return Choice(
+            block_bytes=block,
+            queue_depth=2 * depth,
+            read_rate=self._points["read", block, depth].rate,
+            overwrite_rate=self._points["overwrite", block, depth].rate,
+            mixed_rate=self._points["mixed", block, depth].rate,
+        )
+
+    @property
+    def points(self) -> list[Point]:
+        """By kind, block and depth."""
+        order = {kind: index for index, kind in enumerate(KINDS)}
+        keys = sorted(self._points, key=lambda key: (order[key[0]], key[1], key[2]))
+        return [self._points[key] for key in keys]
+
+    def _find_depth(self, kind: Kind) -> None:
+        """Deeper until two steps in a row bring less than 5 %."""
+        best, idle = 0.0, 0
+        for depth in DEPTHS:
+            rate = self._point(kind, _MIDDLE_BLOCK, depth).rate
+            idle = 0 if rate > best * _GAIN else idle + 1
+            best = max(best, rate)
+            if idle == 2:
+                return
+
+    def _best_depth(self, kind: Kind) -> int:
+        depths = [depth for depth in DEPTHS if (kind, _MIDDLE_BLOCK, depth) in self._points]
+        return self._economical(kind, [(_MIDDLE_BLOCK, depth) for depth in depths])[1]
+
+    def _economical(self, kind: Kind, settings: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The one with the fewest bytes in flight among those within 5 % of the fastest."""
+        best = max(self._rate(kind, setting) for setting in settings)
+        good = [setting for setting in settings if self._rate(kind, setting) * _GAIN >= best]
+        return min(good, key=lambda setting: (setting[0] * setting[1], setting[1]))
+
+    def _rate(self, kind: Kind, setting: tuple[int, int]) -> float:
+        return self._points[kind, setting[0], setting[1]].rate
+
+    def _measure_both(self, block: int, depth: int) -> None:
+        if block * depth <= _IN_FLIGHT_BYTES_MAX:
+            self._point("read", block, depth)
+            self._point("overwrite", block, depth)
+
+    def _ranked(self) -> list[tuple[int, int]]:
+        """Settings measured both ways, the fastest for half reads and half writes first."""
+        settings = {key[1:] for key in self._points if key[0] == "read"} & {
+            key[1:] for key in self._points if key[0] == "overwrite"
+        }
+
+        def both(setting: tuple[int, int]) -> float:
+            return sum(1 / self._rate(kind, setting) for kind in ("read", "overwrite"))
+
+        return sorted(settings, key=both)
+
+    def _point(self, kind: Kind, block: int, depth: int) -> Point:
+        key = (kind, block, depth)
+        if key not in self._points:
+            workload = Workload(kind, block, depth, self._sample_bytes, self._engine)
+            run = self._first_write if kind == "first_write" else self._rig.run
+            self._points[key] = Point(workload, tuple(run(workload) for _ in range(_REPEATS)))
+            self._say(self._points[key])
+        return self._points[key]
+
+    def _first_write(self, workload: Workload) -> Sample:
+        """On space that was reserved and never written."""
+        with Scratch(self._directory, workload.nbytes) as fresh:
+            return Rig(fresh, min(self._rig.memory_bytes, workload.nbytes)).run(workload)

@@ -1,0 +1,87 @@
+"""The reads and writes of one training step, through the very machinery that trains, and nothing else.
+
+No forward, no backward, no Adam: units are fetched in the order of a step and every state is read and written back as
+it is. So a replay tells what a step's I/O takes alone, and leaves the run's bits untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from infinity import _native
+from infinity.errors import SwapIOError
+from infinity.io.engine import Transfer
+from infinity.io.store import wait_all
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.update import submit_update
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """One replay.
+
+    Attributes:
+        seconds: from the first fetch to the last write.
+        io_s: of them with at least one transfer in flight.
+        read_bytes, written_bytes: counted by the engine.
+    """
+
+    seconds: float
+    io_s: float
+    read_bytes: int
+    written_bytes: int
+
+
+def replay_step(ledger: Ledger, micro_batches: int = 1) -> ReplayedStep:
+    """Move what a step of `micro_batches` forward and backward passes moves.
+
+    Raises:
+        SwapIOError: the device failed; the model refuses to go on, as after a failed step.
+    """
+    before = ledger.backing.engine.counters()
+    began = time.perf_counter()
+    for _ in range(micro_batches):
+        _replay_passes(ledger)
+    _replay_update(ledger)
+    seconds = time.perf_counter() - began
+    after = ledger.backing.engine.counters()
+    return ReplayedStep(
+        seconds=seconds,
+        io_s=(after["busy_ns"] - before["busy_ns"]) / 1e9,
+        read_bytes=_moved(after, "read") - _moved(before, "read"),
+        written_bytes=_moved(after, "write") - _moved(before, "write"),
+    )
+
+
+def _replay_passes(ledger: Ledger) -> None:
+    indices = [record.unit.index for record in ledger.records]
+    ledger.begin_forward(training=True)
+    for index in indices:
+        ledger.acquire(index)
+        ledger.release(index)
+    for index in reversed(indices):
+        ledger.hold([index])
+    ledger.end_backward()
+
+
+def _replay_update(ledger: Ledger) -> None:
+    ledger.begin_step()
+    transfers: list[Transfer] = []
+    updated = []
+    for record in ledger.records:
+        for group_index in ledger.backing.states[record.unit.index]:
+            numel = record.unit.groups[group_index].numel
+            whole = _native.Segment(0, numel, lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1)
+            transfers.append(submit_update(ledger, record.unit.index, group_index, [whole], 1.0, arithmetic=False))
+            updated.append(record.unit.index)
+    try:
+        wait_all(transfers)
+    except SwapIOError as error:
+        ledger.failed = ledger.failed or error
+        raise
+    ledger.end_step(sorted(set(updated)))
+
+
+def _moved(counters: dict[str, int], direction: str) -> int:
+    return sum(value for key, value in counters.items() if key.startswith(f"{direction}_bytes_"))

@@ -1,0 +1,245 @@
+"""infinity-bench as a user calls it: what it prints, writes and leaves behind, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity import _native
+from infinity.cli.bench import main as entry
+from infinity.cli.bench import scratch as scratch_module
+from infinity.cli.bench.main import main
+from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.config import load_config
+from infinity.errors import BenchError
+from infinity.io.profile import profile_of
+
+SMALL = ["--size", "32MiB"]
+
+
+@pytest.fixture(autouse=True)
+def _small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little memory and few settings: these tests are about what is done, not about rates."""
+    from infinity.cli.bench import survey, sweep
+
+    monkeypatch.setattr(survey, "_MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(survey, "_SAMPLE_BYTES", 16 << 20)
+    monkeypatch.setattr(sweep, "DEPTHS", (1, 4))
+    monkeypatch.setattr(sweep, "BLOCKS", (256 << 10, 1 << 20))
+    monkeypatch.setattr(sweep, "_REPEATS", 2)
+
+
+def left_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_a_survey_prints_a_config_that_infinity_accepts(
+    engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, picture = tmp_path / "out.json", tmp_path / "out.png"
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    arguments = ["--path", str(disk), "--engine", engine, "--json", str(report), "--plot", str(picture), *SMALL]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "verified: all 32 MiB read back as written" in out
+    text = out[out.index("# measured") :]
+    (tmp_path / "swap.yaml").write_text(text)
+    config = load_config(tmp_path / "swap.yaml")
+    assert config.nvme.paths == [disk / "infinity-swap"]
+    assert left_in(disk) == []
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    profile = profile_of(disk)
+    assert profile is not None
+    assert (profile.block_bytes, profile.queue_depth) == (config.nvme.block, config.nvme.queue_depth)
+    check_json(json.loads(report.read_text()), engine)
+
+
+def check_json(survey: dict[str, Any], engine: str) -> None:
+    assert (survey["schema"], survey["version"]) == ("infinity-bench", 1)
+    (path,) = survey["paths"]
+    assert path["disk"]["free_bytes"] > 0
+    kinds = {job["jobname"].split("-")[0] for job in path["jobs"]}
+    assert kinds == {"read", "overwrite", "first_write", "mixed"}
+    for job in path["jobs"]:
+        sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]
+        assert len(sides) == (2 if job["job options"]["rw"] == "rw" else 1)
+        for side in sides:
+            assert side["bw_bytes"] > 0
+            steps = list(side["clat_ns"]["percentile"].values())
+            assert steps == sorted(steps)
+            assert steps[-1] <= side["clat_ns"]["max"]
+        if engine == "threads":
+            assert job["job options"]["ioengine"] == "threads"
+
+
+def test_several_paths_are_all_measured_and_all_in_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disks = [tmp_path / name for name in "ab"]
+    for disk in disks:
+        disk.mkdir()
+    assert main(["--path", *map(str, disks), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert f"paths: [{disks[0]}/infinity-swap, {disks[1]}/infinity-swap]" in out
+
+
+def test_two_surveys_are_compared_job_by_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.json", "b.json"):
+        assert main(["--path", str(tmp_path), "--json", str(tmp_path / name), *SMALL]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "overwrite-1048576-1" in out
+    (tmp_path / "c.json").write_text(json.dumps({"schema": "infinity-bench", "version": 99}))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
+    assert "version 99" in capsys.readouterr().err
+
+
+def test_sustained_writing_goes_on_until_the_rate_settles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infinity.cli.bench import sustained
+
+    monkeypatch.setattr(sustained, "_MINUTE_S", 0.05)
+    defaults = sustained.sustain.__defaults__
+    monkeypatch.setattr(sustained.sustain, "__defaults__", (defaults[0], 0.05))
+    assert main(["--path", str(tmp_path), "--sustained", "--limit-s", "3", *SMALL]) == 0
+    assert "sustained overwriting" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rates", "outcome"),
+    [
+        ([3.0, 2.0, 1.0], False),
+        ([3.0, 1.0, 1.0], False),
+        ([3.0, 1.0, 1.01, 1.0], True),
+        ([1.0, 1.0], False),
+        ([1.0, 1.04, 1.08], True),
+    ],
+)
+def test_settled_means_three_minutes_within_five_percent(rates: list[float], outcome: bool) -> None:
+    from infinity.cli.bench.sustained import settled
+
+    assert settled(rates) is outcome
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong data
+
+
+@pytest.mark.parametrize("kind", ["flip", "stale", "misdirect"])
+def test_data_that_come_back_changed_are_an_error(kind: str, tmp_path: Path) -> None:
+    with Scratch(tmp_path, 16 << 20) as scratch:
+        fault = _native.Fault(3, kind)  # type: ignore[arg-type]
+        with pytest.raises(BenchError, match="WRONG DATA.*differ from what was written"):
+            verify(scratch, [fault])
+
+
+def test_a_timed_read_of_wrong_data_is_an_error_too(tmp_path: Path) -> None:
+    with Scratch(tmp_path, 16 << 20) as scratch:
+        rig = Rig(scratch, 16 << 20)
+        rig.fill()
+        with open(scratch.open_path, "r+b") as raw:
+            raw.seek(5 * 4096 + 17)
+            raw.write(b"x")
+        with pytest.raises(BenchError, match="WRONG DATA: page 5"):
+            rig.run(Workload("read", 1 << 20, 4, 16 << 20))
+
+
+def test_wrong_data_end_the_command_with_a_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from infinity.cli.bench import survey
+
+    monkeypatch.setattr(survey, "verify", lambda scratch, faults: verify(scratch, [_native.Fault(0, "flip")]))
+    assert main(["--path", str(tmp_path), *SMALL]) == 1
+    assert "WRONG DATA" in capsys.readouterr().err
+    assert left_in(tmp_path) == []
+    assert profile_of(tmp_path) is None  # nothing is recommended for such a disk
+
+
+# ----------------------------------------------------------------------------------------------------------- saying no
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--path", "/nonexistent/place"], "not a directory"),
+        (["--path", "{}", "--size", "1000TiB"], "less than 5 % of the disk free"),
+        (["--path", "{}", "--vs-fio", "--rounds", "0"], "at least 1"),
+        (["step", "--model", "/nonexistent", "--config", "/nonexistent.yaml"], "cannot read the swap config"),
+        (["step", "--model", "x", "--config", "x", "--tflops", "-1"], "positive"),
+        (["compare", "/nonexistent.json", "/nonexistent.json"], "cannot read"),
+    ],
+)
+def test_bad_input_is_named(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([argument.format(tmp_path) for argument in arguments]) in (1, 2)
+    assert message in capsys.readouterr().err
+    assert left_in(tmp_path) == []
+
+
+def test_the_last_five_percent_of_a_disk_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = os.statvfs(tmp_path)
+    free, total = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
+    monkeypatch.setattr(scratch_module, "_KEPT_SHARE", (free - (48 << 20)) / total)
+    with pytest.raises(BenchError, match="set --size to at most"):
+        Scratch(tmp_path, 512 << 20)
+    Scratch(tmp_path, 4 << 20).close()
+
+
+def test_without_fio_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--path", str(tmp_path), "--vs-fio", *SMALL]) == 1
+    assert "apt install fio" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------- cleaning up
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_it_nothing_is_left_behind(number: signal.Signals, tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bfree
+    (tmp_path / "mine").write_text("keep me")
+    command = [sys.executable, "-m", "infinity.cli.bench.main", "--path", str(tmp_path), "--sustained", *SMALL]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not any(name.startswith(str(tmp_path)) for name in open_files(child.pid)):
+        assert child.poll() is None, child.communicate()
+        assert time.monotonic() < deadline
+    child.send_signal(number)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == (-number if number == signal.SIGKILL else 130), errors
+    assert left_in(tmp_path) == ["mine"]
+    assert (tmp_path / "mine").read_text() == "keep me"
+    assert os.statvfs(tmp_path).f_bfree >= free - (16 << 20) // 4096  # others use the disk too
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for entry_ in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(entry_))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_entry_point_is_installed() -> None:
+    from importlib.metadata import entry_points
+
+    (point,) = entry_points(group="console_scripts", name="infinity-bench")
+    assert point.load() is entry.main
