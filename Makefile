@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.t
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 
-.PHONY: demo test lint bootstrap gpu-check bench clean
+.PHONY: demo test lint bootstrap sanitize gpu-check bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -22,13 +22,22 @@ lint: bootstrap
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.[ch]pp' -o -name '*.inl')
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
 
 # On a machine with a GPU: the tests marked gpu and a step on it. Uses the Python that has CUDA's torch: make gpu-check PYTHON=...
 gpu-check:
 	$(PYTHON) -m pytest -q -m gpu
 	$(PYTHON) bench/gpu_step.py
+
+# The C++ tests under ThreadSanitizer, then under AddressSanitizer with UndefinedBehaviorSanitizer.
+sanitize: bootstrap
+	@[ -e /usr/include/doctest/doctest.h ] || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get install -y -qq doctest-dev; }
+	for kind in thread address,undefined; do \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -DINFINITY_PYTHON=OFF -DINFINITY_TESTS=ON -DINFINITY_SANITIZE=$$kind \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && $(BIN)/cmake --build build/sanitize-$$kind -j$$(nproc) && \
+	  TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=0 build/sanitize-$$kind/native_tests || exit 1; \
+	done
 
 # DeepSpeed and plain torch against infinity, taking turns.
 bench: bootstrap

@@ -78,7 +78,11 @@ struct Lane::Block {
 class Lane::Server {
  public:
   Server(Lane& lane, Backend& backend)
-      : lane_(lane), backend_(backend), depth_(lane.options_.queue_depth), blocks_(lane.options_.queue_depth) {
+      : lane_(lane),
+        backend_(backend),
+        depth_(lane.options_.queue_depth),
+        bulk_depth_(depth_ - depth_ / 4),
+        blocks_(lane.options_.queue_depth) {
     for (unsigned token = 0; token < depth_; ++token) free_tokens_.push_back(token);
   }
 
@@ -170,8 +174,9 @@ class Lane::Server {
   Queue* next_queue() {
     const std::size_t first = ++turn_ % kTurnEvery == 0 ? turn_ / kTurnEvery % kIoClasses : 0;
     for (std::size_t step = 0; step < kIoClasses; ++step) {
-      Queue& queue = queues_[(first + step) % kIoClasses];
-      if (!queue.empty()) return &queue;
+      const std::size_t index = (first + step) % kIoClasses;
+      const bool bulk = index != static_cast<std::size_t>(IoClass::weights);
+      if (!queues_[index].empty() && !(bulk && bulk_in_flight_ >= bulk_depth_)) return &queues_[index];
     }
     return nullptr;
   }
@@ -210,6 +215,7 @@ class Lane::Server {
     const std::uint64_t now = now_ns();
     lane_.started_ns_[token] = now;
     if (in_flight_++ == 0) lane_.busy_since_ns_ = now;
+    if (io.io_class != IoClass::weights) ++bulk_in_flight_;
     in_flight_bytes_ += op.nbytes;
     lane_.in_flight_ = in_flight_;
     add(lane_.operations_, 1);
@@ -248,6 +254,7 @@ class Lane::Server {
     lane_.started_ns_[token] = 0;
     free_tokens_.push_back(token);
     in_flight_bytes_ -= block.nbytes - block.done;
+    if (block.part->request->io.io_class != IoClass::weights) --bulk_in_flight_;
     if (--in_flight_ == 0) {
       add(lane_.busy_ns_, now - lane_.busy_since_ns_);
       lane_.busy_since_ns_ = 0;
@@ -314,11 +321,13 @@ class Lane::Server {
   Lane& lane_;
   Backend& backend_;
   const unsigned depth_;
+  const unsigned bulk_depth_;  // the rest of the depth is kept free, so that a fetch starts at once
   Queue queues_[kIoClasses];
   std::deque<Block> again_;  // continuations and retries go before new blocks
   std::vector<Block> blocks_;
   std::vector<std::uint64_t> free_tokens_;
   unsigned in_flight_ = 0;
+  unsigned bulk_in_flight_ = 0;  // of them, not weights
   std::size_t in_flight_bytes_ = 0;
   unsigned turn_ = 0;
 };

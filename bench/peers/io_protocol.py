@@ -1,0 +1,187 @@
+"""Workers of io_vs_peers: one contender's process, told over stdin what to move, answering with what it took.
+
+A worker gets JSON lines {"do": "prepare" | "configure" | "run" | "verify" | "quit", ...} and answers each with one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+BENCH_DIR = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A workload: `tensors` of `tensor_bytes` each, read, overwritten, or (mixed) the first half read and the second
+    overwritten at once.
+
+    Attributes:
+        one_file: all tensors in one file at offsets, instead of one file per tensor, where the contender has a choice.
+    """
+
+    name: str
+    direction: str
+    tensors: int
+    tensor_bytes: int
+    one_file: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensors * self.tensor_bytes
+
+
+class Mover(Protocol):
+    """A contender with files of `row` in place and memory for all of it, a uint8 array."""
+
+    memory: Any
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        """Use these settings from now on; files and memory stay."""
+
+    def move(self, reads: range, writes: range) -> None:
+        """Move these tensors, all at once, and return when all are done. Raises when one failed."""
+
+    def close(self) -> None: ...
+
+
+Prepare = Callable[[Row, Path], Mover]
+
+
+def _pattern(row: Row, tensor: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(tensor).integers(0, 256, row.tensor_bytes, np.uint8)
+
+
+def _fill(row: Row, mover: Mover) -> None:
+    """Write every tensor once: from here on writes are overwrites."""
+    for tensor in range(row.tensors):
+        start = tensor * row.tensor_bytes
+        mover.memory[start : start + row.tensor_bytes] = _pattern(row, tensor)
+    mover.move(range(0), range(row.tensors))
+
+
+def _verify(row: Row, mover: Mover) -> bool:
+    """Whether every tensor comes back from the disk as it was written."""
+    import numpy as np
+
+    mover.memory[:] = 0
+    mover.move(range(row.tensors), range(0))
+    step = max(row.tensors // 100, 1)
+    return all(
+        np.array_equal(mover.memory[tensor * row.tensor_bytes : (tensor + 1) * row.tensor_bytes], _pattern(row, tensor))
+        for tensor in range(0, row.tensors, step)
+    )
+
+
+def _run(row: Row, mover: Mover) -> dict[str, float]:
+    half = row.tensors // 2
+    reads, writes = {
+        "read": (range(row.tensors), range(0)),
+        "write": (range(0), range(row.tensors)),
+        "mixed": (range(half), range(half, row.tensors)),
+    }[row.direction]
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    mover.move(reads, writes)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_s": cpu_s}
+
+
+def serve(prepare: Prepare) -> None:
+    """Answer the driver until it says quit, or is gone."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not get between the answers
+    row, mover = Row("", "read", 0, 0), None
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            answer: dict[str, Any] = {}
+            if order["do"] == "quit":
+                break
+            if order["do"] == "prepare":
+                if mover is not None:
+                    mover.close()
+                row = Row(**order["row"])
+                mover = prepare(row, Path(order["directory"]))
+                mover.configure(order["settings"])
+                _fill(row, mover)
+            elif mover is None:
+                raise RuntimeError("not prepared")
+            elif order["do"] == "configure":
+                mover.configure(order["settings"])
+            elif order["do"] == "run":
+                answer = dict(_run(row, mover))
+            elif order["do"] == "verify":
+                answer = {"right": _verify(row, mover)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=channel)
+    if mover is not None:
+        mover.close()
+    sys.stderr.flush()
+    os._exit(0)  # extensions with threads of their own may hang in the interpreter's teardown
+
+
+class IoWorker:
+    """The driver's side of one worker, in a session of its own: Ctrl-C reaches the driver, which stops it."""
+
+    def __init__(self, name: str, python: Path, module: str, log: Path) -> None:
+        self.name = name
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(python), "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                bufsize=1,
+                cwd=BENCH_DIR,
+                env={**os.environ, "PYTHONPATH": str(BENCH_DIR), "OMP_WAIT_POLICY": "passive"},
+                start_new_session=True,
+            )
+
+    def prepare(self, row: Row, directory: Path, settings: dict[str, Any]) -> None:
+        self._ask({"do": "prepare", "row": asdict(row), "directory": str(directory), "settings": settings})
+
+    def configure(self, settings: dict[str, Any]) -> None:
+        self._ask({"do": "configure", "settings": settings})
+
+    def run(self) -> dict[str, float]:
+        """seconds and cpu_s of one run."""
+        return self._ask({"do": "run"})
+
+    def verify(self) -> bool:
+        return bool(self._ask({"do": "verify"})["right"])
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            try:
+                print(json.dumps({"do": "quit"}), file=self._process.stdin, flush=True)
+                self._process.wait(60)
+            except (BrokenPipeError, subprocess.TimeoutExpired):
+                self._process.kill()
+                self._process.wait()
+
+    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise AssertionError("no pipes")
+        print(json.dumps(order), file=stdin, flush=True)
+        line = stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "it is gone"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']} (log: {self._log})")
+        return answer

@@ -1,0 +1,78 @@
+#include <doctest/doctest.h>
+
+#include <array>
+#include <cstring>
+#include <thread>
+
+#include "aio/histogram.hpp"
+#include "base/checksum.hpp"
+#include "base/future.hpp"
+#include "base/numa.hpp"
+#include "base/thread_pool.hpp"
+#include "scratch.hpp"
+
+using namespace infinity;
+using namespace infinity::tests;
+
+TEST_CASE("lists of processors are read as the kernel writes them") {
+  CHECK(parse_cpu_list("0-3,8,10-11") == std::vector<int>{0, 1, 2, 3, 8, 10, 11});
+  CHECK(parse_cpu_list("5") == std::vector<int>{5});
+  CHECK(parse_cpu_list("").empty());
+  CHECK_THROWS_AS(parse_cpu_list("a"), std::invalid_argument);
+  CHECK_THROWS_AS(parse_cpu_list("3-1"), std::invalid_argument);
+}
+
+TEST_CASE("a histogram is right to six percent at any size") {
+  for (std::uint64_t value = 1; value < (std::uint64_t{1} << 62); value = value * 3 / 2 + 1) {
+    Histogram histogram;
+    histogram.add(value);
+    const auto counts = histogram.counts();
+    REQUIRE(counts.size() == 1);
+    CHECK(counts[0].first >= value);
+    CHECK(static_cast<double>(counts[0].first) <= static_cast<double>(value) * 1.0625 + 1);
+    CHECK(counts[0].second == 1);
+  }
+}
+
+TEST_CASE("every page has a checksum of its own") {
+  const Pages data(64 * kPageBytes, 7);
+  ChecksumTable table(64);
+  table.take(0, data.data(), 64);
+  CHECK(table.first_difference(0, data.data(), 64) == ChecksumTable::kNone);
+  for (const std::size_t page : {0, 31, 63}) {
+    data.data()[page * kPageBytes + 4095] ^= std::byte{1};
+    CHECK(table.first_difference(0, data.data(), 64) == page);
+    CHECK(table.first_difference(page, data.data() + page * kPageBytes, 1) == 0);
+    data.data()[page * kPageBytes + 4095] ^= std::byte{1};
+  }
+}
+
+TEST_CASE("pages never taken read as zeros") {
+  const Pages zeros(3 * kPageBytes);
+  const ChecksumTable table(3);
+  CHECK(table.first_difference(0, zeros.data(), 3) == ChecksumTable::kNone);
+}
+
+TEST_CASE("a future completes once, whoever is first") {
+  for (int round = 0; round < 200; ++round) {
+    Completion completion;
+    std::atomic<int> first{0};
+    std::atomic<int> called{0};
+    completion.then([&] { ++called; });
+    std::vector<std::thread> threads;
+    for (int index = 0; index < 3; ++index) threads.emplace_back([&] { first += completion.complete() ? 1 : 0; });
+    completion.wait();
+    for (auto& thread : threads) thread.join();
+    CHECK(first == 1);
+    CHECK(called == 1);
+  }
+}
+
+TEST_CASE("a pool runs every task once") {
+  ThreadPool pool(3);
+  for (int round = 0; round < 100; ++round) {
+    std::array<std::atomic<int>, 50> done{};
+    pool.parallel_for(done.size(), [&](std::size_t index) { ++done[index]; });
+    for (const auto& count : done) CHECK(count == 1);
+  }
+}

@@ -1,0 +1,121 @@
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "scratch.hpp"
+#include "update/update.hpp"
+
+using namespace infinity;
+using namespace infinity::tests;
+
+namespace {
+
+constexpr std::uint64_t kNumel = 40 * 4096;
+constexpr std::size_t kTile = 4096;
+constexpr std::uint64_t kStates = 3 * kNumel * 4;  // bytes of one job's states
+constexpr std::uint64_t kJobs = 4;
+
+struct Rig {
+  Directory directory;
+  std::shared_ptr<SwapFile> file;
+  std::shared_ptr<IoEngine> engine;
+  std::shared_ptr<ThreadPool> pool = std::make_shared<ThreadPool>(2);
+  // Never freed where a device may have been given up.
+  Pages* staging = new Pages(4 * UpdatePipeline::staging_tile_bytes(kTile));
+  Pages* grad = new Pages(kNumel * 4, 9);
+
+  explicit Rig(const EngineOptions& options) : engine(std::make_shared<IoEngine>(options)) {
+    file = std::make_shared<SwapFile>(directory.file("states"));
+    file->preallocate(kJobs * kStates);
+    file->keep_checksums(kJobs * kStates);
+  }
+
+  // Jobs under way at the same time have states of their own, as units have.
+  [[nodiscard]] UpdateJob job(bool arithmetic, std::uint64_t which = 0) const {
+    UpdateJob result;
+    result.format = {DType::fp32, Master::weight, DType::fp32};
+    result.numel = kNumel;
+    Segment segment{};
+    segment.begin = 0;
+    segment.end = kNumel;
+    segment.step = 1;
+    segment.lr = 1e-3;
+    segment.beta1 = 0.9;
+    segment.beta2 = 0.99;
+    segment.eps = 1e-8;
+    result.segments = {segment};
+    result.weight = {nullptr, file, which * kStates};
+    result.exp_avg = {nullptr, file, which * kStates + kNumel * 4};
+    result.exp_avg_sq = {nullptr, file, which * kStates + 2 * kNumel * 4};
+    result.grad = grad->data();
+    result.arithmetic = arithmetic;
+    return result;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("jobs from many threads are all done") {
+  EngineOptions options;
+  options.block_bytes = 2 * kPageBytes;
+  Rig rig(options);
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+  std::atomic<unsigned> failed{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 3; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int round = 0; round < 4; ++round) {
+        if (wait(pipeline.submit(rig.job(thread % 2 == 0, static_cast<std::uint64_t>(thread)))) != nullptr) ++failed;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  CHECK(failed == 0);
+  CHECK(pipeline.counters().tiles == 3 * 4 * (kNumel / kTile));
+}
+
+TEST_CASE("without arithmetic the states stay as they are") {
+  Rig rig({});
+  const Pages before(3 * kNumel * 4, 11);
+  const Pages after(3 * kNumel * 4);
+  REQUIRE(wait(rig.engine->submit({OpKind::write, IoClass::states, rig.file, 0, before.data(), before.nbytes()})) ==
+          nullptr);
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+  CHECK(wait(pipeline.submit(rig.job(false))) == nullptr);
+  REQUIRE(wait(rig.engine->submit({OpKind::read, IoClass::states, rig.file, 0, after.data(), after.nbytes()})) ==
+          nullptr);
+  CHECK(std::memcmp(before.data(), after.data(), before.nbytes()) == 0);
+}
+
+TEST_CASE("a device that is given up in the middle of a job fails it and whatever comes later") {
+  for (std::uint64_t index = 0; index < 240; index += 23) {
+    EngineOptions options;
+    options.deadline = std::chrono::milliseconds(30);
+    options.faults = {{index, FaultKind::lose, 0, 1}};
+    auto rig = std::make_unique<Rig>(options);
+    {
+      UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile,
+                              Isa::baseline);
+      std::vector<Future> futures;
+      for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig->job(true, job)));
+      const auto failure = wait(futures[0]);  // the later ones may have overtaken it
+      REQUIRE(failure != nullptr);
+      CHECK_MESSAGE(failure->kind == FailureKind::timeout, failure->message);
+      CHECK(wait(pipeline.submit(rig->job(true, 3))) != nullptr);
+      CHECK(pipeline.abandoned());
+    }
+  }
+}
+
+TEST_CASE("closing a pipeline completes every job") {
+  for (int round = 0; round < 10; ++round) {
+    Rig rig({});
+    std::vector<Future> futures;
+    {
+      UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+      for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig.job(true, job)));
+    }
+    for (const Future& future : futures) CHECK(future->done());
+  }
+}
