@@ -43,6 +43,7 @@ sanitize: bootstrap
 bench: bootstrap
 	bench/peers/setup.sh
 	$(BIN)/python bench/step_vs_peers.py
+	$(BIN)/python bench/io_vs_peers.py
 
 bootstrap: $(VENV)/.built
 

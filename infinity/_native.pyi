@@ -105,7 +105,8 @@ class IOEngine:
     """Requests of any size in, block transfers out, a future per request; one queue, thread and ring per device.
 
     Args:
-        queue_depth, in_flight_bytes: blocks, and bytes, in flight per device.
+        queue_depth, in_flight_bytes: blocks, and bytes, in flight per device, whichever is reached first. At most three
+            quarters of each are not weights.
         threads: of the thread engine, per device.
         deadline_s: a device with a block in flight for longer is given up: its requests fail, present and future.
 
@@ -119,8 +120,8 @@ class IOEngine:
         engine: str = "auto",
         *,
         block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        in_flight_bytes: int = 64 << 20,
+        queue_depth: int = 128,
+        in_flight_bytes: int = 32 << 20,
         threads: int = 8,
         deadline_s: float = 300.0,
         faults: Sequence[Fault] = (),

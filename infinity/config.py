@@ -48,8 +48,10 @@ class NvmeConfig(_Section):
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     block: Size | None = None
     """Larger transfers are cut to this; omitted = as infinity-bench measured, else 1 MiB."""
-    queue_depth: int | None = Field(default=None, ge=1, le=1024)
-    """Blocks in flight on each device; omitted = as infinity-bench measured, else 32."""
+    in_flight: Size | None = None
+    """In flight on each device, all blocks together; omitted = as infinity-bench measured, else 32 MiB."""
+    queue_depth: int = Field(default=128, ge=1, le=1024)
+    """Blocks in flight on each device, however small they are."""
     deadline_s: float = Field(default=300.0, gt=0, le=86400)
     """A device that leaves a block unanswered for so long is given up: the run ends with an error, not in a hang."""
     checksums: bool = True

@@ -41,9 +41,10 @@ class Backend {
   // At most as many ops as it was made for may be outstanding.
   virtual void submit(const BlockOp& op) = 0;
   // Hands everything submitted to the kernel or the workers, then appends what has completed to `results`. Blocks until
-  // at least one result is there or wake() was called. Never throws for a failed transfer: that is in `res`.
-  virtual void wait(std::vector<BlockResult>& results) = 0;
-  // Makes a present or the next wait() return. Any thread.
+  // `at_least` results (1 or more) are there, fewer after wake(). Never throws for a failed transfer: that is in `res`.
+  virtual void wait(std::vector<BlockResult>& results, unsigned at_least) = 0;
+  // Makes a present or the next wait() return, where it waits for several results as soon as some are there. Any
+  // thread.
   virtual void wake() = 0;
   // Has the kernel keep the pages of this range at hand, which saves it work for each transfer within. The range must
   // stay mapped until the backend is gone. Returns "" or why it was refused, which costs speed only.

@@ -17,8 +17,8 @@ namespace infinity {
 struct EngineOptions {
   std::string engine = "auto";                                    // auto | io_uring | threads
   std::size_t block_bytes = 1u << 20;                             // larger requests are cut to this
-  unsigned queue_depth = 32;                                      // blocks in flight, per device
-  std::size_t in_flight_bytes = 64u << 20;                        // in flight, per device; one block is always allowed
+  unsigned queue_depth = 128;                                     // blocks in flight, per device
+  std::size_t in_flight_bytes = 32u << 20;                        // in flight, per device; one block is always allowed
   unsigned threads = 8;                                           // of the thread engine, per device
   std::chrono::nanoseconds deadline = std::chrono::seconds(300);  // a block that takes longer never comes
   std::vector<Fault> faults;                                      // for tests

@@ -70,14 +70,14 @@ class FaultyBackend final : public Backend {
     }
   }
 
-  void wait(std::vector<BlockResult>& results) override {
+  void wait(std::vector<BlockResult>& results, unsigned) override {
     if (!reported_.empty()) {
       results.insert(results.end(), reported_.begin(), reported_.end());
       reported_.clear();
       return;
     }
     arrived_.clear();
-    if (outstanding_ > 0 || held_.empty()) inner_->wait(arrived_);
+    if (outstanding_ > 0 || held_.empty()) inner_->wait(arrived_, 1);
     for (const BlockResult& result : arrived_) {
       --outstanding_;
       finish(result);

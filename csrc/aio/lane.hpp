@@ -24,8 +24,8 @@ namespace infinity {
 struct LaneOptions {
   std::string engine = "auto";              // auto | io_uring | threads
   std::size_t block_bytes = 1u << 20;       // larger requests are cut to this
-  unsigned queue_depth = 32;                // blocks in flight
-  std::size_t in_flight_bytes = 64u << 20;  // of all blocks in flight; one block is always allowed
+  unsigned queue_depth = 128;               // blocks in flight
+  std::size_t in_flight_bytes = 32u << 20;  // of all blocks in flight; one block is always allowed
   unsigned threads = 8;                     // of the thread engine
   std::shared_ptr<FaultPlan> faults;        // for tests; may be null
 };

@@ -78,11 +78,7 @@ struct Lane::Block {
 class Lane::Server {
  public:
   Server(Lane& lane, Backend& backend)
-      : lane_(lane),
-        backend_(backend),
-        depth_(lane.options_.queue_depth),
-        bulk_depth_(depth_ - depth_ / 4),
-        blocks_(lane.options_.queue_depth) {
+      : lane_(lane), backend_(backend), depth_(lane.options_.queue_depth), blocks_(lane.options_.queue_depth) {
     for (unsigned token = 0; token < depth_; ++token) free_tokens_.push_back(token);
   }
 
@@ -95,16 +91,24 @@ class Lane::Server {
       if (stopping && in_flight_ == 0) return;
       if (!may_wait()) continue;
       results.clear();
-      backend_.wait(results);
+      // A deep queue is served by the handful: fewer system calls, and the rest keeps the device busy meanwhile.
+      backend_.wait(results, std::max(in_flight_ / kHandfulOf, 1u));
       for (const BlockResult& result : results) settle(result);
     }
   }
 
  private:
+  static constexpr unsigned kHandfulOf = 16;
   using Queue = std::deque<std::shared_ptr<Part>>;
 
   [[nodiscard]] bool has_room() const {
     return in_flight_ < depth_ && (in_flight_ == 0 || in_flight_bytes_ < lane_.options_.in_flight_bytes);
+  }
+
+  // A quarter of the depth and of the bytes is kept free of bulk traffic, so that a fetch starts at once.
+  [[nodiscard]] bool bulk_has_room() const {
+    const std::size_t bytes = lane_.options_.in_flight_bytes;
+    return bulk_in_flight_ == 0 || (bulk_in_flight_ < depth_ - depth_ / 4 && bulk_in_flight_bytes_ < bytes - bytes / 4);
   }
 
   // True when the lane is closed or abandoned.
@@ -176,7 +180,7 @@ class Lane::Server {
     for (std::size_t step = 0; step < kIoClasses; ++step) {
       const std::size_t index = (first + step) % kIoClasses;
       const bool bulk = index != static_cast<std::size_t>(IoClass::weights);
-      if (!queues_[index].empty() && !(bulk && bulk_in_flight_ >= bulk_depth_)) return &queues_[index];
+      if (!queues_[index].empty() && (!bulk || bulk_has_room())) return &queues_[index];
     }
     return nullptr;
   }
@@ -215,8 +219,11 @@ class Lane::Server {
     const std::uint64_t now = now_ns();
     lane_.started_ns_[token] = now;
     if (in_flight_++ == 0) lane_.busy_since_ns_ = now;
-    if (io.io_class != IoClass::weights) ++bulk_in_flight_;
     in_flight_bytes_ += op.nbytes;
+    if (io.io_class != IoClass::weights) {
+      ++bulk_in_flight_;
+      bulk_in_flight_bytes_ += op.nbytes;
+    }
     lane_.in_flight_ = in_flight_;
     add(lane_.operations_, 1);
     backend_.submit(op);
@@ -254,7 +261,10 @@ class Lane::Server {
     lane_.started_ns_[token] = 0;
     free_tokens_.push_back(token);
     in_flight_bytes_ -= block.nbytes - block.done;
-    if (block.part->request->io.io_class != IoClass::weights) --bulk_in_flight_;
+    if (block.part->request->io.io_class != IoClass::weights) {
+      --bulk_in_flight_;
+      bulk_in_flight_bytes_ -= block.nbytes - block.done;
+    }
     if (--in_flight_ == 0) {
       add(lane_.busy_ns_, now - lane_.busy_since_ns_);
       lane_.busy_since_ns_ = 0;
@@ -321,13 +331,13 @@ class Lane::Server {
   Lane& lane_;
   Backend& backend_;
   const unsigned depth_;
-  const unsigned bulk_depth_;  // the rest of the depth is kept free, so that a fetch starts at once
   Queue queues_[kIoClasses];
   std::deque<Block> again_;  // continuations and retries go before new blocks
   std::vector<Block> blocks_;
   std::vector<std::uint64_t> free_tokens_;
   unsigned in_flight_ = 0;
   unsigned bulk_in_flight_ = 0;  // of them, not weights
+  std::size_t bulk_in_flight_bytes_ = 0;
   std::size_t in_flight_bytes_ = 0;
   unsigned turn_ = 0;
 };

@@ -40,9 +40,10 @@ class ThreadBackend final : public Backend {
     work_.notify_one();
   }
 
-  void wait(std::vector<BlockResult>& results) override {
+  void wait(std::vector<BlockResult>& results, unsigned at_least) override {
     std::unique_lock lock(mutex_);
-    arrived_.wait(lock, [this] { return woken_ || !done_.empty(); });
+    wanted_ = at_least;
+    arrived_.wait(lock, [this] { return woken_ || done_.size() >= wanted_; });
     woken_ = false;
     results.insert(results.end(), done_.begin(), done_.end());
     done_.clear();
@@ -85,7 +86,7 @@ class ThreadBackend final : public Backend {
       const BlockResult result{op.token, transfer(op)};
       lock.lock();
       done_.push_back(result);
-      arrived_.notify_one();
+      if (done_.size() >= wanted_) arrived_.notify_one();
     }
   }
 
@@ -94,6 +95,7 @@ class ThreadBackend final : public Backend {
   std::condition_variable arrived_;
   std::deque<BlockOp> queue_;
   std::vector<BlockResult> done_;
+  std::size_t wanted_ = 1;  // results the waiting thread waits for
   bool woken_ = false;
   bool stop_ = false;
   std::vector<std::thread> workers_;

@@ -71,8 +71,9 @@ class UringBackend final : public Backend {
     sqe->user_data = op.token;
   }
 
-  void wait(std::vector<BlockResult>& results) override {
-    const int error = io_uring_submit_and_wait(&ring_, 1);
+  void wait(std::vector<BlockResult>& results, unsigned at_least) override {
+    // A wake-up is one completion among those waited for: with several asked for it counts as one of them.
+    const int error = io_uring_submit_and_wait(&ring_, at_least);
     // EINTR and EBUSY come again with the next call; anything else is a bug in how we use the ring.
     if (error < 0 && error != -EINTR && error != -EBUSY && error != -EAGAIN) {
       throw std::system_error(-error, std::generic_category(), "io_uring_submit_and_wait");

@@ -143,8 +143,8 @@ void bind_aio(py::module_& module) {
 
   py::class_<PyEngine>(module, "IOEngine")
       .def(py::init(&open_engine), py::arg("engine") = "auto", py::kw_only(),
-           py::arg("block_bytes") = std::size_t{1} << 20, py::arg("queue_depth") = 32,
-           py::arg("in_flight_bytes") = std::size_t{64} << 20, py::arg("threads") = 8, py::arg("deadline_s") = 300.0,
+           py::arg("block_bytes") = std::size_t{1} << 20, py::arg("queue_depth") = 128,
+           py::arg("in_flight_bytes") = std::size_t{32} << 20, py::arg("threads") = 8, py::arg("deadline_s") = 300.0,
            py::arg("faults") = std::vector<Fault>{})
       .def_property_readonly("name", [](const PyEngine& engine) { return engine.get()->name(); })
       .def_property_readonly("reason", [](const PyEngine& engine) { return engine.get()->reason(); })

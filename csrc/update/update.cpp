@@ -278,8 +278,10 @@ struct UpdatePipeline::Impl {
       future->then([this, tile, done, raw = future.get()] {
         std::unique_lock held(mutex);
         if (raw->failure()) {
-          if (!tile->owner->failure) tile->owner->failure = raw->failure();
-          if (raw->failure()->kind == FailureKind::timeout && !abandoned) abandoned = raw->failure();
+          const bool timeout = raw->failure()->kind == FailureKind::timeout;
+          if (timeout && !abandoned) abandoned = raw->failure();
+          // A timeout says that the job's memory may be in use: no other failure may hide it.
+          if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();
         }
         if (--tile->pending == 0) done(held, tile);
       });

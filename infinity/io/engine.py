@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError, SwapCorruptionError, SwapIOError, SwapTimeoutError
-from infinity.io.profile import DiskProfile, profile_of
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.io.profile import profile_of
 
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
-QUEUE_DEPTH = 32
+IN_FLIGHT_BYTES = 32 << 20
 _WARN_AFTER_S = 30.0
 
 
@@ -73,21 +72,26 @@ def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _na
         ConfigError: `engine: io_uring` where the kernel refuses it; says why.
     """
     profiles = [profile for profile in map(profile_of, config.paths) if profile is not None]
-    block, depth = _settings(config, profiles)
+    block = config.block or max((profile.block_bytes for profile in profiles), default=BLOCK_BYTES)
+    in_flight = config.in_flight or max((profile.in_flight_bytes for profile in profiles), default=IN_FLIGHT_BYTES)
     try:
         engine = _native.IOEngine(
-            config.engine, block_bytes=block, queue_depth=depth, deadline_s=config.deadline_s, faults=list(faults)
+            config.engine,
+            block_bytes=block,
+            queue_depth=config.queue_depth,
+            in_flight_bytes=in_flight,
+            deadline_s=config.deadline_s,
+            faults=list(faults),
         )
     except OSError as error:
         raise ConfigError(f"nvme.engine: {config.engine}: {error}. Set nvme.engine: auto or threads.") from error
     except ValueError as error:
         raise ConfigError(f"nvme: {error}") from error
-    logger.info("I/O engine: %s (%s), blocks of %d KiB, %d in flight", engine.name, engine.reason, block >> 10, depth)
+    logger.info(
+        "I/O engine: %s (%s), blocks of %d KiB, %d KiB in flight",
+        engine.name,
+        engine.reason,
+        block >> 10,
+        in_flight >> 10,
+    )
     return engine
-
-
-def _settings(config: NvmeConfig, profiles: Sequence[DiskProfile]) -> tuple[int, int]:
-    """Block and depth: as configured, else as the deepest disk measured needs, else the defaults."""
-    block = config.block or max((profile.block_bytes for profile in profiles), default=BLOCK_BYTES)
-    depth = config.queue_depth or max((profile.queue_depth for profile in profiles), default=QUEUE_DEPTH)
-    return round_up(block, PAGE_BYTES) if config.block is None else block, depth

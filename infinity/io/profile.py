@@ -22,9 +22,10 @@ VERSION = 1
 
 
 class DiskProfile(BaseModel):
-    """One file system's figures. Rates are bytes per second of `block_bytes` blocks, `queue_depth` in flight.
+    """One file system's figures. Rates are bytes per second of `block_bytes` blocks.
 
     Attributes:
+        in_flight_bytes: as few as reach these rates; never less than 8 MiB.
         mixed_rate: half reads, half writes, both counted: what a training step does.
         path: the directory that was measured.
         measured: date, ISO 8601.
@@ -36,7 +37,7 @@ class DiskProfile(BaseModel):
     overwrite_rate: float = Field(gt=0)
     mixed_rate: float = Field(gt=0)
     block_bytes: int = Field(gt=0, multiple_of=4096, le=1 << 30)
-    queue_depth: int = Field(ge=1, le=1024)
+    in_flight_bytes: int = Field(gt=0)
     engine: str
     path: str
     measured: str

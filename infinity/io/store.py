@@ -120,9 +120,9 @@ class SwapStore:
             raise _no_room(self._named(error), nbytes, error) from error
 
     def _named(self, error: OSError) -> SwapDirectory:
-        """The directory whose path the error's text has; the first where none is named."""
+        """The directory whose file the message is about; the first where none is named."""
         for directory in self.directories:
-            if str(directory.swap_path) in str(error):
+            if str(directory.swap_path) in str(error.strerror):
                 return directory
         return self.directories[0]
 
@@ -229,11 +229,11 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
     """Wait for every transfer, then raise the first failure: the memory of none is in use any more when this
     returns, unless that failure is a SwapTimeoutError."""
     failure: SwapIOError | None = None
-    for transfer in transfers:
+    for transfer in reversed(list(transfers)):  # the last first: one long wait instead of a wake-up for each
         try:
             transfer.result()
         except SwapIOError as error:
-            if failure is None or isinstance(error, SwapTimeoutError):
+            if not isinstance(failure, SwapTimeoutError) or isinstance(error, SwapTimeoutError):
                 failure = error
     if failure is not None:
         raise failure

@@ -17,6 +17,9 @@ from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.plan import Plan
 from infinity.state.unit import Unit
 
+CHECKSUM_BYTES = 4
+"""Of RAM for each page of the swap file."""
+
 MOMENTS_ITEMSIZE = 8
 """Bytes per element of exp_avg and exp_avg_sq together."""
 
@@ -60,12 +63,13 @@ def make_plan(units: Sequence[Unit], config: SwapConfig, device: torch.device, *
     fixed = staging_bytes + upload + (totals.weight if weights == "host" or (weights == "device" and not on_cpu) else 0)
     optimizer = _place_optimizer(config, totals, host_budget - fixed)
     fixed += totals.state if optimizer == "host" else 0
+    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
+    fixed += swap // PAGE_BYTES * CHECKSUM_BYTES if config.nvme.checksums else 0
     gradient_fp32 = fixed + totals.gradient_fp32 <= host_budget
     gradient = totals.gradient_fp32 if gradient_fp32 else totals.gradient_native
     if fixed + gradient > host_budget:
         raise _host_error(totals, weights, optimizer, fixed, gradient, host_budget)
     _require_paths(config, weights, optimizer)
-    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
     return Plan(
         device=str(device),
         weights=weights,

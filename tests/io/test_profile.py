@@ -40,13 +40,15 @@ def test_a_profile_that_cannot_be_read_is_ignored_with_a_warning(
 
 
 def test_what_the_config_omits_comes_from_the_profile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_profile(tmp_path, measured(3e9, tmp_path).model_copy(update={"block_bytes": 512 << 10, "queue_depth": 24}))
+    save_profile(
+        tmp_path, measured(3e9, tmp_path).model_copy(update={"block_bytes": 512 << 10, "in_flight_bytes": 24 << 20})
+    )
     with caplog.at_level(logging.INFO, "infinity"):
         open_engine(infinity.load_config({"nvme": {"paths": [str(tmp_path)]}}).nvme).close()
-        assert "blocks of 512 KiB, 24 in flight" in caplog.text
+        assert "blocks of 512 KiB, 24576 KiB in flight" in caplog.text
         caplog.clear()
         open_engine(infinity.load_config({"nvme": {"paths": [str(tmp_path)], "block": "2MiB"}}).nvme).close()
-        assert "blocks of 2048 KiB, 24 in flight" in caplog.text
+        assert "blocks of 2048 KiB, 24576 KiB in flight" in caplog.text
 
 
 def test_the_plan_predicts_the_seconds_of_a_step(offload: Any, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def measured(rate: float, path: Path) -> DiskProfile:
         overwrite_rate=rate,
         mixed_rate=rate,
         block_bytes=1 << 20,
-        queue_depth=8,
+        in_flight_bytes=8 << 20,
         engine="io_uring",
         path=str(path),
         measured="2026-11-21",

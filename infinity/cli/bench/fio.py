@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 from infinity.cli.bench.workload import Sample, Workload
 from infinity.errors import BenchError
 
+_HUGE_PAGE_BYTES = 2 << 20
 _DIRECTIONS = {"read": "read", "overwrite": "write", "first_write": "write", "mixed": "rw"}
 
 
@@ -18,6 +20,14 @@ def require_fio() -> str:
     if shutil.which("fio") is None:
         raise BenchError("--vs-fio needs fio, which is not installed: apt install fio")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def huge_pages_for(workload: Workload) -> bool:
+    """Whether enough huge pages are reserved for fio's buffers (vm.nr_hugepages): it has no other way to them."""
+    wanted = workload.block_bytes * workload.queue_depth // _HUGE_PAGE_BYTES + 1
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next((int(line.split()[1]) for line in lines if line.startswith("HugePages_Free:")), 0)
+    return free >= wanted
 
 
 def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
@@ -40,6 +50,8 @@ def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
         "--randrepeat=1",
         "--output-format=json",
     ]
+    if huge_pages_for(workload):
+        arguments.append("--iomem=mmaphuge")
     if engine == "io_uring":
         arguments += ["--registerfiles=1", "--fixedbufs=1"]  # its best, and what ours does
     return [*arguments, "--rwmixread=50"] if workload.kind == "mixed" else arguments

@@ -140,6 +140,12 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
             label = ""
     console.print(table)
     console.print("As good as fio: the median ratio lies above the 5 % quantile of fio against fio.")
+    if any("4 KiB" in comparison.fio for comparison in comparisons):
+        console.print(
+            "fio's buffers were in 4 KiB pages, infinity's in huge ones. To compare engines alone, reserve some for "
+            "fio: sysctl vm.nr_hugepages=64",
+            soft_wrap=True,
+        )
 
 
 def _yes(value: bool) -> str:
@@ -177,7 +183,7 @@ def swap_config(reports: Sequence[PathReport]) -> str:
     """YAML that infinity accepts, with the settings the slowest of the disks needs."""
     choices = [report.choice for report in reports if report.choice is not None]
     block = max(choice.block_bytes for choice in choices)
-    depth = max(choice.queue_depth for choice in choices)
+    in_flight = max(choice.in_flight_bytes for choice in choices)
     rate = sum(choice.mixed_rate for choice in choices)
     paths = ", ".join(str(report.path / "infinity-swap") for report in reports)
     return (
@@ -186,7 +192,8 @@ def swap_config(reports: Sequence[PathReport]) -> str:
         "optimizer: nvme\n"
         "activations: auto\n"
         "# memory: {device: 20GiB, host: 48GiB}   # omitted = measured\n"
-        f"nvme: {{paths: [{paths}], engine: auto, block: {format_block(block)}, queue_depth: {depth}}}\n"
+        f"nvme: {{paths: [{paths}], engine: auto, block: {format_block(block)}, "
+        f"in_flight: {format_block(in_flight)}}}\n"
     )
 
 

@@ -30,6 +30,7 @@ from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.errors import BenchError, ConfigError
 from infinity.io.devices import describe_disk, describe_machine
 from infinity.io.profile import DiskProfile, save_profile
+from infinity.sizes import format_bytes
 
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
@@ -73,7 +74,7 @@ def _profile(report: PathReport, engine: str) -> DiskProfile:
         overwrite_rate=choice.overwrite_rate,
         mixed_rate=choice.mixed_rate,
         block_bytes=choice.block_bytes,
-        queue_depth=choice.queue_depth,
+        in_flight_bytes=choice.in_flight_bytes,
         engine=engine,
         path=str(report.path),
         measured=datetime.date.today().isoformat(),
@@ -120,7 +121,9 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
         with console.status("verifying"):
             verify(scratch, options.faults)
         console.print(f"verified: all {file_bytes >> 20} MiB read back as written")
-    return PathReport(path, disk, points, choice, sustained, comparisons, _written(points, sustained, file_bytes))
+    written = _written(points, sustained, comparisons, options, file_bytes)
+    console.print(f"written to this disk: about {format_bytes(written)}", highlight=False)
+    return PathReport(path, disk, points, choice, sustained, comparisons, written)
 
 
 def _compare(scratch: Scratch, rig: Rig, options: argparse.Namespace, console: Console) -> list[Comparison]:
@@ -161,9 +164,19 @@ def _memory_bytes() -> int:
     return memory
 
 
-def _written(points: list[Point], sustained: Sustained | None, file_bytes: int) -> int:
+def _written(
+    points: list[Point],
+    sustained: Sustained | None,
+    comparisons: list[Comparison],
+    options: argparse.Namespace,
+    file_bytes: int,
+) -> int:
+    """Filling and verifying the file included."""
     samples = [(point.workload.kind, sample) for point in points for sample in point.samples]
-    return written_bytes(samples) + 2 * file_bytes + (sustained.written_bytes if sustained else 0)
+    shares = {"read": 0.0, "mixed": 0.5}
+    runs = sum(4 * found.rounds * shares.get(found.kind, 1.0) for found in comparisons)
+    settled = sustained.written_bytes if sustained else 0
+    return written_bytes(samples) + settled + int(runs * options.fio_bytes) + 2 * file_bytes
 
 
 def require_directory(path: Path) -> Path:

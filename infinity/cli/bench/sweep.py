@@ -13,7 +13,7 @@ from infinity.cli.bench.workload import KINDS, Kind, Rig, Sample, Workload
 DEPTHS = (1, 4, 8, 16, 32, 64)
 BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 _MIDDLE_BLOCK = 1 << 20
-_IN_FLIGHT_BYTES_MAX = 128 << 20
+_IN_FLIGHT_BYTES_MIN, _IN_FLIGHT_BYTES_MAX = 8 << 20, 128 << 20
 _GAIN = 1.05
 """A deeper queue, or another block, must be so much faster to be worth its memory and latency."""
 _REPEATS = 3
@@ -50,11 +50,11 @@ class Choice:
     """The settings to use, and what they reach: bytes per second.
 
     Attributes:
-        queue_depth: twice what was measured, so that pieces of half a block keep as many bytes in flight.
+        in_flight_bytes: as few as reach these rates; at least 8 MiB, for smaller pieces need more.
     """
 
     block_bytes: int
-    queue_depth: int
+    in_flight_bytes: int
     read_rate: float
     overwrite_rate: float
     mixed_rate: float
@@ -99,7 +99,7 @@ class Sweep:
         self._point("first_write", block, depth)
         return Choice(
             block_bytes=block,
-            queue_depth=2 * depth,
+            in_flight_bytes=max(block * depth, _IN_FLIGHT_BYTES_MIN),
             read_rate=self._points["read", block, depth].rate,
             overwrite_rate=self._points["overwrite", block, depth].rate,
             mixed_rate=self._points["mixed", block, depth].rate,

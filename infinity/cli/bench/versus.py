@@ -1,5 +1,10 @@
 """`--vs-fio`: infinity's engines and fio on one file, taking turns.
 
+[Note: fio's memory]
+infinity's buffers are in huge pages, which fio only uses where some are reserved for it. On 4 KiB pages a 1 MiB
+transfer is hundreds of scattered pieces, and on some devices (virtio) half as fast. So the comparison says which pages
+fio had; with `sysctl vm.nr_hugepages=64` it is one of engines alone.
+
 [Note: how two programs are compared on a disk that changes by the second]
 A shared or virtual disk may swing by a factor of two within seconds, so neither a mean nor a best says anything. Each
 round runs every contender once, in an order that turns round by round (A B C, C B A, …), and gives the ratios within
@@ -15,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from infinity.cli.bench.fio import require_fio, run_fio
+from infinity.cli.bench.fio import huge_pages_for, require_fio, run_fio
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
 
@@ -48,7 +53,7 @@ class Comparison:
     """One kind of workload, all contenders.
 
     Attributes:
-        fio: its version.
+        fio: its version, and the pages its buffers are in.
         noise_low: the 5 % quantile of fio against fio.
     """
 
@@ -69,7 +74,8 @@ def compare_with_fio(
     Raises:
         BenchError: fio is missing or failed; the disk failed.
     """
-    version = require_fio()
+    pages = "huge pages" if huge_pages_for(workload) else "4 KiB pages"
+    version = f"{require_fio()}, {pages}"
     contenders: dict[str, Callable[[], Sample]] = {
         _REFERENCE: lambda: run_fio(replace(workload, engine="io_uring"), scratch.open_path, scratch.nbytes),
         "io_uring": lambda: rig.run(replace(workload, engine="io_uring"), check=False),

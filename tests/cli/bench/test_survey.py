@@ -61,7 +61,7 @@ def test_a_survey_prints_a_config_that_infinity_accepts(
     assert picture.read_bytes().startswith(b"\x89PNG")
     profile = profile_of(disk)
     assert profile is not None
-    assert (profile.block_bytes, profile.queue_depth) == (config.nvme.block, config.nvme.queue_depth)
+    assert (profile.block_bytes, profile.in_flight_bytes) == (config.nvme.block, config.nvme.in_flight)
     check_json(json.loads(report.read_text()), engine)
 
 
