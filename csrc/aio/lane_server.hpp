@@ -26,11 +26,6 @@ inline void add(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
 
 inline std::string verb_of(OpKind kind) { return kind == OpKind::read ? "read" : "write"; }
 
-inline void compose(Failure& failure) {
-  failure.message = failure.operation + " of " + std::to_string(failure.nbytes) + " bytes at offset " +
-                    std::to_string(failure.offset) + " of " + failure.path + ": " + failure.cause;
-}
-
 // What one lane has to do for a request. Touched by the lane's thread only.
 struct Lane::Part {
   std::shared_ptr<Request> request;
@@ -202,8 +197,8 @@ class Lane::Server {
     part->skip();
     ++part->in_flight;
     if (part->all_cut()) queue.pop_front();
-    if (ChecksumTable* sums = io.file->checksums(); sums != nullptr && io.kind == OpKind::write) {
-      sums->take((io.offset + block.first) / kPageBytes, io.data + block.first, block.nbytes / kPageBytes);
+    if (io.kind == OpKind::write && !io.caller_checks) {
+      io.file->take(io.offset + block.first, io.data + block.first, block.nbytes);
     }
     start(std::move(block));
   }
@@ -295,19 +290,13 @@ class Lane::Server {
     return true;
   }
 
-  static void verify(Block& block) {
+  static void verify(const Block& block) {
     Request& request = *block.part->request;
     const IoRequest& io = request.io;
-    const ChecksumTable* sums = io.file->checksums();
-    if (sums == nullptr) return;
-    const std::size_t page = sums->first_difference((io.offset + block.first) / kPageBytes, io.data + block.first,
-                                                    block.nbytes / kPageBytes);
-    if (page == ChecksumTable::kNone) return;
-    block.done = static_cast<std::uint32_t>(page * kPageBytes);
-    Failure failure = block.failure(0, "the data differ from what was written", FailureKind::corruption);
-    failure.nbytes = kPageBytes;
-    compose(failure);
-    request.fail(std::move(failure));
+    if (io.caller_checks) return;
+    if (auto damage = io.file->check(io.offset + block.first, io.data + block.first, block.nbytes)) {
+      request.fail(std::move(*damage));
+    }
   }
 
   void count(const IoRequest& io, std::uint64_t nbytes) {

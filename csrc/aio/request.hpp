@@ -27,6 +27,9 @@ struct IoRequest {
   std::uint64_t offset;  // bytes, 4 KiB-aligned when file->direct() or with checksums
   std::byte* data;       // 4 KiB-aligned when file->direct(); must stay valid until the future is done
   std::size_t nbytes;    // bytes, a multiple of 4 KiB when file->direct() or with checksums
+  // The caller has the bytes in its cache and keeps the checksums itself: file->take() before a write, file->check()
+  // after a read.
+  bool caller_checks = false;
 };
 
 // One request under way. Its parts, one per lane, fail and finish independently; the future completes after the last,

@@ -82,4 +82,24 @@ void SwapFile::keep_checksums(std::uint64_t nbytes) {
   checksums_.emplace(static_cast<std::size_t>((nbytes + kPageBytes - 1) / kPageBytes));
 }
 
+void SwapFile::take(std::uint64_t offset, const std::byte* data, std::size_t nbytes) {
+  if (checksums_) checksums_->take(offset / kPageBytes, data, nbytes / kPageBytes);
+}
+
+std::optional<Failure> SwapFile::check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const {
+  if (!checksums_) return std::nullopt;
+  const std::size_t page = checksums_->first_difference(offset / kPageBytes, data, nbytes / kPageBytes);
+  if (page == ChecksumTable::kNone) return std::nullopt;
+  const Place place = locate(offset + page * kPageBytes);
+  Failure failure;
+  failure.kind = FailureKind::corruption;
+  failure.operation = "read";
+  failure.path = members_[place.member]->path();
+  failure.offset = place.offset;
+  failure.nbytes = kPageBytes;
+  failure.cause = "the data differ from what was written";
+  compose(failure);
+  return failure;
+}
+
 }  // namespace infinity

@@ -10,6 +10,7 @@
 
 #include "aio/file.hpp"
 #include "base/checksum.hpp"
+#include "base/future.hpp"
 
 namespace infinity {
 
@@ -45,7 +46,11 @@ class SwapFile {
   // From now on every page written is remembered and every page read is checked; requests must lie within `nbytes`.
   // Must come before the first request.
   void keep_checksums(std::uint64_t nbytes);
-  [[nodiscard]] ChecksumTable* checksums() { return checksums_ ? &*checksums_ : nullptr; }
+  [[nodiscard]] const ChecksumTable* checksums() const { return checksums_ ? &*checksums_ : nullptr; }
+  // Remembers whole pages that are about to be written, and tells what is wrong with pages that were read (the first of
+  // them, by its file and place). Nothing without checksums.
+  void take(std::uint64_t offset, const std::byte* data, std::size_t nbytes);
+  [[nodiscard]] std::optional<Failure> check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const;
 
  private:
   std::vector<std::shared_ptr<File>> members_;

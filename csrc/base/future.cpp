@@ -4,6 +4,11 @@
 
 namespace infinity {
 
+void compose(Failure& failure) {
+  failure.message = failure.operation + " of " + std::to_string(failure.nbytes) + " bytes at offset " +
+                    std::to_string(failure.offset) + " of " + failure.path + ": " + failure.cause;
+}
+
 bool Completion::complete(std::optional<Failure> failure) {
   std::vector<std::function<void()>> callbacks;
   {

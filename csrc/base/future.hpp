@@ -32,6 +32,9 @@ struct Failure {
   std::string message;  // all of the above as one sentence
 };
 
+// Writes `message` from the other fields.
+void compose(Failure& failure);
+
 // pending ──complete()──▶ done, with or without a failure; never back.
 //
 // Invariant: callbacks run exactly once, on the completing thread, or inline when already done.

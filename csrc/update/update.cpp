@@ -18,7 +18,8 @@ namespace infinity {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kStreams = 4;  // weight, residual, exp_avg, exp_avg_sq
+constexpr std::size_t kSpanBytes = 256 << 10;  // checked or taken by one thread at a time
+constexpr std::size_t kStreams = 4;            // weight, residual, exp_avg, exp_avg_sq
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
@@ -225,6 +226,11 @@ struct UpdatePipeline::Impl {
     if (tile->owner->failure) return tile_done(lock, tile);
     lock.unlock();
     const UpdateJob& job = tile->owner->job;
+    if (auto damage = check(*tile)) {
+      lock.lock();
+      if (!tile->owner->failure) tile->owner->failure = std::move(damage);
+      return tile_done(lock, tile);
+    }
     const std::uint64_t began = now_ns();
     AdamBuffers buffers;
     buffers.weight = tile->memory[0];
@@ -236,6 +242,7 @@ struct UpdatePipeline::Impl {
       adam_update(job.format, buffers, tile->first, tile->numel, job.segments, job.grad_scale, isa, *pool);
     }
     const std::uint64_t took = now_ns() - began;
+    take(*tile);
     lock.lock();
     counters.adam_ns += took;
     ++counters.tiles;
@@ -250,6 +257,50 @@ struct UpdatePipeline::Impl {
     });
   }
 
+  // A tile's pages are checked and taken here, by all threads, while Adam has, or will have, them in the cache.
+  struct Span {
+    SwapFile* file;
+    std::uint64_t offset;
+    std::byte* data;
+    std::size_t nbytes;
+  };
+
+  // The spans of a tile's streams that are in a file; of those that were read, when `read`.
+  [[nodiscard]] std::vector<Span> spans(const Tile& tile, bool read) const {
+    std::vector<Span> result;
+    for (std::size_t index = 0; index < kStreams; ++index) {
+      const StateStream* stream = tile.owner->streams[index];
+      if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) continue;
+      if (read && stream->memory != nullptr) continue;
+      const std::size_t item = tile.owner->itemsizes[index];
+      const std::size_t nbytes = round_up_to_page(tile.numel * item);
+      for (std::size_t at = 0; at < nbytes; at += kSpanBytes) {
+        result.push_back({stream->file.get(), stream->offset + tile.first * item + at, tile.memory[index] + at,
+                          std::min(kSpanBytes, nbytes - at)});
+      }
+    }
+    return result;
+  }
+
+  [[nodiscard]] std::optional<Failure> check(const Tile& tile) const {
+    const std::vector<Span> parts = spans(tile, true);
+    std::vector<std::optional<Failure>> damage(parts.size());
+    pool->parallel_for(parts.size(), [&](std::size_t index) {
+      const Span& span = parts[index];
+      damage[index] = span.file->check(span.offset, span.data, span.nbytes);
+    });
+    const auto first = std::find_if(damage.begin(), damage.end(), [](const auto& found) { return found.has_value(); });
+    return first == damage.end() ? std::nullopt : std::move(*first);
+  }
+
+  void take(const Tile& tile) const {
+    const std::vector<Span> parts = spans(tile, false);
+    pool->parallel_for(parts.size(), [&](std::size_t index) {
+      const Span& span = parts[index];
+      span.file->take(span.offset, span.data, span.nbytes);
+    });
+  }
+
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
     const Active& active = *tile->owner;
     const StateStream& stream = *active.streams[index];
@@ -258,7 +309,8 @@ struct UpdatePipeline::Impl {
             stream.file,
             stream.offset + tile->first * active.itemsizes[index],
             tile->memory[index],
-            round_up_to_page(tile->numel * active.itemsizes[index])};
+            round_up_to_page(tile->numel * active.itemsizes[index]),
+            true};
   }
 
   using Done = std::function<void(std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&)>;

@@ -12,10 +12,10 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -51,9 +51,11 @@ class DiskFacts:
     Attributes:
         device: kernel name of the whole disk ('nvme0n1'), '' where there is none; `members`: the disks below a
             device-mapper or md device, else the device itself.
+        mount_options: of the mount, then those of the file system.
         write_cache: 'write back' or 'write through'.
         max_transfer_bytes: what the kernel sends the device at once.
-        dio_memory_align, dio_offset_align: bytes, of direct I/O; None where kernel or file system do not say.
+        dio_memory_align, dio_offset_align: bytes, of direct I/O; None where kernel or file system do not say, 0 where
+            they say that the file has no direct I/O.
     """
 
     path: str
@@ -115,7 +117,7 @@ def describe_disk(path: Path, *, file: Path | None = None, endurance: bool = Fal
     """
     info = os.statvfs(path)
     mount_point, options, filesystem, source = _mount_of(path.absolute(), root)
-    block = _block_device(os.stat(path).st_dev, root)
+    block = _block_device(os.stat(path).st_dev, root) or _block_device_named(source, root)
     disk = _whole_disk(block)
     members = _members(disk)
     first = members[0] if members else disk
@@ -157,7 +159,7 @@ def describe_machine(root: Path = _ROOT) -> MachineFacts:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = dict(_fields(_text(root / "proc/self/status")))
-    capabilities = int(status.get("CapEff", "0") or "0", 16)
+    capabilities = _number(status.get("CapEff", ""), 16) or 0
     disabled = _text(root / "proc/sys/kernel/io_uring_disabled")
     return MachineFacts(
         kernel=platform.release(),
@@ -191,7 +193,8 @@ def _mount_of(path: Path, root: Path) -> tuple[str, str, str, str]:
         mount = _unescape(fields[4])
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best[0]):
-            best = (mount, fields[5], kind[0], _unescape(kind[1]))
+            options = dict.fromkeys([*fields[5].split(","), *"".join(kind[2:3]).split(",")])
+            best = (mount, ",".join(filter(None, options)), kind[0], _unescape(kind[1]))
     return best
 
 
@@ -208,6 +211,15 @@ def _unescape(text: str) -> str:
 def _block_device(number: int, root: Path) -> Path | None:
     path = root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
     return path.resolve() if path.exists() else None
+
+
+def _block_device_named(source: str, root: Path) -> Path | None:
+    """Of file systems such as btrfs, whose st_dev is no device's number. Of several devices, the one mounted."""
+    if not source.startswith("/dev/"):
+        return None
+    names = (Path(source).name, Path(os.path.realpath(source)).name)  # /dev/mapper/x is a link to /dev/dm-0
+    places = (root / "sys/class/block" / name for name in names)
+    return next((place.resolve() for place in places if place.exists()), None)
 
 
 def _whole_disk(block: Path | None) -> Path | None:
@@ -230,13 +242,23 @@ def _members(disk: Path | None) -> list[Path]:
 
 
 def _numa_node(disk: Path) -> int | None:
-    """The nearest `numa_node` above the disk; -1 means that there is none."""
+    """The nearest `numa_node` above the disk; -1 means that there is none.
+
+    A namespace of multipath NVMe hangs below a virtual subsystem: its controllers, linked there, have the node.
+    """
     real = (disk / "device").resolve() if (disk / "device").exists() else disk
-    for place in (real, *real.parents):
-        if (place / "numa_node").exists():
-            node = int(_text(place / "numa_node") or "-1")
-            return None if node < 0 else node
-        if place.name in ("devices", ""):
+    if real.name.startswith("nvme-subsys"):
+        nodes = {_nearest_node(link.resolve()) for link in real.glob("nvme[0-9]*") if link.is_symlink()}
+        return nodes.pop() if len(nodes) == 1 else None
+    return _nearest_node(real)
+
+
+def _nearest_node(place: Path) -> int | None:
+    for above in (place, *place.parents):
+        if (above / "numa_node").exists():
+            node = _number(_text(above / "numa_node"))
+            return None if node is None or node < 0 else node
+        if above.name in ("devices", ""):
             break
     return None
 
@@ -248,11 +270,11 @@ def _dio_align(file: Path) -> tuple[int | None, int | None]:
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
     if libc.statx(_AT_FDCWD, os.fsencode(file), 0, _STATX_DIOALIGN, buffer) != 0:
         return None, None
-    mask = int.from_bytes(buffer.raw[_STATX_MASK_AT : _STATX_MASK_AT + 4], "little")
+    mask = int.from_bytes(buffer.raw[_STATX_MASK_AT : _STATX_MASK_AT + 4], sys.byteorder)
     if not mask & _STATX_DIOALIGN:
         return None, None
-    memory = int.from_bytes(buffer.raw[_STATX_DIO_AT : _STATX_DIO_AT + 4], "little")
-    return memory, int.from_bytes(buffer.raw[_STATX_DIO_AT + 4 : _STATX_DIO_AT + 8], "little")
+    memory = int.from_bytes(buffer.raw[_STATX_DIO_AT : _STATX_DIO_AT + 4], sys.byteorder)
+    return memory, int.from_bytes(buffer.raw[_STATX_DIO_AT + 4 : _STATX_DIO_AT + 8], sys.byteorder)
 
 
 # -- endurance --------------------------------------------------------------------------------------------------------
@@ -268,37 +290,46 @@ def _endurance(device: str) -> Endurance | None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
             found = parse(json.loads(done.stdout))
-        except (OSError, ValueError, subprocess.TimeoutExpired):
+        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
             continue
         if found is not None:
             return found
     return None
 
 
-def parse_smartctl(report: Mapping[str, Any]) -> Endurance | None:
-    """From `smartctl -j -a`: NVMe's health log, or a SATA drive's attributes; None where neither is there."""
-    log = report.get("nvme_smart_health_information_log")
-    if isinstance(log, Mapping) and "data_units_written" in log:
-        return _wear(int(log["data_units_written"]) * _NVME_UNIT_BYTES, int(log.get("percentage_used", 0)))
-    rows = report.get("ata_smart_attributes", {}).get("table", [])
-    table = {row.get("name"): row for row in rows}
-    written, wear = table.get("Total_LBAs_Written"), table.get("Wear_Leveling_Count")
-    if written is None:
-        return None
-    used = 0 if wear is None else max(100 - int(wear.get("value", 100)), 0)
-    return _wear(int(written["raw"]["value"]) * _SMART_SECTOR_BYTES, used)
+def parse_smartctl(report: object) -> Endurance | None:
+    """From `smartctl -j -a`: NVMe's health log, or a SATA drive's attributes; None where neither tells both numbers."""
+    log = _at(report, "nvme_smart_health_information_log")
+    if log is not None:
+        return _wear(_at(log, "data_units_written"), _NVME_UNIT_BYTES, _at(log, "percentage_used"))
+    rows = _at(report, "ata_smart_attributes", "table")
+    table = {_at(row, "name"): row for row in rows} if isinstance(rows, list) else {}
+    left = _number(_at(table.get("Wear_Leveling_Count"), "value"))
+    written = _at(table.get("Total_LBAs_Written"), "raw", "value")
+    return _wear(written, _SMART_SECTOR_BYTES, None if left is None else max(100 - left, 0))
 
 
-def parse_nvme_smart_log(report: Mapping[str, Any]) -> Endurance | None:
+def parse_nvme_smart_log(report: object) -> Endurance | None:
     """From `nvme smart-log -o json`; the names changed between versions."""
-    written = report.get("data_units_written")
-    used = report.get("percentage_used", report.get("percent_used"))
-    return None if written is None else _wear(int(written) * _NVME_UNIT_BYTES, int(used or 0))
+    used = _at(report, "percentage_used")
+    return _wear(
+        _at(report, "data_units_written"), _NVME_UNIT_BYTES, _at(report, "percent_used") if used is None else used
+    )
 
 
-def _wear(written: int, used: int) -> Endurance:
-    readable = used >= _ENDURANCE_READABLE_PERCENT
-    return Endurance(written, used, written * 100 // used if readable else None)
+def _wear(units: object, unit_bytes: int, percent: object) -> Endurance | None:
+    count, used = _number(units), _number(percent)
+    if count is None or used is None:
+        return None
+    written = count * unit_bytes
+    return Endurance(written, used, written * 100 // used if used >= _ENDURANCE_READABLE_PERCENT else None)
+
+
+def _at(report: object, *names: str) -> object:
+    """The value at a path of names; None where the path ends early."""
+    for name in names:
+        report = report.get(name) if isinstance(report, Mapping) else None
+    return report
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
@@ -312,9 +343,17 @@ def _in_container(root: Path) -> bool:
 
 
 def _cgroup_io_max(root: Path) -> str:
+    """Of this process' group and those above it, whose limits hold as well; one a line, the innermost first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
-        if line.startswith("0::"):
-            return _text(root / "sys/fs/cgroup" / line[3:].lstrip("/") / "io.max")
+        if not line.startswith("0::"):
+            continue
+        group = Path(line[3:].lstrip("/"))
+        if ".." in group.parts:  # outside of what this container sees
+            group = Path()
+        for top in (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"):  # the second beside version 1
+            limits = [_text(top / place / "io.max") for place in (group, *group.parents)]
+            if any(limits):
+                return "\n".join(dict.fromkeys(filter(None, limits)))
     return ""
 
 
@@ -326,6 +365,14 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def _number(value: object, base: int = 10) -> int | None:
+    """None for what is not a whole number."""
+    try:
+        return int(value, base) if isinstance(value, str) else int(value) if isinstance(value, int) else None
+    except ValueError:
+        return None
 
 
 def _scaled(path: Path, unit: int = 1) -> int | None:

@@ -160,6 +160,64 @@ def test_directories_of_one_file_system_have_one_key(tmp_path: Path) -> None:
         assert disk_key(Path("/dev/shm")) != disk_key(tmp_path)
 
 
+def test_a_file_system_without_a_device_number_is_traced_by_its_source(root: Path, tmp_path: Path) -> None:
+    disk = nvme(root, "nvme0")
+    write(
+        root,
+        {
+            f"{disk}/nvme0n1p2/partition": "2",
+            "proc/self/mountinfo": "1 0 0:40 / / rw,relatime - btrfs /dev/nvme0n1p2 rw,compress=zstd:1",
+        },
+    )
+    (root / "sys/class/block").mkdir(parents=True)
+    (root / "sys/class/block/nvme0n1p2").symlink_to(root / f"{disk}/nvme0n1p2")
+    facts = describe_disk(tmp_path, root=root)
+    assert (facts.device, facts.members, facts.numa_node) == ("nvme0n1", ("nvme0n1",), 1)
+    assert facts.mount_options == "rw,relatime,compress=zstd:1"
+
+
+@pytest.mark.parametrize(("told", "node"), [("0", 0), ("1", 1), ("-1", None), ("junk", None)])
+def test_a_virtual_disk_may_have_a_node_or_none(told: str, node: int | None, root: Path, tmp_path: Path) -> None:
+    pci = "sys/devices/pci0000:00/0000:00:02.0"
+    disk = f"{pci}/virtio1/block/vda"
+    write(root, {f"{pci}/numa_node": told, f"{disk}/size": "8"})
+    (root / disk / "device").symlink_to(root / f"{pci}/virtio1")
+    place(root, tmp_path, disk)
+    facts = describe_disk(tmp_path, root=root)
+    assert (facts.device, facts.numa_node, facts.size_bytes) == ("vda", node, 4096)
+    assert (facts.model, facts.scheduler, facts.write_cache) == ("", "", "")
+
+
+@pytest.mark.parametrize(("controllers", "node"), [(("1",), 1), (("0", "0"), 0), (("0", "1"), None)])
+def test_a_multipath_drive_is_at_the_node_of_its_controllers(
+    controllers: tuple[str, ...], node: int | None, root: Path, tmp_path: Path
+) -> None:
+    subsystem = "sys/devices/virtual/nvme-subsystem/nvme-subsys0"
+    write(root, {f"{subsystem}/nvme0n1/size": "8"})
+    (root / subsystem / "nvme0n1/device").symlink_to(root / subsystem)
+    for index, told in enumerate(controllers):
+        controller = f"sys/devices/pci0000:00/0000:0{index}:00.0/nvme/nvme{index}"
+        write(root, {f"{controller}/numa_node": told})
+        (root / subsystem / f"nvme{index}").symlink_to(root / controller)
+    place(root, tmp_path, f"{subsystem}/nvme0n1")
+    assert describe_disk(tmp_path, root=root).numa_node == node
+
+
+def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
+    write(
+        root,
+        {
+            "proc/self/status": "CapEff:\tjunk",
+            "proc/self/cgroup": "4:memory:/x\n0::/a/b",
+            "sys/fs/cgroup/unified/a/b/io.max": "8:0 rbps=1",
+            "sys/fs/cgroup/unified/a/io.max": "8:0 wbps=2",
+        },
+    )
+    machine = describe_machine(root)
+    assert machine.cgroup_io_max == "8:0 rbps=1\n8:0 wbps=2"
+    assert not machine.can_lock_any
+
+
 # ------------------------------------------------------------------------------------------------------------ endurance
 
 
@@ -187,3 +245,21 @@ def test_no_wear_is_made_up_where_none_is_told(monkeypatch: pytest.MonkeyPatch, 
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert devices._endurance("sda") is None
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        [],
+        None,
+        {"ata_smart_attributes": None},
+        {"ata_smart_attributes": {"table": [None, {"name": "Total_LBAs_Written"}]}},
+        {"ata_smart_attributes": {"table": [{"name": "Total_LBAs_Written", "raw": {"value": 1}}]}},
+        {"nvme_smart_health_information_log": {"data_units_written": None, "percentage_used": 1}},
+        {"nvme_smart_health_information_log": {"data_units_written": 5}},
+        {"data_units_written": "many", "percent_used": 1},
+    ],
+)
+def test_a_report_of_another_shape_gives_no_wear_and_no_error(report: object) -> None:
+    assert parse_smartctl(report) is None
+    assert parse_nvme_smart_log(report) is None
