@@ -215,13 +215,23 @@ def test_whatever_ends_it_nothing_is_left_behind(number: signal.Signals, tmp_pat
     free = os.statvfs(tmp_path).f_bfree
     (tmp_path / "mine").write_text("keep me")
     command = [sys.executable, "-m", "infinity.cli.bench.main", "--path", str(tmp_path), "--sustained", *SMALL]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A test run in the background has SIGINT ignored, and would hand that down.
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 60
     while not any(name.startswith(str(tmp_path)) for name in open_files(child.pid)):
         assert child.poll() is None, child.communicate()
         assert time.monotonic() < deadline
     child.send_signal(number)
-    _, errors = child.communicate(timeout=60)
+    try:
+        _, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == (-number if number == signal.SIGKILL else 130), errors
     assert left_in(tmp_path) == ["mine"]
     assert (tmp_path / "mine").read_text() == "keep me"
