@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.cli.bench.report import PathReport, format_block
 from infinity.cli.bench.sweep import Point
@@ -31,11 +32,7 @@ def plot(reports: Sequence[PathReport], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw(axes: object, points: Sequence[Point], *, by_depth: bool) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    depths = {point.workload.queue_depth * point.workload.block_bytes for point in points}
+def _draw(axes: Any, points: Sequence[Point], *, by_depth: bool) -> None:
     for kind, marker in (("read", "o"), ("overwrite", "s")):
         chosen = [point for point in points if point.workload.kind == kind]
         if by_depth:
@@ -56,5 +53,4 @@ def _draw(axes: object, points: Sequence[Point], *, by_depth: bool) -> None:
     axes.set_ylabel("GB/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    if depths:
-        axes.legend()
+    axes.legend()
