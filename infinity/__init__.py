@@ -24,15 +24,22 @@ from infinity.errors import (
     SwapIOError,
     SwapTimeoutError,
 )
-from infinity.optim.adamw import AdamW
+from infinity.optim.adagrad import Adagrad
+from infinity.optim.adamw import Adam, AdamW
+from infinity.optim.lion import Lion
+from infinity.optim.sgd import SGD
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import Statistics, statistics
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "ConfigError",
     "ForkError",
     "InfinityError",
+    "Lion",
     "ModelError",
     "NonFiniteGradientError",
     "NotAvailableError",

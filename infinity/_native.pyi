@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]
-MasterName = Literal["weight", "split16", "fp32"]
+MasterName = Literal["weight", "split16", "fp32", "none"]
+MomentsName = Literal["fp32", "bf16", "int8"]
+RuleName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
 FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "lose"]
 IOClassName = Literal["weights", "activations", "states"]
 
@@ -156,8 +158,30 @@ class ThreadPool:
     @property
     def threads(self) -> int: ...
 
+BLOCK_NUMEL: int
+"""Elements that share a scale, and random bits: parameters begin at multiples of it."""
+CUT_NUMEL: int
+"""A tile's length is a multiple of this many elements."""
+CHUNK_NUMEL: int
+"""With int8 moments a tile that is not the whole job is a multiple of this many elements."""
+
+def task_numel() -> int:
+    """Elements a thread updates at a time; its streams fit half of a core's L2 cache."""
+
+def moment_bytes(moments: MomentsName, numel: int) -> int:
+    """Bytes of the first `numel` elements of a moment."""
+
 class Segment:
-    """Elements [begin, end) that share hyperparameters: one parameter. `step` counts from 1."""
+    """Elements [begin, end) that share hyperparameters: one parameter.
+
+    Args:
+        rule: what the step computes; hyperparameters it does not know are ignored.
+        beta1: momentum, for sgd.
+        step: counts from 1.
+        index: of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL; with `seed` and `step`
+            the key of stochastic rounding.
+        skip: leave the elements alone.
+    """
 
     begin: int
     end: int
@@ -167,41 +191,70 @@ class Segment:
         begin: int,
         end: int,
         *,
+        rule: RuleName = "adamw",
         lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        lr_decay: float = 0.0,
+        initial_accumulator: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
         step: int,
+        index: int = 0,
+        seed: int = 0,
         skip: bool = False,
     ) -> None: ...
 
 def supported_isas() -> list[str]:
-    """What this processor and build have, best last: 'baseline', 'avx2', 'avx512'."""
+    """What this processor and build have, best last: 'baseline', 'avx2', 'avx512'; 'neon'."""
 
 def select_isa() -> str:
     """The best one, or INFINITY_ISA. ValueError when that is unknown or not supported here."""
 
-def adam_update(
+def optimizer_update(
     weight: Buffer,
     residual: Buffer | None,
-    exp_avg: Buffer,
-    exp_avg_sq: Buffer,
+    exp_avg: Buffer | None,
+    exp_avg_sq: Buffer | None,
     grad: Buffer,
     *,
     weight_dtype: DTypeName,
     master: MasterName,
+    moments: MomentsName = "fp32",
     grad_dtype: DTypeName,
     segments: Sequence[Segment],
-    grad_scale: float,
+    grad_scale: float = 1.0,
     pool: ThreadPool,
     isa: str | None = None,
-) -> None:
-    """One AdamW step in memory on numel = len(exp_avg) / 4 elements."""
+) -> bool:
+    """One step in memory on as many elements as `weight` holds; False when a new weight or moment is not finite.
+
+    Raises:
+        ValueError: the master does not go with the weight, a buffer is missing, short, read-only, misaligned or
+            overlaps another, or the segments are not sorted, disjoint and within the buffers.
+    """
 
 def sum_squares(data: Buffer, dtype: DTypeName, pool: ThreadPool, isa: str | None = None) -> float: ...
-def accumulate(dst: Buffer, src: Buffer, src_dtype: DTypeName, pool: ThreadPool, isa: str | None = None) -> None:
-    """dst (fp32) += src."""
+def land_gradient(
+    dst: Buffer,
+    dst_dtype: DTypeName,
+    src: Buffer,
+    src_dtype: DTypeName,
+    *,
+    add: bool,
+    pool: ThreadPool,
+    isa: str | None = None,
+) -> float:
+    """dst = src, or dst += src; returns the sum_squares of what is then in dst, taken in the same pass.
+
+    dst has the dtype of src or is fp32, and is fp32 to add.
+    """
+
+def read_modify_write(a: Buffer, b: Buffer, c: Buffer, d: Buffer, pool: ThreadPool, isa: str | None = None) -> None:
+    """a += d, b += d, c += d in fp32: the memory traffic of AdamW, 28 bytes per element."""
 
 def widen_in_place(data: Buffer, dtype: DTypeName, numel: int) -> None:
     """The first `numel` 16-bit values of `data` become `numel` fp32 values at the same place."""
@@ -210,6 +263,21 @@ def encode_split16(master: Buffer, weight: Buffer, residual: Buffer) -> None: ..
 def decode_split16(weight: Buffer, residual: Buffer, master: Buffer) -> None: ...
 def round_weights(master: Buffer, weight: Buffer, dtype: DTypeName) -> None:
     """fp32 → bf16 (half up) or fp16 (nearest even)."""
+
+def decode_moments(
+    data: Buffer, moments: MomentsName, *, is_signed: bool, values: Buffer, isa: str | None = None
+) -> None:
+    """A moment as it is stored → fp32. `is_signed`: exp_avg; not: exp_avg_sq."""
+
+def encode_moments(
+    values: Buffer, moments: MomentsName, *, is_signed: bool, data: Buffer, isa: str | None = None
+) -> None:
+    """fp32 → a moment as it is stored; to bf16 half up."""
+
+class UpdateFuture(IOFuture):
+    @property
+    def finite(self) -> bool:
+        """Whether all new weights and moments were, so far as they were computed."""
 
 class StateStream:
     """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both)."""
@@ -220,27 +288,38 @@ class UpdatePipeline:
     """Read states → Adam → write states, in tiles, all three in flight on C++ threads; jobs in order of submission."""
 
     def __init__(
-        self, engine: IOEngine, pool: ThreadPool, staging: Buffer, tile_numel: int, isa: str | None = None
+        self,
+        engine: IOEngine,
+        pool: ThreadPool,
+        staging: Buffer,
+        tile_numel: int,
+        tile_bytes: int,
+        isa: str | None = None,
     ) -> None: ...
     @staticmethod
-    def staging_tile_bytes(tile_numel: int) -> int: ...
+    def staging_tile_bytes(numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName) -> int:
+        """Bytes of a tile of `numel` elements whose streams are all in a file."""
     def submit(
         self,
         *,
         numel: int,
         weight_dtype: DTypeName,
         master: MasterName,
+        moments: MomentsName = "fp32",
         grad_dtype: DTypeName,
         segments: Sequence[Segment],
         grad_scale: float,
         arithmetic: bool = True,
         weight: StateStream,
-        residual: StateStream | None,
-        exp_avg: StateStream,
-        exp_avg_sq: StateStream,
+        residual: StateStream | None = None,
+        exp_avg: StateStream | None = None,
+        exp_avg_sq: StateStream | None = None,
         grad: Buffer,
-    ) -> IOFuture:
-        """Without `arithmetic` the states are read and written back as they are: the traffic of an update alone."""
+    ) -> UpdateFuture:
+        """A moment that no segment's rule uses may be left out.
+
+        Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
+        """
     def counters(self) -> dict[str, int]:
         """tiles, adam_ns, read_wait_ns, write_wait_ns."""
     def close(self) -> None: ...

@@ -61,10 +61,10 @@ class NvmeConfig(_Section):
 class UpdateConfig(_Section):
     """How the optimizer's pass is cut. Never changes a bit of the result."""
 
-    tile: Size = 1 << 20
-    """Bytes of one fp32 moment per tile."""
+    tile: Size | None = None
+    """Bytes of one fp32 moment per tile; omitted = enough for every thread's cache, 1 MiB at least."""
     threads: int | None = Field(default=None, ge=1)
-    """Compute threads of the update; omitted = the cores this process may use."""
+    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
 
 
 class SwapConfig(_Section):
@@ -78,7 +78,7 @@ class SwapConfig(_Section):
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     commit_every: int = Field(default=0, ge=0)
-    master: Literal["split16", "fp32"] = "split16"
+    master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
 
     def require_available(self) -> None:
@@ -95,7 +95,6 @@ class SwapConfig(_Section):
                 "activations: recompute or keep",
             ),
             f"commit_every: {self.commit_every}": (self.commit_every != 0, "commit_every: 0"),
-            f"moments: {self.moments}": (self.moments != "fp32", "moments: fp32"),
         }
         for key, (asked, instead) in refused.items():
             if asked:

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import infinity
+from infinity import _native
 from infinity.schedule import registry
 
 transformers.logging.set_verbosity_error()
@@ -77,7 +78,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Moments of every trained parameter as stored, by 'name.state'."""
+    """Moments of every trained parameter, in fp32, by 'name.state'."""
     from infinity.io.arena import Lease
 
     ledger, result = registry.ledger_of(model), {}
@@ -86,6 +87,8 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             continue
         states = ledger.backing.states[place.unit.index][place.group_index]
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
+            if home is None:
+                continue
             if isinstance(home, Lease):
                 flat = home.tensor().clone()
             else:
@@ -95,6 +98,9 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 flat = torch.frombuffer(view, dtype=torch.uint8).clone()
                 if lease:
                     lease.release()
-            values = flat.view(torch.float32)[place.spec.offset : place.spec.offset + place.spec.numel]
-            result[f"{place.spec.name}.{state}"] = values.clone()
+            values = torch.empty(place.group.numel)
+            _native.decode_moments(
+                flat.numpy(), place.group.moments, is_signed=state == "exp_avg", values=values.numpy()
+            )
+            result[f"{place.spec.name}.{state}"] = values[place.spec.offset : place.spec.offset + place.spec.numel]
     return result

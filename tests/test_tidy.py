@@ -41,6 +41,9 @@ def test_the_native_core_links_neither_torch_nor_cuda() -> None:
 def test_the_stub_names_what_the_core_has() -> None:
     stub = ast.parse((ROOT / "_native.pyi").read_text())
     named = {node.name for node in stub.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    named |= {
+        node.target.id for node in stub.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     assert named == {name for name in dir(_native) if not name.startswith("_")}
 
 

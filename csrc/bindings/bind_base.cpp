@@ -30,6 +30,30 @@ Memory memory_from(const py::handle& object, bool writable, const char* name) {
   return memory;
 }
 
+Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name) {
+  Memory memory = memory_from(object, writable, name);
+  if (memory.nbytes < nbytes) {
+    throw py::value_error(std::string(name) + " holds " + std::to_string(memory.nbytes) + " bytes; " +
+                          std::to_string(nbytes) + " are needed");
+  }
+  if (reinterpret_cast<std::uintptr_t>(memory.data) % alignment != 0) {
+    throw py::value_error(std::string(name) + " is not aligned to " + std::to_string(alignment) + " bytes");
+  }
+  return memory;
+}
+
+void require_apart(std::initializer_list<std::pair<const char*, const Memory*>> memories) {
+  for (auto one = memories.begin(); one != memories.end(); ++one) {
+    for (auto other = memories.begin(); other != one; ++other) {
+      const Memory& a = *one->second;
+      const Memory& b = *other->second;
+      if (a.nbytes > 0 && b.nbytes > 0 && a.data < b.data + b.nbytes && b.data < a.data + a.nbytes) {
+        throw py::value_error(std::string(one->first) + " and " + other->first + " overlap");
+      }
+    }
+  }
+}
+
 void raise_os_error(const std::system_error& error, const std::string& path) {
   PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what(), path).ptr());
   throw py::error_already_set();

@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "bindings/common.hpp"
 #include "update/update.hpp"
 
@@ -34,50 +36,69 @@ struct PyPipeline {
   }
 };
 
-std::size_t padded(std::uint64_t numel, std::size_t item) { return (numel * item + 4095) / 4096 * 4096; }
-
-void require_room(const PyStream& stream, std::uint64_t numel, std::size_t item, const char* name) {
+void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.memory == nullptr) return;
   // With a file, whole pages are written from the memory.
-  const std::size_t needed = stream.stream.file != nullptr ? padded(numel, item) : numel * item;
+  const std::uint64_t needed = stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes;
   if (stream.memory.nbytes < needed) {
     throw py::value_error(std::string(name) + " holds " + std::to_string(stream.memory.nbytes) + " bytes; " +
                           std::to_string(needed) + " are needed");
   }
+  if (reinterpret_cast<std::uintptr_t>(stream.memory.data) % 4 != 0) {
+    throw py::value_error(std::string(name) + " is not aligned to 4 bytes");
+  }
 }
 
-std::unique_ptr<PyFuture> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
-                                 const std::string& master, const std::string& grad_dtype,
+// The future of an update, which also knows whether a result was not finite.
+class PyUpdate : public PyFuture {
+ public:
+  PyUpdate(Future future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)
+      : PyFuture(std::move(future), std::move(kept)), not_finite_(std::move(not_finite)) {}
+  [[nodiscard]] bool finite() const { return !*not_finite_; }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> not_finite_;
+};
+
+std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
+                                 const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool arithmetic,
-                                 const PyStream& weight, const PyStream* residual, const PyStream& exp_avg,
-                                 const PyStream& exp_avg_sq, const py::object& grad) {
+                                 const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
+                                 const PyStream* exp_avg_sq, const py::object& grad) {
+  constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
+  if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
   UpdateJob job;
-  job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype)};
+  job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
   job.numel = numel;
   job.segments = std::move(segments);
   job.grad_scale = static_cast<float>(grad_scale);
   job.arithmetic = arithmetic;
+  job.not_finite = std::make_shared<std::atomic<bool>>(false);
   std::vector<Memory> kept;
-  require_room(weight, numel, itemsize(job.format.weight), "weight");
-  job.weight = weight.stream;
-  kept.push_back(weight.memory);
-  if (job.format.master != Master::weight) {
-    if (residual == nullptr) throw py::value_error("a 16-bit weight needs its residual");
-    require_room(*residual, numel, job.format.master == Master::split16 ? 2 : 4, "residual");
-    job.residual = residual->stream;
-    kept.push_back(residual->memory);
-  }
-  require_room(exp_avg, numel, 4, "exp_avg");
-  require_room(exp_avg_sq, numel, 4, "exp_avg_sq");
-  job.exp_avg = exp_avg.stream;
-  job.exp_avg_sq = exp_avg_sq.stream;
-  kept.push_back(exp_avg.memory);
-  kept.push_back(exp_avg_sq.memory);
-  Memory gradients = memory_from(grad, false, "grad");
-  if (gradients.nbytes < numel * itemsize(job.format.grad)) throw py::value_error("grad is shorter than the job");
-  job.grad = gradients.data;
-  kept.push_back(std::move(gradients));
-  return std::make_unique<PyFuture>(self.pipeline.get()->submit(std::move(job)), std::move(kept));
+  const auto take = [&](const PyStream* stream, std::uint64_t nbytes, const char* name) {
+    if (stream == nullptr) return StateStream{};
+    require_room(*stream, nbytes, name);
+    kept.push_back(stream->memory);
+    return stream->stream;
+  };
+  job.weight = take(&weight, numel * itemsize(job.format.weight), "weight");
+  const std::size_t rest = residual_itemsize(job.format.master);
+  if (rest > 0 && residual == nullptr) throw py::value_error("master '" + master + "' needs its residual");
+  if (rest > 0) job.residual = take(residual, numel * rest, "residual");
+  job.exp_avg = take(exp_avg, moment_bytes(job.format.moments, numel), "exp_avg");
+  job.exp_avg_sq = take(exp_avg_sq, moment_bytes(job.format.moments, numel), "exp_avg_sq");
+  kept.push_back(memory_of(grad, numel * itemsize(job.format.grad), itemsize(job.format.grad), false, "grad"));
+  job.grad = kept.back().data;
+  Memory none;
+  require_apart({{"weight", &weight.memory},
+                 {"residual", rest > 0 ? &residual->memory : &none},
+                 {"exp_avg", exp_avg != nullptr ? &exp_avg->memory : &none},
+                 {"exp_avg_sq", exp_avg_sq != nullptr ? &exp_avg_sq->memory : &none},
+                 {"grad", &kept.back()},
+                 {"staging", &self.staging}});
+  auto not_finite = job.not_finite;
+  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job)), std::move(kept),
+                                    std::move(not_finite));
 }
 
 py::dict counters_of(const PyPipeline& self) {
@@ -96,20 +117,31 @@ void bind_update(py::module_& module) {
   py::class_<PyStream>(module, "StateStream")
       .def(py::init(&make_stream), py::arg("memory") = py::none(), py::arg("file") = nullptr, py::arg("offset") = 0);
 
+  py::class_<PyUpdate, PyFuture>(module, "UpdateFuture").def_property_readonly("finite", &PyUpdate::finite);
+
   py::class_<PyPipeline>(module, "UpdatePipeline")
       .def(py::init([](const PyEngine& engine, const PyPool& pool, const py::object& staging, std::size_t tile_numel,
-                       const std::optional<std::string>& isa) {
+                       std::size_t tile_bytes, const std::optional<std::string>& isa) {
              Memory memory = memory_from(staging, true, "staging");
              auto pipeline = std::make_shared<UpdatePipeline>(engine.get(), pool.get(), memory.data, memory.nbytes,
-                                                              tile_numel, isa_from(isa));
+                                                              tile_numel, tile_bytes, isa_from(isa));
              return std::unique_ptr<PyPipeline>(
                  new PyPipeline{std::move(memory), Closable<UpdatePipeline>(std::move(pipeline))});
            }),
-           py::arg("engine"), py::arg("pool"), py::arg("staging"), py::arg("tile_numel"), py::arg("isa") = py::none())
-      .def_static("staging_tile_bytes", &UpdatePipeline::staging_tile_bytes, py::arg("tile_numel"))
+           py::arg("engine"), py::arg("pool"), py::arg("staging"), py::arg("tile_numel"), py::arg("tile_bytes"),
+           py::arg("isa") = py::none())
+      .def_static(
+          "staging_tile_bytes",
+          [](std::size_t numel, const std::string& weight_dtype, const std::string& master,
+             const std::string& moments) {
+            const StateFormat format{dtype_from(weight_dtype), master_from(master), DType::fp32, moments_from(moments)};
+            return UpdatePipeline::staging_tile_bytes(format, numel);
+          },
+          py::arg("numel"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"), py::arg("moments"))
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
-           py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"), py::arg("arithmetic") = true,
-           py::arg("weight"), py::arg("residual"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("grad"))
+           py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
+           py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
+           py::arg("exp_avg_sq") = nullptr, py::arg("grad"))
       .def("counters", &counters_of)
       .def("close", &PyPipeline::close);
 }

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -12,7 +13,7 @@
 #include "aio/engine.hpp"
 #include "base/future.hpp"
 #include "base/thread_pool.hpp"
-#include "cpu_adam/adam.hpp"
+#include "cpu_adam/optimizer.hpp"
 
 namespace infinity::bindings {
 
@@ -29,8 +30,15 @@ struct Memory {
 // read-only where it must be written.
 Memory memory_from(const py::handle& object, bool writable, const char* name);
 
+// The same, checked: at least `nbytes` long and aligned to `alignment`. ValueError otherwise.
+Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
+
+// ValueError when two of them share a byte.
+void require_apart(std::initializer_list<std::pair<const char*, const Memory*>> memories);
+
 DType dtype_from(const std::string& name);
 Master master_from(const std::string& name);
+Moments moments_from(const std::string& name);
 Isa isa_from(const std::optional<std::string>& name);
 
 // A future as Python sees it, with the buffers its request uses.
@@ -90,7 +98,7 @@ using PyPool = Closable<ThreadPool>;
 
 void bind_base(py::module_& module);
 void bind_aio(py::module_& module);
-void bind_adam(py::module_& module);
+void bind_optimizer(py::module_& module);
 void bind_update(py::module_& module);
 
 }  // namespace infinity::bindings

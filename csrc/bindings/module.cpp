@@ -5,6 +5,6 @@ PYBIND11_MODULE(_native, module) {
   module.doc() = "The C++ core of infinity: bytes, files and arithmetic.";
   infinity::bindings::bind_base(module);
   infinity::bindings::bind_aio(module);
-  infinity::bindings::bind_adam(module);
+  infinity::bindings::bind_optimizer(module);
   infinity::bindings::bind_update(module);
 }

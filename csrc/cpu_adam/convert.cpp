@@ -1,8 +1,8 @@
 // Conversions at the edges: loading, saving, widening. Off the hot path.
 #include <cstring>
 
-#include "cpu_adam/adam.hpp"
-#include "cpu_adam/formats.hpp"
+#include "cpu_adam/bits.hpp"
+#include "cpu_adam/optimizer.hpp"
 
 namespace infinity {
 

@@ -1,12 +1,16 @@
-// Choosing the instruction set, and cutting flat ranges into tasks.
+// Choosing the instruction set, turning hyperparameters into constants, and cutting flat ranges into tasks.
+#include <unistd.h>
+
 #include <algorithm>
+#include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <stdexcept>
 
 #include "base/cpuid.hpp"
-#include "cpu_adam/adam.hpp"
 #include "cpu_adam/kernels.hpp"
+#include "cpu_adam/optimizer.hpp"
 
 namespace infinity {
 namespace {
@@ -17,33 +21,108 @@ const Kernels& kernels_for(Isa isa) {
   if (isa == Isa::avx2) return avx2::kKernels;
 #endif
   static_cast<void>(isa);
-  return baseline::kKernels;
+  return baseline::kKernels;  // on 64-bit ARM the baseline has NEON
 }
 
-Constants constants_of(const Segment& segment, float grad_scale) {
-  const auto step = static_cast<double>(segment.step);
-  const double bc1 = 1.0 - std::pow(segment.beta1, step);
-  const double bc2 = 1.0 - std::pow(segment.beta2, step);
+Constants adam_constants(const Hyperparameters& hyper, double step) {
   Constants c;
-  c.grad_scale = grad_scale;
-  c.beta1 = static_cast<float>(segment.beta1);
-  c.one_minus_beta1 = static_cast<float>(1.0 - segment.beta1);
-  c.beta2 = static_cast<float>(segment.beta2);
-  c.one_minus_beta2 = static_cast<float>(1.0 - segment.beta2);
-  c.decay = static_cast<float>(1.0 - segment.lr * segment.weight_decay);
-  c.step_size = static_cast<float>(segment.lr / bc1);
-  c.inverse_bc2_sqrt = static_cast<float>(1.0 / std::sqrt(bc2));
-  c.eps = static_cast<float>(segment.eps);
+  const bool decoupled = hyper.rule == Rule::adamw;
+  c.beta1 = static_cast<float>(hyper.beta1);
+  c.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  c.beta2 = static_cast<float>(hyper.beta2);
+  c.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  c.decay = decoupled ? static_cast<float>(1.0 - hyper.lr * hyper.weight_decay) : 1.0f;
+  c.l2 = decoupled ? 0.0f : static_cast<float>(hyper.weight_decay);
+  c.step_size = static_cast<float>(hyper.lr / (1.0 - std::pow(hyper.beta1, step)));
+  c.inverse_bc2_sqrt = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(hyper.beta2, step)));
+  c.eps = static_cast<float>(hyper.eps);
   return c;
 }
 
-struct Piece {
-  std::size_t begin;  // relative to `first`
-  std::size_t end;
-  Constants constants;
-};
+Constants lion_constants(const Hyperparameters& hyper) {
+  Constants c;
+  c.beta1 = static_cast<float>(hyper.beta1);
+  c.one_minus_beta1 = static_cast<float>(1.0 - hyper.beta1);
+  c.beta2 = static_cast<float>(hyper.beta2);
+  c.one_minus_beta2 = static_cast<float>(1.0 - hyper.beta2);
+  c.decay = static_cast<float>(1.0 - hyper.lr * hyper.weight_decay);
+  c.step_size = static_cast<float>(hyper.lr);
+  return c;
+}
+
+Constants adagrad_constants(const Hyperparameters& hyper, double step) {
+  Constants c;
+  c.l2 = static_cast<float>(hyper.weight_decay);
+  c.step_size = static_cast<float>(hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay));
+  c.eps = static_cast<float>(hyper.eps);
+  c.initial = step == 1.0 ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
+  return c;
+}
+
+Constants sgd_constants(const Hyperparameters& hyper, double step) {
+  Constants c;
+  c.l2 = static_cast<float>(hyper.weight_decay);
+  c.beta1 = static_cast<float>(hyper.beta1);
+  c.one_minus_beta1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
+  c.nesterov = hyper.nesterov;
+  c.step_size = static_cast<float>(hyper.lr);
+  return c;
+}
+
+Constants constants_of(const Segment& segment, float grad_scale) {
+  const Hyperparameters& hyper = segment.hyper;
+  const auto step = static_cast<double>(segment.step);
+  Constants c;
+  switch (hyper.rule) {
+    case Rule::adamw:
+    case Rule::adam:
+      c = adam_constants(hyper, step);
+      break;
+    case Rule::lion:
+      c = lion_constants(hyper);
+      break;
+    case Rule::adagrad:
+      c = adagrad_constants(hyper, step);
+      break;
+    case Rule::sgd:
+      c = sgd_constants(hyper, step);
+      break;
+  }
+  c.rule = hyper.rule;
+  c.uses_exp_avg = hyper.uses_exp_avg();
+  c.uses_exp_avg_sq = hyper.uses_exp_avg_sq();
+  c.grad_scale = hyper.maximize ? -grad_scale : grad_scale;
+  c.seed = segment.seed;
+  c.step = segment.step;
+  return c;
+}
+
+void require(bool good, const char* message) {
+  if (!good) throw std::invalid_argument(message);
+}
+
+// Runs `work(begin, end)` over fixed partials and adds what it returns, in index order.
+template <class Work>
+double sum_partials(std::size_t numel, ThreadPool& pool, const Work& work) {
+  std::vector<double> partials((numel + kPartialNumel - 1) / kPartialNumel);
+  pool.parallel_for(partials.size(), [&](std::size_t index) {
+    const std::size_t begin = index * kPartialNumel;
+    partials[index] = work(begin, std::min(begin + kPartialNumel, numel));
+  });
+  double total = 0.0;
+  for (const double partial : partials) total += partial;
+  return total;
+}
 
 }  // namespace
+
+bool Hyperparameters::uses_exp_avg() const {
+  return rule == Rule::adamw || rule == Rule::adam || rule == Rule::lion || (rule == Rule::sgd && beta1 != 0.0);
+}
+
+bool Hyperparameters::uses_exp_avg_sq() const {
+  return rule == Rule::adamw || rule == Rule::adam || rule == Rule::adagrad;
+}
 
 Isa select_isa() {
   const auto available = supported_isas();
@@ -57,12 +136,16 @@ Isa select_isa() {
 }
 
 std::vector<Isa> supported_isas() {
+#if defined(__aarch64__)
+  return {Isa::neon};
+#else
   std::vector<Isa> isas{Isa::baseline};
 #ifdef INFINITY_X86
   if (cpu_has_avx2()) isas.push_back(Isa::avx2);
   if (cpu_has_avx512()) isas.push_back(Isa::avx512);
 #endif
   return isas;
+#endif
 }
 
 std::string isa_name(Isa isa) {
@@ -71,6 +154,8 @@ std::string isa_name(Isa isa) {
       return "avx512";
     case Isa::avx2:
       return "avx2";
+    case Isa::neon:
+      return "neon";
     case Isa::baseline:
       break;
   }
@@ -78,49 +163,102 @@ std::string isa_name(Isa isa) {
 }
 
 Isa isa_from_name(const std::string& name) {
-  for (const Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512}) {
+  for (const Isa isa : {Isa::baseline, Isa::avx2, Isa::avx512, Isa::neon}) {
     if (isa_name(isa) == name) return isa;
   }
-  throw std::invalid_argument("unknown instruction set '" + name + "'; use baseline, avx2 or avx512");
+  throw std::invalid_argument("unknown instruction set '" + name + "'; use baseline, avx2, avx512 or neon");
 }
 
-void adam_update(const AdamFormat& format, const AdamBuffers& buffers, std::uint64_t first, std::size_t numel,
-                 const std::vector<Segment>& segments, float grad_scale, Isa isa, ThreadPool& pool) {
-  std::vector<Piece> pieces;
+void check_format(const StateFormat& format) {
+  require((format.master == Master::weight) == (format.weight == DType::fp32),
+          "an fp32 weight is its own master ('weight'); a 16-bit weight needs 'split16', 'fp32' or 'none'");
+  require(format.weight == DType::bf16 || (format.master != Master::split16 && format.master != Master::none),
+          "masters 'split16' and 'none' need bf16 weights");
+}
+
+void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, const StateFormat& format) {
+  std::uint64_t end = 0;
   for (const Segment& segment : segments) {
-    const std::uint64_t begin = std::max(segment.begin, first);
-    const std::uint64_t end = std::min<std::uint64_t>(segment.end, first + numel);
-    if (segment.skip || begin >= end) continue;
-    const Constants constants = constants_of(segment, grad_scale);
-    for (std::uint64_t at = begin; at < end; at += kTaskNumel) {
-      pieces.push_back({at - first, std::min<std::uint64_t>(at + kTaskNumel, end) - first, constants});
-    }
+    require(segment.begin >= end && segment.end >= segment.begin, "segments must be sorted and disjoint");
+    require(segment.end <= numel, "a segment ends after the buffers: segments must be within them");
+    require(segment.skip || segment.step >= 1, "a segment's step counts from 1");
+    require(segment.index % kBlockNumel == 0, "a segment's index must be a multiple of 256");
+    require(format.moments != Moments::int8 || segment.begin % kBlockNumel == 0,
+            "with int8 moments a segment must begin at a multiple of 256");
+    end = segment.end;
   }
+}
+
+std::size_t task_numel() {
+  static const std::size_t numel = [] {
+    constexpr std::size_t kStreamBytes = 16;  // per element, at most
+    const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    const std::size_t fits = l2_bytes > 0 ? static_cast<std::size_t>(l2_bytes) / 2 / kStreamBytes : 16 * 1024;
+    return std::clamp<std::size_t>(std::bit_floor(fits), kCutNumel, 64 * 1024);  // divides a chunk
+  }();
+  return numel;
+}
+
+bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first, std::size_t begin,
+                      std::size_t end, const std::vector<Segment>& segments, float grad_scale, Isa isa) {
   const Kernels& kernels = kernels_for(isa);
-  pool.parallel_for(pieces.size(), [&](std::size_t index) {
-    const Piece& piece = pieces[index];
-    kernels.adam(format, buffers, piece.begin, piece.end, piece.constants);
+  auto segment = std::partition_point(segments.begin(), segments.end(),
+                                      [&](const Segment& earlier) { return earlier.end <= first + begin; });
+  bool finite = true;
+  for (; segment != segments.end() && segment->begin < first + end; ++segment) {
+    const std::uint64_t from = std::max<std::uint64_t>(segment->begin, first + begin);
+    const std::uint64_t to = std::min<std::uint64_t>(segment->end, first + end);
+    if (segment->skip || from >= to) continue;
+    const Constants constants = constants_of(*segment, grad_scale);
+    finite &=
+        kernels.update(format, buffers, from - first, to - first, segment->index + (from - segment->begin), constants);
+  }
+  return finite;
+}
+
+bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first, std::size_t numel,
+                      const std::vector<Segment>& segments, float grad_scale, Isa isa, ThreadPool& pool) {
+  const std::size_t task = task_numel();
+  std::atomic<bool> finite{true};
+  pool.parallel_for((numel + task - 1) / task, [&](std::size_t index) {
+    const std::size_t begin = index * task;
+    const std::size_t end = std::min(begin + task, numel);
+    if (!optimizer_update(format, buffers, first, begin, end, segments, grad_scale, isa)) finite = false;
   });
+  return finite;
 }
 
 double sum_squares(const void* data, DType dtype, std::size_t numel, Isa isa, ThreadPool& pool) {
   const Kernels& kernels = kernels_for(isa);
-  std::vector<double> partials((numel + kTaskNumel - 1) / kTaskNumel);
-  pool.parallel_for(partials.size(), [&](std::size_t index) {
-    const std::size_t begin = index * kTaskNumel;
-    partials[index] = kernels.sum_squares(data, dtype, begin, std::min(begin + kTaskNumel, numel));
-  });
-  double total = 0.0;
-  for (const double partial : partials) total += partial;
-  return total;
+  return sum_partials(numel, pool,
+                      [&](std::size_t begin, std::size_t end) { return kernels.sum_squares(data, dtype, begin, end); });
 }
 
-void accumulate(float* dst, const void* src, DType src_dtype, std::size_t numel, Isa isa, ThreadPool& pool) {
+double land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel, bool add, Isa isa,
+                     ThreadPool& pool) {
+  require(dst_dtype == DType::fp32 || dst_dtype == src_dtype, "a gradient lands in its own dtype or in fp32");
+  require(!add || dst_dtype == DType::fp32, "gradients add up in fp32");
   const Kernels& kernels = kernels_for(isa);
-  pool.parallel_for((numel + kTaskNumel - 1) / kTaskNumel, [&](std::size_t index) {
-    const std::size_t begin = index * kTaskNumel;
-    kernels.accumulate(dst, src, src_dtype, begin, std::min(begin + kTaskNumel, numel));
+  return sum_partials(numel, pool, [&](std::size_t begin, std::size_t end) {
+    return kernels.land(dst, dst_dtype, src, src_dtype, add, begin, end);
   });
+}
+
+void read_modify_write(float* a, float* b, float* c, const float* d, std::size_t numel, Isa isa, ThreadPool& pool) {
+  const Kernels& kernels = kernels_for(isa);
+  const std::size_t task = task_numel();
+  pool.parallel_for((numel + task - 1) / task, [&](std::size_t index) {
+    const std::size_t begin = index * task;
+    kernels.read_modify_write(a, b, c, d, begin, std::min(begin + task, numel));
+  });
+}
+
+void decode_moments(Moments moments, bool is_signed, const void* data, float* values, std::size_t numel, Isa isa) {
+  kernels_for(isa).decode_moments(moments, is_signed, data, values, numel);
+}
+
+void encode_moments(Moments moments, bool is_signed, const float* values, void* data, std::size_t numel, Isa isa) {
+  kernels_for(isa).encode_moments(moments, is_signed, values, data, numel);
 }
 
 }  // namespace infinity

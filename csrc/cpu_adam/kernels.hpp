@@ -1,31 +1,45 @@
-// What each instruction set provides: one table of plain functions, filled by adam_kernel.inl compiled once per set.
+// What each instruction set provides: one table of plain functions, filled by kernels.inl compiled once per set.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu_adam/adam.hpp"
+#include "cpu_adam/optimizer.hpp"
 
 namespace infinity {
 
 // A segment's hyperparameters as the inner loop wants them; computed once, in double, then rounded to float.
 struct Constants {
-  float grad_scale;
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float decay;             // 1 − lr·wd
-  float step_size;         // lr / (1 − β1^t)
-  float inverse_bc2_sqrt;  // 1 / √(1 − β2^t)
-  float eps;
+  Rule rule = Rule::adamw;
+  bool uses_exp_avg = false;
+  bool uses_exp_avg_sq = false;
+  bool nesterov = false;
+  float grad_scale = 1.0f;  // negative to maximize
+  float beta1 = 0.0f;
+  float one_minus_beta1 = 0.0f;
+  float beta2 = 0.0f;
+  float one_minus_beta2 = 0.0f;
+  float decay = 1.0f;             // 1 − lr·wd
+  float l2 = 0.0f;                // weight decay that is added to the gradient
+  float step_size = 0.0f;         // lr; Adam: lr / (1 − β1^t)
+  float inverse_bc2_sqrt = 1.0f;  // Adam: 1 / √(1 − β2^t)
+  float eps = 0.0f;
+  float initial = 0.0f;  // Adagrad: what the sum begins with, at the first step
+  std::uint64_t seed = 0;
+  std::int64_t step = 1;
 };
 
 struct Kernels {
-  // Elements [begin, end) of the buffers.
-  void (*adam)(const AdamFormat&, const AdamBuffers&, std::size_t begin, std::size_t end, const Constants&);
+  // Elements [begin, end) of the buffers, all of one segment; `index` of element `begin`, modulo kBlockNumel its place
+  // in its block. False when a result is not finite.
+  bool (*update)(const StateFormat&, const StateBuffers&, std::size_t begin, std::size_t end, std::uint64_t index,
+                 const Constants&);
   double (*sum_squares)(const void* data, DType dtype, std::size_t begin, std::size_t end);
-  void (*accumulate)(float* dst, const void* src, DType dtype, std::size_t begin, std::size_t end);
+  double (*land)(void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add, std::size_t begin,
+                 std::size_t end);
+  void (*read_modify_write)(float* a, float* b, float* c, const float* d, std::size_t begin, std::size_t end);
+  void (*decode_moments)(Moments, bool is_signed, const void* data, float* values, std::size_t numel);
+  void (*encode_moments)(Moments, bool is_signed, const float* values, void* data, std::size_t numel);
 };
 
 namespace baseline {

@@ -18,8 +18,8 @@ namespace infinity {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kSpanBytes = 256 << 10;  // checked or taken by one thread at a time
-constexpr std::size_t kStreams = 4;            // weight, residual, exp_avg, exp_avg_sq
+constexpr std::size_t kStreams = 4;  // weight, residual, exp_avg, exp_avg_sq
+static_assert(kCutNumel % kPage == 0, "one byte per element, and a cut is still between pages");
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
@@ -34,8 +34,28 @@ struct Active {
   std::uint64_t cursor = 0;  // first element of the next tile
   unsigned tiles = 0;        // tiles started and not finished
   std::optional<Failure> failure;
-  std::size_t itemsizes[kStreams] = {};
-  const StateStream* streams[kStreams] = {};
+  const StateStream* streams[kStreams] = {};  // null: the job has none
+
+  [[nodiscard]] bool int8(std::size_t index) const { return index >= 2 && job.format.moments == Moments::int8; }
+
+  // Bytes of the first `numel` elements of a stream, and where element `numel` begins, if a tile may begin there.
+  [[nodiscard]] std::uint64_t bytes(std::size_t index, std::uint64_t numel) const {
+    if (index == 0) return numel * itemsize(job.format.weight);
+    if (index == 1) return numel * residual_itemsize(job.format.master);
+    return moment_bytes(job.format.moments, numel);
+  }
+
+  // Bytes of a stream's part of the largest tile, in pages.
+  [[nodiscard]] std::size_t tile_bytes(std::size_t index, std::size_t tile_numel) const {
+    return round_up_to_page(bytes(index, std::min<std::uint64_t>(tile_numel, job.numel)));
+  }
+
+  // Elements [begin, end) of a tile, all of one chunk, as bytes of the tile's part of a stream. Int8: their codes.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> piece(std::size_t index, std::size_t begin, std::size_t end) const {
+    if (!int8(index)) return {bytes(index, begin), bytes(index, end)};
+    const std::size_t from = begin / kChunkNumel * kChunkBytes + kScalesBytes + begin % kChunkNumel;
+    return {from, from + (end - begin)};
+  }
 };
 
 struct Tile {
@@ -62,39 +82,43 @@ void check_stream(const StateStream& stream, const char* name) {
   }
 }
 
-void check_segments(const UpdateJob& job) {
-  std::uint64_t end = 0;
-  for (const Segment& segment : job.segments) {
-    require(segment.begin >= end && segment.end >= segment.begin, "segments must be sorted and disjoint");
-    require(segment.end <= job.numel, "a segment ends after the job");
-    require(segment.skip || segment.step >= 1, "a segment's step counts from 1");
-    end = segment.end;
-  }
+bool given(const StateStream& stream) { return stream.memory != nullptr || stream.file != nullptr; }
+
+// A moment may be left out where no rule uses it.
+const StateStream* check_moment(const StateStream& stream, bool used, const char* name) {
+  if (!used && !given(stream)) return nullptr;
+  check_stream(stream, name);
+  return &stream;
 }
 
-std::shared_ptr<Active> check(UpdateJob job) {
+std::shared_ptr<Active> check(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
   require(job.numel > 0, "a job needs at least one element");
   require(job.grad != nullptr, "a job needs gradients in memory");
-  require((job.format.master == Master::weight) == (job.format.weight == DType::fp32),
-          "an fp32 weight is its own master; a 16-bit weight needs split16 or fp32");
-  require(job.format.master != Master::split16 || job.format.weight == DType::bf16, "split16 needs bf16 weights");
-  check_segments(job);
-  check_stream(job.weight, "weight");
-  check_stream(job.exp_avg, "exp_avg");
-  check_stream(job.exp_avg_sq, "exp_avg_sq");
-  if (job.format.master != Master::weight) check_stream(job.residual, "residual");
+  check_format(job.format);
+  check_segments(job.segments, job.numel, job.format);
+  require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
+          "with int8 moments tile_numel must be a multiple of 262144, or a job must be one tile");
   auto active = std::make_shared<Active>();
   active->job = std::move(job);
   const UpdateJob& kept = active->job;
+  const auto any = [&](bool (Hyperparameters::*uses)() const) {
+    return std::any_of(kept.segments.begin(), kept.segments.end(),
+                       [&](const Segment& segment) { return !segment.skip && (segment.hyper.*uses)(); });
+  };
+  check_stream(kept.weight, "weight");
   active->streams[0] = &kept.weight;
-  active->itemsizes[0] = itemsize(kept.format.weight);
-  if (kept.format.master != Master::weight) {
+  if (residual_itemsize(kept.format.master) > 0) {
+    check_stream(kept.residual, "residual");
     active->streams[1] = &kept.residual;
-    active->itemsizes[1] = kept.format.master == Master::split16 ? 2 : 4;
   }
-  active->streams[2] = &kept.exp_avg;
-  active->streams[3] = &kept.exp_avg_sq;
-  active->itemsizes[2] = active->itemsizes[3] = 4;
+  active->streams[2] = check_moment(kept.exp_avg, any(&Hyperparameters::uses_exp_avg), "exp_avg");
+  active->streams[3] = check_moment(kept.exp_avg_sq, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
+  std::size_t staged = 0;
+  for (std::size_t index = 0; index < kStreams; ++index) {
+    const StateStream* stream = active->streams[index];
+    if (stream != nullptr && stream->memory == nullptr) staged += active->tile_bytes(index, tile_numel);
+  }
+  require(staged <= tile_bytes, "a tile of this job does not fit the staging");
   return active;
 }
 
@@ -120,6 +144,7 @@ struct UpdatePipeline::Impl {
   std::shared_ptr<ThreadPool> pool;
   std::byte* staging;
   std::size_t tile_numel;
+  std::size_t tile_bytes;
   Isa isa;
   pid_t pid = getpid();
 
@@ -136,8 +161,13 @@ struct UpdatePipeline::Impl {
   std::thread driver;  // last: starts when everything else is there
 
   Impl(std::shared_ptr<IoEngine> io, std::shared_ptr<ThreadPool> threads, std::byte* memory, std::size_t slots,
-       std::size_t numel, Isa kernels)
-      : engine(std::move(io)), pool(std::move(threads)), staging(memory), tile_numel(numel), isa(kernels) {
+       std::size_t numel, std::size_t nbytes, Isa kernels)
+      : engine(std::move(io)),
+        pool(std::move(threads)),
+        staging(memory),
+        tile_numel(numel),
+        tile_bytes(nbytes),
+        isa(kernels) {
     for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(slot);
     driver = std::thread([this] { run(); });
   }
@@ -204,16 +234,17 @@ struct UpdatePipeline::Impl {
 
   void start_reads(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
     const Active& active = *tile->owner;
-    std::byte* piece = staging + tile->slot * staging_tile_bytes(tile_numel);
+    std::byte* free = staging + tile->slot * tile_bytes;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
       const StateStream* stream = active.streams[index];
       if (stream == nullptr) continue;
-      const std::size_t at = tile->first * active.itemsizes[index];
+      const std::uint64_t at = active.bytes(index, tile->first);
       if (stream->memory != nullptr) {
         tile->memory[index] = stream->memory + at;
       } else {
-        tile->memory[index] = piece + index * tile_numel * sizeof(float);
+        tile->memory[index] = free;
+        free += active.tile_bytes(index, tile_numel);
         requests.push_back(request(OpKind::read, tile, index));
       }
     }
@@ -225,26 +256,15 @@ struct UpdatePipeline::Impl {
     ++writing;
     if (tile->owner->failure) return tile_done(lock, tile);
     lock.unlock();
-    const UpdateJob& job = tile->owner->job;
-    if (auto damage = check(*tile)) {
-      lock.lock();
+    const std::uint64_t began = now_ns();
+    auto damage = work(*tile);
+    const std::uint64_t took = now_ns() - began;
+    lock.lock();
+    counters.adam_ns += took;
+    if (damage) {
       if (!tile->owner->failure) tile->owner->failure = std::move(damage);
       return tile_done(lock, tile);
     }
-    const std::uint64_t began = now_ns();
-    AdamBuffers buffers;
-    buffers.weight = tile->memory[0];
-    buffers.residual = tile->memory[1];
-    buffers.exp_avg = reinterpret_cast<float*>(tile->memory[2]);
-    buffers.exp_avg_sq = reinterpret_cast<float*>(tile->memory[3]);
-    buffers.grad = job.grad + tile->first * itemsize(job.format.grad);
-    if (job.arithmetic) {
-      adam_update(job.format, buffers, tile->first, tile->numel, job.segments, job.grad_scale, isa, *pool);
-    }
-    const std::uint64_t took = now_ns() - began;
-    take(*tile);
-    lock.lock();
-    counters.adam_ns += took;
     ++counters.tiles;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
@@ -257,48 +277,96 @@ struct UpdatePipeline::Impl {
     });
   }
 
-  // A tile's pages are checked and taken here, by all threads, while Adam has, or will have, them in the cache.
+  // The update of a tile that is read, by all threads: each takes a piece that fits its cache, checks its pages,
+  // updates them, and takes the checksums of what is to be written. The pages of scales belong to no piece: they are
+  // checked before and taken after. After damage nothing of the tile may be written.
+  [[nodiscard]] std::optional<Failure> work(const Tile& tile) {
+    const UpdateJob& job = tile.owner->job;
+    StateBuffers buffers;
+    buffers.weight = tile.memory[0];
+    buffers.residual = tile.memory[1];
+    buffers.exp_avg = tile.memory[2];
+    buffers.exp_avg_sq = tile.memory[3];
+    buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
+    std::mutex found;  // guards damage
+    std::optional<Failure> damage = check(scale_pages(tile, Pages::read));
+    if (damage) return damage;
+    const std::size_t task = task_numel();
+    pool->parallel_for((tile.numel + task - 1) / task, [&](std::size_t index) {
+      const std::size_t begin = index * task;
+      const std::size_t end = std::min(begin + task, tile.numel);
+      if (auto failure = check(pages(tile, Pages::read, begin, end))) {
+        const std::lock_guard held(found);
+        damage = std::move(failure);
+        return;
+      }
+      if (job.arithmetic &&
+          !optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa) &&
+          job.not_finite != nullptr) {
+        *job.not_finite = true;
+      }
+      take(pages(tile, Pages::written, begin, end));
+    });
+    if (!damage) take(scale_pages(tile, Pages::written));
+    return damage;
+  }
+
+  // Pages of one stream of a tile, in memory and in the file.
   struct Span {
     SwapFile* file;
     std::uint64_t offset;
     std::byte* data;
     std::size_t nbytes;
   };
+  enum class Pages : std::uint8_t { read, written };
 
-  // The spans of a tile's streams that are in a file; of those that were read, when `read`.
-  [[nodiscard]] std::vector<Span> spans(const Tile& tile, bool read) const {
+  // A stream whose checksums are kept, and of which pages were read, or will be written.
+  [[nodiscard]] static bool checked(const Active& active, std::size_t index, Pages which) {
+    const StateStream* stream = active.streams[index];
+    if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
+    return which == Pages::written || stream->memory == nullptr;
+  }
+
+  [[nodiscard]] static Span span(const Tile& tile, std::size_t index, std::size_t begin, std::size_t end) {
+    const Active& active = *tile.owner;
+    const StateStream& stream = *active.streams[index];
+    return {stream.file.get(), stream.offset + active.bytes(index, tile.first) + begin, tile.memory[index] + begin,
+            round_up_to_page(end - begin)};
+  }
+
+  // Elements [begin, end) of all streams.
+  [[nodiscard]] static std::vector<Span> pages(const Tile& tile, Pages which, std::size_t begin, std::size_t end) {
     std::vector<Span> result;
     for (std::size_t index = 0; index < kStreams; ++index) {
-      const StateStream* stream = tile.owner->streams[index];
-      if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) continue;
-      if (read && stream->memory != nullptr) continue;
-      const std::size_t item = tile.owner->itemsizes[index];
-      const std::size_t nbytes = round_up_to_page(tile.numel * item);
-      for (std::size_t at = 0; at < nbytes; at += kSpanBytes) {
-        result.push_back({stream->file.get(), stream->offset + tile.first * item + at, tile.memory[index] + at,
-                          std::min(kSpanBytes, nbytes - at)});
+      const Active& active = *tile.owner;
+      if (!checked(active, index, which)) continue;
+      const auto [from, to] = active.piece(index, begin, end);
+      result.push_back(span(tile, index, from, to));
+    }
+    return result;
+  }
+
+  [[nodiscard]] static std::vector<Span> scale_pages(const Tile& tile, Pages which) {
+    std::vector<Span> result;
+    for (std::size_t index = 0; index < kStreams; ++index) {
+      if (!tile.owner->int8(index) || !checked(*tile.owner, index, which)) continue;
+      for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
+        const std::size_t from = at / kChunkNumel * kChunkBytes;
+        result.push_back(span(tile, index, from, from + kScalesBytes));
       }
     }
     return result;
   }
 
-  [[nodiscard]] std::optional<Failure> check(const Tile& tile) const {
-    const std::vector<Span> parts = spans(tile, true);
-    std::vector<std::optional<Failure>> damage(parts.size());
-    pool->parallel_for(parts.size(), [&](std::size_t index) {
-      const Span& span = parts[index];
-      damage[index] = span.file->check(span.offset, span.data, span.nbytes);
-    });
-    const auto first = std::find_if(damage.begin(), damage.end(), [](const auto& found) { return found.has_value(); });
-    return first == damage.end() ? std::nullopt : std::move(*first);
+  [[nodiscard]] static std::optional<Failure> check(const std::vector<Span>& spans) {
+    for (const Span& part : spans) {
+      if (auto failure = part.file->check(part.offset, part.data, part.nbytes)) return failure;
+    }
+    return std::nullopt;
   }
 
-  void take(const Tile& tile) const {
-    const std::vector<Span> parts = spans(tile, false);
-    pool->parallel_for(parts.size(), [&](std::size_t index) {
-      const Span& span = parts[index];
-      span.file->take(span.offset, span.data, span.nbytes);
-    });
+  static void take(const std::vector<Span>& spans) {
+    for (const Span& part : spans) part.file->take(part.offset, part.data, part.nbytes);
   }
 
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
@@ -307,9 +375,9 @@ struct UpdatePipeline::Impl {
     return {kind,
             IoClass::states,
             stream.file,
-            stream.offset + tile->first * active.itemsizes[index],
+            stream.offset + active.bytes(index, tile->first),
             tile->memory[index],
-            round_up_to_page(tile->numel * active.itemsizes[index]),
+            round_up_to_page(active.bytes(index, tile->numel)),
             true};
   }
 
@@ -363,14 +431,15 @@ struct UpdatePipeline::Impl {
 };
 
 UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
-                               std::size_t staging_bytes, std::size_t tile_numel, Isa isa) {
+                               std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, Isa isa) {
   require(engine != nullptr && pool != nullptr && staging != nullptr,
           "an update pipeline needs an engine, a pool, staging");
-  require(tile_numel > 0 && tile_numel % kPage == 0, "tile_numel must be a positive multiple of 4096 elements");
+  require(tile_numel > 0 && tile_numel % kCutNumel == 0, "tile_numel must be a positive multiple of 4096 elements");
   require(reinterpret_cast<std::uintptr_t>(staging) % kPage == 0, "staging must be aligned to 4 KiB");
-  const std::size_t slots = staging_bytes / staging_tile_bytes(tile_numel);
+  require(tile_bytes > 0 && tile_bytes % kPage == 0, "tile_bytes must be a positive multiple of 4096");
+  const std::size_t slots = staging_bytes / tile_bytes;
   require(slots >= 2, "staging must hold at least two tiles");
-  impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool), staging, slots, tile_numel, isa);
+  impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool), staging, slots, tile_numel, tile_bytes, isa);
 }
 
 UpdatePipeline::~UpdatePipeline() {
@@ -388,7 +457,7 @@ UpdatePipeline::~UpdatePipeline() {
 }
 
 Future UpdatePipeline::submit(UpdateJob job) {
-  auto active = check(std::move(job));
+  auto active = check(std::move(job), impl_->tile_numel, impl_->tile_bytes);
   Future future = active->future;
   {
     const std::lock_guard lock(impl_->mutex);
@@ -397,6 +466,12 @@ Future UpdatePipeline::submit(UpdateJob job) {
   }
   impl_->changed.notify_all();
   return future;
+}
+
+std::size_t UpdatePipeline::staging_tile_bytes(const StateFormat& format, std::size_t numel) {
+  const std::size_t moment = round_up_to_page(moment_bytes(format.moments, numel));
+  return round_up_to_page(numel * itemsize(format.weight)) +
+         round_up_to_page(numel * residual_itemsize(format.master)) + 2 * moment;
 }
 
 bool UpdatePipeline::abandoned() const {

@@ -1,6 +1,7 @@
 // One unit's optimizer work: read states → Adam → write states, in tiles, all three in flight.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,7 +10,7 @@
 #include "aio/engine.hpp"
 #include "base/future.hpp"
 #include "base/thread_pool.hpp"
-#include "cpu_adam/adam.hpp"
+#include "cpu_adam/optimizer.hpp"
 
 namespace infinity {
 
@@ -23,21 +24,22 @@ struct StateStream {
 };
 
 struct UpdateJob {
-  AdamFormat format;
+  StateFormat format;
   std::uint64_t numel = 0;
   std::vector<Segment> segments;  // sorted, disjoint, within [0, numel)
   float grad_scale = 1.0f;
   StateStream weight;
-  StateStream residual;  // unused for Master::weight
-  StateStream exp_avg;
-  StateStream exp_avg_sq;
+  StateStream residual;             // unused for Master::weight and Master::none
+  StateStream exp_avg;              // may be left out where no segment's rule uses it; as
+  StateStream exp_avg_sq;           // this
   const std::byte* grad = nullptr;  // in memory
   bool arithmetic = true;           // false: the states are read and written back as they are (replaying the traffic)
+  std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
 };
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
-  std::uint64_t adam_ns = 0;        // driver thread inside adam_update
+  std::uint64_t adam_ns = 0;        // driver thread checking, updating and taking checksums
   std::uint64_t read_wait_ns = 0;   // driver thread idle because the next tile was not read yet
   std::uint64_t write_wait_ns = 0;  // driver thread idle because no staging was free and no read was outstanding
 };
@@ -53,22 +55,24 @@ struct UpdateCounters {
 // is known to be complete: every job, present and future, fails with it.
 class UpdatePipeline {
  public:
-  // `staging` is 4 KiB-aligned and holds at least two tiles of staging_tile_bytes(tile_numel) bytes.
-  // `tile_numel` is a positive multiple of 4096 elements, so that every stream's tile is a multiple of 4 KiB.
+  // `staging` is 4 KiB-aligned and holds at least two tiles of `tile_bytes`, a multiple of 4 KiB.
+  // `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a multiple of 4 KiB.
   // Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
-                 std::size_t staging_bytes, std::size_t tile_numel, Isa isa);
+                 std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
   // Waits for what is in flight; jobs not begun fail with ECANCELED.
   ~UpdatePipeline();
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  Future submit(UpdateJob job);  // throws std::invalid_argument for an inconsistent job
+  // Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit the staging.
+  Future submit(UpdateJob job);
   [[nodiscard]] UpdateCounters counters() const;
   // True once a device was given up that may still use the staging: it must never be freed.
   [[nodiscard]] bool abandoned() const;
 
-  [[nodiscard]] static constexpr std::size_t staging_tile_bytes(std::size_t tile_numel) { return tile_numel * 16; }
+  // Bytes of a tile of `numel` elements whose streams are all in a file; the dtype of the gradient does not matter.
+  [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel);
 
  private:
   struct Impl;

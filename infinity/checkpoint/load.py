@@ -18,6 +18,7 @@ from infinity.config import SwapConfig, load_config
 from infinity.errors import ModelError
 from infinity.runtime.offload import offload
 from infinity.schedule.ingest import Source
+from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ def load_pretrained(
     dtype: torch.dtype = torch.bfloat16,
     model_class: Any = None,
     device: torch.device | str | None = None,
+    optimizer: OptimizerName = "adamw",
     **kwargs: Any,
 ) -> Any:
     """Load a model that may be larger than memory and offload it.
@@ -41,7 +43,7 @@ def load_pretrained(
         config: as infinity.offload.
         dtype: of the weights.
         model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
-        device: as infinity.offload.
+        device, optimizer: as infinity.offload.
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -60,7 +62,7 @@ def load_pretrained(
         model_class = AutoModelForCausalLM
     with _scratch(resolved) as scratch:
         model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
-        offload(model, resolved, device=device, source=source)
+        offload(model, resolved, device=device, optimizer=optimizer, source=source)
     model.train()
     return model
 

@@ -1,53 +1,80 @@
-"""AdamW on offloaded parameters: clip by the exact global norm, then update unit by unit, tile by tile."""
+"""Adam and AdamW on offloaded parameters."""
 
 from __future__ import annotations
 
-import logging
-import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
-from infinity import _native
-from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, SwapIOError
-from infinity.io.engine import Transfer
-from infinity.optim.handles import StateHandle
-from infinity.optim.interrupt import interrupts_deferred
-from infinity.schedule import registry
-from infinity.schedule.gradients import GradientHandle, Place
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.update import submit_update
+from infinity.errors import ConfigError
+from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.state.moments import STORED, Moment
 
-logger = logging.getLogger(__name__)
-
-_SKIPS_IN_A_ROW_MAX = 5
+_INFINITE = float("inf")
 
 
-class AdamW(torch.optim.Optimizer):
-    """Decoupled weight decay Adam (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW, on offloaded
-    parameters.
+class _Adam(OffloadedOptimizer):
+    """What Adam and AdamW share; they differ in what weight decay means."""
 
-    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half
-    up. A parameter whose grad is None is not touched. A step whose gradients are not all finite changes nothing and
-    is counted in `skipped_steps`.
+    _rule: str
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        *,
+        amsgrad: bool,
+        maximize: bool,
+        max_grad_norm: float | None,
+        seed: int,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        return {name: name for name in STORED[self._rule]}
+
+    def check(self, group: dict[str, Any]) -> None:
+        require_range(group, lr=(0, _INFINITE), betas=(0, 1), eps=(0, _INFINITE), weight_decay=(0, _INFINITE))
+        if group["amsgrad"]:
+            raise ConfigError(
+                "amsgrad is not available: it keeps a third moment, which costs 8 bytes of NVMe traffic per parameter "
+                "and step. Use amsgrad=False."
+            )
+
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "rule": self._rule,
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+        }
+
+
+class AdamW(_Adam):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `eps`, `weight_decay`.
         lr: learning rate; a float or a one-element tensor; LR schedulers work as usual.
-        betas, eps, weight_decay: as torch.optim.AdamW.
+        betas, eps, weight_decay, maximize: as torch.optim.AdamW.
+        amsgrad: refused.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
-
-    Attributes:
-        last_grad_norm: global norm of the last step's gradients, before clipping.
-        skipped_steps: steps not taken because a gradient was NaN or infinite.
+        seed: of stochastic rounding, see OffloadedOptimizer.
 
     Raises:
         ModelError: a parameter is not offloaded, or they are of several models.
         ConfigError: a hyperparameter is out of range.
     """
+
+    _rule = "adamw"
 
     def __init__(
         self,
@@ -56,208 +83,54 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
+        maximize: bool = False,
         max_grad_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
-        self._ledger: Ledger | None = None
-        self._places: dict[nn.Parameter, Place] = {}
-        self.max_grad_norm = max_grad_norm
-        self.last_grad_norm = 0.0
-        self.skipped_steps = 0
-        self._skips_in_a_row = 0
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch, for offloaded parameters of the same model."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        _check_hyperparameters(group)
-        for parameter in group["params"]:
-            found = registry.find(parameter)
-            if found is None:
-                raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before "
-                    "infinity.AdamW(model.parameters())"
-                )
-            ledger, place = found
-            if self._ledger is not None and ledger is not self._ledger:
-                raise ModelError("one infinity.AdamW works on the parameters of one model")
-            if parameter.requires_grad and not place.group.trainable:
-                raise ModelError(
-                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    f"states. Set "
-                    "requires_grad before infinity.offload."
-                )
-            self._ledger = ledger
-            self._places[parameter] = place
-
-    @property
-    def ledger(self) -> Ledger:
-        if self._ledger is None:
-            raise AssertionError("an optimizer without parameters")
-        return self._ledger
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, then update every parameter that has a gradient. Returns when all states are in their tier.
-
-        Raises:
-            NonFiniteGradientError: gradients were not finite several steps in a row; names the parameter.
-            SwapIOError: a transfer failed; the states are then partly updated, and every later call raises.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with interrupts_deferred():
-            self._step()
-        return loss
-
-    def _step(self) -> None:
-        ledger = self.ledger
-        ledger.begin_step()
-        began = time.perf_counter_ns()
-        active = self._active()
-        total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
-        self.last_grad_norm = math.sqrt(total) if not bad else float("nan")
-        updated: list[int] = []
-        if bad:
-            self._skip(bad)
-        else:
-            self._skips_in_a_row = 0
-            updated = self._update(active, self._grad_scale())
-        ledger.end_step(updated)
-        ledger.clock.update_ns += time.perf_counter_ns() - began
-
-    def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
-        """Parameters with a gradient, in the order of the groups."""
-        active = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                place = self._places[parameter]
-                gradient = parameter.grad
-                if gradient is None:
-                    if place.group.trainable:
-                        self.ledger.gradients.of(place).drop(place.spec.name)
-                    continue
-                if not isinstance(gradient, GradientHandle):  # set by hand
-                    self.ledger.land(place, gradient, accumulate=False)
-                    parameter.grad = GradientHandle(parameter)
-                active.append((parameter, place, group))
-        self.ledger.gradients.synchronize()
-        return active
-
-    def _grad_scale(self) -> float:
-        if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
-
-    def _skip(self, bad: str) -> None:
-        self.skipped_steps += 1
-        self._skips_in_a_row += 1
-        logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
-        if self._skips_in_a_row >= _SKIPS_IN_A_ROW_MAX:
-            raise NonFiniteGradientError(
-                f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'. The states "
-                f"are those "
-                "of the last good step. Lower the learning rate, check the data and the loss for NaN."
-            )
-
-    def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> list[int]:
-        segments: dict[tuple[int, int], list[_native.Segment]] = {}
-        for parameter, place, group in active:
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            segment = _segment(place, group, state["step"])
-            segments.setdefault((place.unit.index, place.group_index), []).append(segment)
-        transfers: list[Transfer] = []
-        try:
-            for index, group_index in sorted(segments):
-                ordered = sorted(segments[index, group_index], key=lambda segment: segment.begin)
-                transfers.append(submit_update(self.ledger, index, group_index, ordered, grad_scale))
-        finally:
-            self._wait(transfers)
-        return sorted({index for index, _ in segments})
-
-    def _wait(self, transfers: list[Transfer]) -> None:
-        for transfer in transfers:
-            try:
-                transfer.result()
-            except SwapIOError as error:
-                self.ledger.failed = self.ledger.failed or error
-        if isinstance(self.ledger.failed, InfinityError):
-            raise self.ledger.failed
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
-        zeros."""
-        for parameter, place in self._places.items():
-            parameter.grad = None
-            if place.group.trainable:
-                self.ledger.gradients.of(place).drop(place.spec.name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""
-        packed = super().state_dict()
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in packed["state"].items():
-            name = self._places[parameters[index]].spec.name
-            step = state["step"]
-            handles = {key: StateHandle(name, key, step) for key in ("exp_avg", "exp_avg_sq")}
-            packed["state"][index] = {"step": step, **handles}
-        return packed
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyperparameters back. The states must be the ones that are in the store now.
-
-        Raises:
-            ModelError: the state_dict is of another run or step, or has tensors: loading those is not available yet.
-        """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in state_dict["state"].items():
-            parameter = parameters[int(index)]
-            name, step = self._places[parameter].spec.name, self.state.get(parameter, {}).get("step", 0)
-            for key in ("exp_avg", "exp_avg_sq"):
-                if state.get(key) != StateHandle(name, key, step):
-                    raise ModelError(
-                        f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
-                        f"optimizer "
-                        "states is not available yet."
-                    )
-        saved = dict(state_dict)
-        saved["state"] = {index: {"step": state["step"]} for index, state in state_dict["state"].items()}
-        super().load_state_dict(saved)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )
 
 
-def _segment(place: Place, group: dict[str, Any], step: int) -> _native.Segment:
-    beta1, beta2 = group["betas"]
-    return _native.Segment(
-        place.spec.offset,
-        place.spec.offset + place.spec.numel,
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=int(step),
-    )
+class Adam(_Adam):
+    """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as torch.optim.Adam.
 
+    Args and Raises: as AdamW.
+    """
 
-def _check_hyperparameters(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    ranges = {
-        "lr": (float(group["lr"]), float(group["lr"]) >= 0),
-        "betas[0]": (beta1, 0 <= beta1 < 1),
-        "betas[1]": (beta2, 0 <= beta2 < 1),
-        "eps": (group["eps"], group["eps"] >= 0),
-        "weight_decay": (group["weight_decay"], group["weight_decay"] >= 0),
-    }
-    for name, (value, good) in ranges.items():
-        if not good:
-            raise ConfigError(f"{name} = {value} is out of range")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ConfigError(f"{name} is not available in infinity.AdamW")
+    _rule = "adam"
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            max_grad_norm=max_grad_norm,
+            seed=seed,
+        )

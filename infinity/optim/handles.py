@@ -13,7 +13,7 @@ class StateHandle:
     """Names one optimizer state of one parameter in the store.
 
     Attributes:
-        parameter, state: fully qualified name, and exp_avg or exp_avg_sq.
+        parameter, state: fully qualified name, and torch's name of the state.
         step: the optimizer step after which it was taken.
     """
 
@@ -26,9 +26,7 @@ class StateHandle:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReleasedParameterError(
-            f"a state_dict of infinity.AdamW holds handles ({self.state} of '{self.parameter}' is in the swap "
-            f"store), so saving "
-            "it would lose the states. Checkpoints that include them are not available yet; infinity.save_pretrained "
-            "writes "
-            "the weights."
+            f"the state_dict of an optimizer on offloaded parameters holds handles ({self.state} of "
+            f"'{self.parameter}' is in the swap store), so saving it would lose the states. Checkpoints that include "
+            "them are not available yet; infinity.save_pretrained writes the weights."
         )

@@ -13,20 +13,21 @@ from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
-from infinity.state.dtypes import master_format, residual_itemsize
+from infinity.state.dtypes import master_format, native_name, residual_itemsize
+from infinity.state.moments import STORED, OptimizerName
 from infinity.state.plan import Plan
-from infinity.state.unit import Unit
+from infinity.state.unit import Group, Unit
 
 CHECKSUM_BYTES = 4
 """Of RAM for each page of the swap file."""
 
-MOMENTS_ITEMSIZE = 8
-"""Bytes per element of exp_avg and exp_avg_sq together."""
-
 _WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
-_STAGING_BYTES_MAX = 64 << 20
-_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 8
-_TILE_ELEMENT_MULTIPLE = 4096
+_STAGING_BYTES = 32 << 20
+_STAGING_BYTES_PER_THREAD = 8 << 20
+_STAGING_SHARE_OF_HOST = 1 / 8
+_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 16
+_TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
+_TASKS_PER_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -42,40 +43,52 @@ class _Totals:
     resident_bytes: int
 
 
-def make_plan(units: Sequence[Unit], config: SwapConfig, device: torch.device, *, can_recompute: bool) -> Plan:
+def make_plan(
+    units: Sequence[Unit],
+    config: SwapConfig,
+    device: torch.device,
+    *,
+    can_recompute: bool,
+    optimizer: OptimizerName = "adamw",
+) -> Plan:
     """Place every state.
 
     Args:
+        optimizer: whose moments room is made for.
         can_recompute: the model can switch activation recomputation on.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
-    totals = _total(units, config)
+    stored = STORED[optimizer]
+    totals = _total(units, config, len(stored))
     on_cpu = device.type == "cpu"
     host_budget = config.memory.host or int(available_host_bytes() * 0.8)
     device_budget = config.memory.device or int(available_device_bytes(device) * (0.4 if on_cpu else 0.9))
-    tile_numel, staging_bytes = _staging(units, config)
+    threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
+    tile_numel, tile_bytes, staging_bytes = _staging(units, config, threads, host_budget)
     weights = _place_weights(config, totals, device_budget, host_budget, on_cpu)
     slots = _slot_bytes(totals, weights, device_budget, on_cpu)
     upload = 0 if on_cpu or weights != "nvme" else 2 * totals.largest.weight_bytes
     fixed = staging_bytes + upload + (totals.weight if weights == "host" or (weights == "device" and not on_cpu) else 0)
-    optimizer = _place_optimizer(config, totals, host_budget - fixed)
-    fixed += totals.state if optimizer == "host" else 0
-    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
+    states = _place_optimizer(config, totals, host_budget - fixed)
+    fixed += totals.state if states == "host" else 0
+    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if states == "nvme" else 0)
     fixed += swap // PAGE_BYTES * CHECKSUM_BYTES if config.nvme.checksums else 0
     gradient_fp32 = fixed + totals.gradient_fp32 <= host_budget
     gradient = totals.gradient_fp32 if gradient_fp32 else totals.gradient_native
     if fixed + gradient > host_budget:
-        raise _host_error(totals, weights, optimizer, fixed, gradient, host_budget)
-    _require_paths(config, weights, optimizer)
+        raise _host_error(totals, weights, states, fixed, gradient, host_budget)
+    _require_paths(config, weights, states)
     return Plan(
         device=str(device),
         weights=weights,
-        optimizer=optimizer,
+        optimizer=states,
         activations=_activations(config, can_recompute),
         master=config.master,
+        moments=config.moments,
+        stored=stored,
         gradient_fp32=gradient_fp32,
         numel=totals.numel,
         trainable_numel=totals.trainable_numel,
@@ -86,13 +99,14 @@ def make_plan(units: Sequence[Unit], config: SwapConfig, device: torch.device, *
         staging_bytes=staging_bytes,
         upload_bytes=upload,
         tile_numel=tile_numel,
-        threads=config.update.threads or usable_cores(),
+        tile_bytes=tile_bytes,
+        threads=threads,
         device_bytes=slots if weights == "nvme" or not on_cpu else (totals.weight if weights == "device" else 0),
         host_bytes=fixed + gradient,
         device_budget=device_budget,
         host_budget=host_budget,
         swap_bytes=swap,
-        step_bytes=_step_bytes(units, totals, weights, optimizer),
+        step_bytes=_step_bytes(units, totals, weights, states),
         swap_rate=_swap_rate(config) if swap else None,
     )
 
@@ -104,13 +118,14 @@ def _swap_rate(config: SwapConfig) -> float | None:
     return sum(known) if len(known) == len(profiles) else None
 
 
-def _total(units: Sequence[Unit], config: SwapConfig) -> _Totals:
+def _total(units: Sequence[Unit], config: SwapConfig, moments: int) -> _Totals:
     groups = [group for unit in units for group in unit.trainable_groups]
     by_size = sorted(units, key=lambda unit: unit.weight_bytes, reverse=True)
     return _Totals(
         weight=sum(unit.weight_bytes for unit in units),
         state=sum(
-            2 * group.state_bytes(4) + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
+            moments * group.moment_bytes
+            + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
             for group in groups
         ),
         gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
@@ -123,14 +138,33 @@ def _total(units: Sequence[Unit], config: SwapConfig) -> _Totals:
     )
 
 
-def _staging(units: Sequence[Unit], config: SwapConfig) -> tuple[int, int]:
-    """Elements per tile and bytes of staging for the tiles in flight."""
-    largest = max((group.numel for unit in units for group in unit.trainable_groups), default=1)
-    asked = max(config.update.tile // 4, 1)
-    tile_numel = round_up(min(asked, largest), _TILE_ELEMENT_MULTIPLE)
-    tile_bytes = _native.UpdatePipeline.staging_tile_bytes(tile_numel)
-    slots = min(max(_STAGING_BYTES_MAX // tile_bytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
-    return tile_numel, slots * tile_bytes
+def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budget: int) -> tuple[int, int, int]:
+    """Elements per tile, bytes per tile, and bytes of staging for the tiles in flight.
+
+    A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
+    last one.
+    """
+    groups = [group for unit in units for group in unit.trainable_groups]
+    largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
+    if config.update.tile is not None:
+        numel = max(config.update.tile // 4, 1)
+    else:
+        numel = max(_TILE_NUMEL_MIN, threads * _native.task_numel() * _TASKS_PER_THREAD)
+    int8 = any(group.moments == "int8" for group in groups)
+    numel = min(round_up(numel, _native.CHUNK_NUMEL if int8 else _native.CUT_NUMEL), largest)
+    nbytes = max((_tile_bytes(group, config, numel) for group in groups), default=PAGE_BYTES)
+    staging = min(max(_STAGING_BYTES, threads * _STAGING_BYTES_PER_THREAD), int(host_budget * _STAGING_SHARE_OF_HOST))
+    slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
+    return numel, nbytes, slots * nbytes
+
+
+def _tile_bytes(group: Group, config: SwapConfig, numel: int) -> int:
+    return _native.UpdatePipeline.staging_tile_bytes(
+        min(numel, group.numel),
+        weight_dtype=native_name(group.dtype),
+        master=master_format(group.dtype, config.master),
+        moments=group.moments,
+    )
 
 
 def _slots_needed(totals: _Totals) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.config import SwapConfig, load_config
-from infinity.errors import ModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.io.fork import refuse_in_forked_child
 from infinity.plan.planner import make_plan
 from infinity.runtime.guards import guard
@@ -33,6 +33,7 @@ from infinity.schedule.ingest import Source, ingest
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.slots import nan_placeholder
 from infinity.state.discover import Discovery, discover
+from infinity.state.moments import STORED, OptimizerName
 from infinity.state.unit import Group
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def offload(
     config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
     *,
     device: torch.device | str | None = None,
+    optimizer: OptimizerName = "adamw",
     source: Source | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
@@ -57,6 +59,8 @@ def offload(
         model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given.
         config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
         device: where the model computes; default: the current GPU, or the CPU where there is none.
+        optimizer: the optimizer whose states to make room for: "adamw", "adam", "lion", "adagrad" or "sgd". Room made
+            for AdamW serves every other one too, and then some of it stays empty.
         source: gives the value of a parameter by name, instead of the model itself (infinity.load_pretrained).
         faults: transfers to fail, for tests.
 
@@ -76,13 +80,15 @@ def offload(
     target = torch.device(device) if device is not None else _default_device()
     if source is not None:
         _leave_meta(model, target)
-    found = discover(model)
+    if optimizer not in STORED:
+        raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
+    found = discover(model, resolved.moments)
     for named in found.parameters:
         for name, parameter in named.items():
             if registry.find(parameter) is not None:
                 raise ModelError(f"parameter '{name}' belongs to another offloaded model")
     can_recompute = bool(getattr(model, "supports_gradient_checkpointing", False))
-    plan = make_plan(found.units, resolved, target, can_recompute=can_recompute)
+    plan = make_plan(found.units, resolved, target, can_recompute=can_recompute, optimizer=optimizer)
     logger.info("plan:\n%s", plan.describe())
     if not plan.gradient_fp32 and any(group.dtype != torch.float32 for group in _trainable(found)):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")

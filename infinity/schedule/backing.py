@@ -31,8 +31,8 @@ class GroupStates:
 
     master: _native.MasterName
     residual: Home | None
-    exp_avg: Home
-    exp_avg_sq: Home
+    exp_avg: Home | None
+    exp_avg_sq: Home | None
     gradient: Lease
 
 
@@ -73,7 +73,9 @@ class Backing:
             self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
             self._register()
             self.pool = _native.ThreadPool(plan.threads, numa_node=node)
-            self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.staging.view(), plan.tile_numel)
+            self.pipeline = _native.UpdatePipeline(
+                self.engine, self.pool, self.staging.view(), plan.tile_numel, plan.tile_bytes
+            )
         except BaseException:
             self.engine.close()
             if self.store is not None:
@@ -97,20 +99,24 @@ class Backing:
         group = unit.groups[index]
         gradient_itemsize = 4 if self.plan.gradient_fp32 else group.dtype.itemsize
 
-        def home(extent: Extent | None, itemsize: int, state: str) -> Home:
-            return extent or self.arena.lease(group.state_bytes(itemsize), f"{state} of '{unit.name}'")
+        def home(state: str, extent: Extent | None) -> Home | None:
+            nbytes = _state_bytes(group, homes.master, self.plan, state)
+            if nbytes == 0:
+                return None
+            return extent or self.arena.lease(nbytes, f"{state} of '{unit.name}'")
 
-        itemsize = residual_itemsize(homes.master)
         return GroupStates(
             master=homes.master,
-            residual=home(homes.residual, itemsize, "residual") if itemsize else None,
-            exp_avg=home(homes.exp_avg, 4, "exp_avg"),
-            exp_avg_sq=home(homes.exp_avg_sq, 4, "exp_avg_sq"),
+            residual=home("residual", homes.residual),
+            exp_avg=home("exp_avg", homes.exp_avg),
+            exp_avg_sq=home("exp_avg_sq", homes.exp_avg_sq),
             gradient=self.arena.lease(group.state_bytes(gradient_itemsize), f"gradients of '{unit.name}'"),
         )
 
-    def stream(self, home: Home) -> _native.StateStream:
-        """A state as the update pipeline takes it."""
+    def stream(self, home: Home | None) -> _native.StateStream | None:
+        """A state as the update pipeline takes it; None where there is none."""
+        if home is None:
+            return None
         if isinstance(home, Lease):
             return _native.StateStream(memory=home.view())
         if self.store is None:
@@ -143,14 +149,22 @@ def _plan_homes(unit: Unit, plan: Plan, extents: ExtentMap) -> tuple[Extent | No
         master = master_format(group.dtype, plan.master)
         groups[index] = _PlannedHomes(
             master,
-            _extent(extents, plan, unit, group, "residual", residual_itemsize(master)),
-            _extent(extents, plan, unit, group, "exp_avg", 4),
-            _extent(extents, plan, unit, group, "exp_avg_sq", 4),
+            _extent(extents, plan, unit, group, master, "residual"),
+            _extent(extents, plan, unit, group, master, "exp_avg"),
+            _extent(extents, plan, unit, group, master, "exp_avg_sq"),
         )
     return weight, groups
 
 
-def _extent(extents: ExtentMap, plan: Plan, unit: Unit, group: Group, state: str, itemsize: int) -> Extent | None:
-    if plan.optimizer != "nvme" or itemsize == 0:
-        return None
-    return extents.add(unit.name, state, group.state_bytes(itemsize))
+def _extent(
+    extents: ExtentMap, plan: Plan, unit: Unit, group: Group, master: _native.MasterName, state: str
+) -> Extent | None:
+    nbytes = _state_bytes(group, master, plan, state)
+    return extents.add(unit.name, state, nbytes) if plan.optimizer == "nvme" and nbytes else None
+
+
+def _state_bytes(group: Group, master: _native.MasterName, plan: Plan, state: str) -> int:
+    """0 where the group has no such state."""
+    if state == "residual":
+        return group.state_bytes(residual_itemsize(master))
+    return group.moment_bytes if state in plan.stored else 0

@@ -92,7 +92,7 @@ class CpuDevice:
     shares_memory = True
 
     def download(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
-        """Copy a gradient into flat host memory of the same dtype or fp32."""
+        """Start copying a gradient into flat host memory of the same dtype or fp32."""
         into.copy_(gradient.reshape(-1))
 
     def download_now(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,10 @@
 """Gradients in host memory: landing, adding up over micro-batches, and the exact global norm.
 
 A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
-in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32.
+in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
+accumulated in one step begins the next in fp32.
+
+The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ class Place:
 class GroupGradients:
     """The gradients of one trainable group.
 
-    Invariant: an element of a parameter that is not in `present` is garbage and never read.
+    Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
+    in `present`, but for what came from a GPU and may not have landed.
     """
 
     def __init__(self, unit: Unit, group: Group, lease: Lease, device: Device, pool: _native.ThreadPool) -> None:
@@ -48,6 +52,8 @@ class GroupGradients:
         self._pool = pool
         self.dtype = group.dtype
         self.present: set[str] = set()
+        self._sums: dict[str, float] = {}
+        self._accumulates = False
 
     def view(self) -> memoryview:
         """The flat gradients, `dtype`, of the whole group."""
@@ -68,24 +74,41 @@ class GroupGradients:
         """
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if accumulate and spec.name in self.present:
+        adds = accumulate and spec.name in self.present
+        if adds:
             self._widen()
-            flat = self._device.download_now(gradient)
-            source = flat.detach().view(torch.uint8).numpy()
-            _native.accumulate(self._range(spec), source, native_name(flat.dtype), self._pool)
-            return
-        if not self.present:
-            self.dtype = self._group.dtype
-        if spec.numel:
-            into = torch.frombuffer(self._range(spec), dtype=self.dtype)
-            self._device.download(gradient.detach(), into)
+            self._accumulates = True
+        elif not self.present:
+            wide = self._accumulates and self._device.shares_memory and self._has_fp32_room
+            self.dtype = torch.float32 if wide else self._group.dtype
+            self._accumulates = False
         self.present.add(spec.name)
+        if not adds and not self._device.shares_memory:
+            self._sums.pop(spec.name, None)
+            if spec.numel:
+                self._device.download(gradient.detach(), torch.frombuffer(self._range(spec), dtype=self.dtype))
+            return
+        flat = self._device.download_now(gradient).detach()
+        if self.dtype not in (torch.float32, flat.dtype):
+            flat = flat.to(self.dtype)
+        self._sums[spec.name] = _native.land_gradient(
+            self._range(spec),
+            native_name(self.dtype),
+            flat.view(torch.uint8).numpy(),
+            native_name(flat.dtype),
+            add=adds,
+            pool=self._pool,
+        )
+
+    @property
+    def _has_fp32_room(self) -> bool:
+        return self._group.numel * 4 <= self._lease.nbytes
 
     def _widen(self) -> None:
         if self.dtype == torch.float32:
             return
-        needed = self._group.numel * 4
-        if needed > self._lease.nbytes:
+        if not self._has_fp32_room:
+            needed = self._group.numel * 4
             raise PlanError(
                 f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
                 f"({format_bytes(needed)}), and memory.host has room for {format_bytes(self._lease.nbytes)} only. "
@@ -97,11 +120,17 @@ class GroupGradients:
         self.dtype = torch.float32
 
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """Σ g² in double, the same for any number of threads; not finite when any element is not."""
-        return _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
+        """Σ g² in double, the same for any number of threads; not finite when any element is not.
+
+        Copies from the device must have landed.
+        """
+        if spec.name not in self._sums:
+            self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
+        return self._sums[spec.name]
 
     def drop(self, name: str) -> None:
         self.present.discard(name)
+        self._sums.pop(name, None)
 
 
 class Gradients:

@@ -114,8 +114,10 @@ def _write_state(
 ) -> None:
     """Write elements of one parameter's state, in chunks; on NVMe whole pages are read, changed and written back."""
     backing = ledger.backing
-    for begin in range(0, spec.numel, _CHUNK_NUMEL):
-        part = convert(value[begin : begin + _CHUNK_NUMEL])
+    # Whole pages around what is written must fit the staging.
+    room = min(_CHUNK_NUMEL, (backing.staging.nbytes - 2 * PAGE_BYTES) // itemsize)
+    for begin in range(0, spec.numel, room):
+        part = convert(value[begin : begin + room])
         at = (spec.offset + begin) * itemsize
         if isinstance(home, Lease):
             torch.frombuffer(home.view(at, part.numel()), dtype=torch.uint8).copy_(part)

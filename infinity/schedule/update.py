@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,18 @@ from infinity.schedule.ledger import Ledger
 from infinity.state.dtypes import native_name
 
 
+@dataclass(frozen=True)
+class UpdateTransfer(Transfer):
+    """The update of a unit's group under way."""
+
+    future: _native.UpdateFuture
+
+    @property
+    def finite(self) -> bool:
+        """After `result`: whether all new weights and moments were."""
+        return self.future.finite
+
+
 def submit_update(
     ledger: Ledger,
     index: int,
@@ -22,7 +35,7 @@ def submit_update(
     grad_scale: float,
     *,
     arithmetic: bool = True,
-) -> Transfer:
+) -> UpdateTransfer:
     """Start the update of a unit's group; units go through the pipeline in the order of these calls.
 
     Args:
@@ -39,17 +52,18 @@ def submit_update(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),
         master=states.master,
+        moments=group.moments,
         grad_dtype=native_name(gradients.dtype),
         segments=segments,
         grad_scale=grad_scale,
         arithmetic=arithmetic,
         weight=_weight_stream(ledger, index, group_index),
-        residual=None if states.residual is None else backing.stream(states.residual),
+        residual=backing.stream(states.residual),
         exp_avg=backing.stream(states.exp_avg),
         exp_avg_sq=backing.stream(states.exp_avg_sq),
         grad=gradients.view(),
     )
-    return Transfer(future, record.unit.name, "optimizer states", ledger.steps + 1)
+    return UpdateTransfer(future, record.unit.name, "optimizer states", ledger.steps + 1)
 
 
 def _weight_stream(ledger: Ledger, index: int, group_index: int) -> _native.StateStream:

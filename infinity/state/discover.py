@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from infinity import _native
 from infinity.errors import ModelError
-from infinity.state.unit import Unit, UnitParameters, build_unit
+from infinity.sizes import round_up
+from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
 REMAINDER = "remainder"
 _OWN_UNIT_BYTES = 1 << 20
@@ -45,8 +47,12 @@ class Discovery:
     scopes: tuple[nn.Module, ...]
 
 
-def discover(model: nn.Module) -> Discovery:
+def discover(model: nn.Module, moments: _native.MomentsName = "fp32") -> Discovery:
     """Cut a model into units.
+
+    Args:
+        moments: how moments are kept; "int8" means int8 for what multiplies, and fp32 for embeddings and for what has
+            one dimension (norms, biases).
 
     Raises:
         ModelError: it has no parameters, or one with a dtype that cannot be moved.
@@ -55,7 +61,7 @@ def discover(model: nn.Module) -> Discovery:
         raise ModelError(f"{type(model).__name__} has no parameters to offload")
     cut = _Cut(model)
     cut.walk("", model)
-    return cut.finish()
+    return cut.finish(moments)
 
 
 class _Cut:
@@ -104,8 +110,9 @@ class _Cut:
             self._owner[parameter] = unit
             unit.parameters[key] = parameter
 
-    def finish(self) -> Discovery:
-        units = tuple(build_unit(index, found) for index, found in enumerate(self._found))
+    def finish(self, moments: _native.MomentsName) -> Discovery:
+        facts = _facts(self._model, moments)
+        units = tuple(build_unit(index, found, facts) for index, found in enumerate(self._found))
         index_of = {id(found): index for index, found in enumerate(self._found)}
         sites = tuple(
             HookSite(name, module, tuple(index_of[id(found)] for found in needed))
@@ -114,6 +121,22 @@ class _Cut:
         if self._model not in self._scopes:
             self._scopes.insert(0, self._model)
         return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._scopes))
+
+
+def _facts(model: nn.Module, moments: _native.MomentsName) -> dict[nn.Parameter, ParameterFacts]:
+    """In the order of model.parameters(), which no placement changes."""
+    embedded = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        for parameter in module.parameters(recurse=False)
+    }
+    facts, index = {}, 0
+    for parameter in model.parameters():
+        exact = moments == "int8" and (parameter in embedded or parameter.dim() < 2)
+        facts[parameter] = ParameterFacts(index, "fp32" if exact else moments)
+        index += round_up(parameter.numel(), ELEMENT_ALIGNMENT)
+    return facts
 
 
 def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:

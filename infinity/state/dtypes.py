@@ -24,15 +24,16 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
         raise ModelError(f"parameter '{name}' is {dtype}; infinity moves float32, bfloat16 and float16 weights")
 
 
-def master_format(dtype: torch.dtype, asked: str) -> _native.MasterName:
-    """How the fp32 master of a weight is kept: an fp32 weight is its own, fp16 has no exact 16-bit rest."""
+def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.MasterName:
+    """How the fp32 master of a weight is kept: an fp32 weight is its own; fp16 has no exact 16-bit rest, and too small
+    a range to go without."""
     if dtype == torch.float32:
         return "weight"
     if dtype == torch.float16:
         return "fp32"
-    return "split16" if asked == "split16" else "fp32"
+    return asked
 
 
 def residual_itemsize(master: _native.MasterName) -> int:
     """Bytes per element of the second stream of the master."""
-    return {"weight": 0, "split16": 2, "fp32": 4}[master]
+    return {"weight": 0, "split16": 2, "fp32": 4, "none": 0}[master]

@@ -15,10 +15,12 @@ class Plan:
     Attributes:
         weights, optimizer: resolved tiers (device | host | nvme).
         activations: resolved (keep | recompute).
-        master: of 16-bit weights that can be split.
+        master: of bf16 weights.
+        moments: how exp_avg and exp_avg_sq are kept, where they may be.
+        stored: which of exp_avg and exp_avg_sq there are.
         gradient_fp32: host memory is reserved for fp32 gradients, so several backward passes may add up before a step.
         slot_bytes: device memory for fetched weights.
-        staging_bytes: host memory for the tiles of the update, `tile_numel` elements each.
+        staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
         upload_bytes: host memory that reads land in before they are copied to a GPU.
         weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the
             optimizer's: residual and moments.
@@ -35,6 +37,8 @@ class Plan:
     optimizer: str
     activations: str
     master: _native.MasterName
+    moments: _native.MomentsName
+    stored: tuple[str, ...]
     gradient_fp32: bool
     numel: int
     trainable_numel: int
@@ -45,6 +49,7 @@ class Plan:
     staging_bytes: int
     upload_bytes: int
     tile_numel: int
+    tile_bytes: int
     threads: int
     device_bytes: int
     host_bytes: int
@@ -77,7 +82,7 @@ class Plan:
                 f"{self.numel / 1e6:.1f} M parameters, {self.trainable_numel / 1e6:.1f} M trained, on {self.device}",
                 f"  weights      {self.weights:<7}{format_bytes(self.weight_bytes):>12}",
                 f"  optimizer    {self.optimizer:<7}{format_bytes(self.state_bytes):>12}  (master {self.master}, "
-                f"fp32 moments)",
+                f"{self.moments} {' and '.join(self.stored) or 'no moments'})",
                 f"  gradients    host   {format_bytes(self.gradient_bytes):>12}  ({accumulation})",
                 f"  activations  {self.activations}",
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for "

@@ -2,42 +2,47 @@
 
 [Note: layout of a unit]
 A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by
-(trainable, dtype), trainable groups first; each group begins on a 4 KiB border. The optimizer states of a group are
-flat buffers over the group's
-elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and `grad` belongs to element i of the group's part of the
-weights. So an update runs over one group with one format, and units of mixed dtypes are just units of several
-groups. Frozen groups have weights only.
+(trainable, dtype, form of the moments), trainable groups first; each group begins on a 4 KiB border. The optimizer
+states of a group are flat buffers over the group's elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and
+`grad` belongs to element i of the group's part of the weights. So an update runs over one group with one format, and
+units of mixed dtypes are just units of several groups. Frozen groups have weights only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from infinity import _native
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import require_supported
 
-ELEMENT_ALIGNMENT = 64
-"""Every parameter begins at a multiple of this many elements of its group: a cache line in every state."""
+ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
+"""Every parameter begins at a multiple of this many elements of its group: no block of its moments holds another's."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter's place: elements [offset, offset + numel) of its group."""
+    """One parameter's place: elements [offset, offset + numel) of its group.
+
+    `index` counts its first element among all elements of the model, in the model's order whatever the layout.
+    """
 
     name: str
     shape: torch.Size
     numel: int
     offset: int
+    index: int
 
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of a unit that share a dtype and are trainable, or not.
+    """The parameters of a unit that share a dtype and a form of their moments and are trainable, or not.
 
     Attributes:
+        moments: how exp_avg and exp_avg_sq are kept; "fp32" where there are none.
         numel: elements of the flat buffers, alignment gaps included.
         weight_offset: bytes from the start of the unit's weights.
         weight_bytes: bytes of the group's weights, a multiple of 4 KiB.
@@ -45,6 +50,7 @@ class Group:
 
     dtype: torch.dtype
     trainable: bool
+    moments: _native.MomentsName
     specs: tuple[ParameterSpec, ...]
     numel: int
     weight_offset: int
@@ -58,6 +64,11 @@ class Group:
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a flat state with `itemsize` bytes per element, rounded up to 4 KiB."""
         return round_up(self.numel * itemsize, PAGE_BYTES)
+
+    @property
+    def moment_bytes(self) -> int:
+        """Bytes of one moment, rounded up to 4 KiB."""
+        return round_up(_native.moment_bytes(self.moments, self.numel), PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -94,28 +105,46 @@ class UnitParameters:
     resident: bool = False
 
 
-def build_unit(index: int, found: UnitParameters) -> Unit:
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What the layout must know of a parameter beside its shape and dtype.
+
+    Attributes:
+        index: of its first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
+        moments: how its moments are kept if it is trained.
+    """
+
+    index: int
+    moments: _native.MomentsName
+
+
+def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parameter, ParameterFacts]) -> Unit:
     """Lay the parameters of a unit out.
 
     Raises:
         ModelError: a parameter has a dtype that cannot be moved.
     """
-    keys: dict[tuple[bool, torch.dtype], list[str]] = {}
+    keys: dict[tuple[bool, torch.dtype, _native.MomentsName], list[str]] = {}
     for name, parameter in found.parameters.items():
         require_supported(name, parameter.dtype)
-        keys.setdefault((parameter.requires_grad, parameter.dtype), []).append(name)
+        moments = facts[parameter].moments if parameter.requires_grad else "fp32"
+        keys.setdefault((parameter.requires_grad, parameter.dtype, moments), []).append(name)
     groups, weight_offset = [], 0
-    for (trainable, dtype), names in sorted(keys.items(), key=lambda item: (not item[0][0], str(item[0][1]))):
-        specs, numel = _place([(name, found.parameters[name].shape) for name in names])
+    for key, names in sorted(keys.items(), key=lambda item: (not item[0][0], str(item[0][1]), item[0][2])):
+        trainable, dtype, moments = key
+        parameters = {name: found.parameters[name] for name in names}
+        specs, numel = _place(parameters, facts)
         weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
-        groups.append(Group(dtype, trainable, specs, numel, weight_offset, weight_bytes))
+        groups.append(Group(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes))
         weight_offset += weight_bytes
     return Unit(index, found.name, tuple(groups), weight_offset, found.resident)
 
 
-def _place(named_shapes: Sequence[tuple[str, torch.Size]]) -> tuple[tuple[ParameterSpec, ...], int]:
+def _place(
+    parameters: Mapping[str, torch.nn.Parameter], facts: Mapping[torch.nn.Parameter, ParameterFacts]
+) -> tuple[tuple[ParameterSpec, ...], int]:
     specs, offset = [], 0
-    for name, shape in named_shapes:
-        specs.append(ParameterSpec(name, shape, shape.numel(), offset))
-        offset += round_up(shape.numel(), ELEMENT_ALIGNMENT)
+    for name, parameter in parameters.items():
+        specs.append(ParameterSpec(name, parameter.shape, parameter.numel(), offset, facts[parameter].index))
+        offset += round_up(parameter.numel(), ELEMENT_ALIGNMENT)
     return tuple(specs), max(offset, ELEMENT_ALIGNMENT)

@@ -13,6 +13,8 @@ namespace {
 
 constexpr std::uint64_t kNumel = 40 * 4096;
 constexpr std::size_t kTile = 4096;
+const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
+const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile);
 constexpr std::uint64_t kStates = 3 * kNumel * 4;  // bytes of one job's states
 constexpr std::uint64_t kJobs = 4;
 
@@ -22,7 +24,7 @@ struct Rig {
   std::shared_ptr<IoEngine> engine;
   std::shared_ptr<ThreadPool> pool = std::make_shared<ThreadPool>(2);
   // Never freed where a device may have been given up.
-  Pages* staging = new Pages(4 * UpdatePipeline::staging_tile_bytes(kTile));
+  Pages* staging = new Pages(4 * kTileBytes);
   Pages* grad = new Pages(kNumel * 4, 9);
 
   explicit Rig(const EngineOptions& options) : engine(std::make_shared<IoEngine>(options)) {
@@ -34,16 +36,16 @@ struct Rig {
   // Jobs under way at the same time have states of their own, as units have.
   [[nodiscard]] UpdateJob job(bool arithmetic, std::uint64_t which = 0) const {
     UpdateJob result;
-    result.format = {DType::fp32, Master::weight, DType::fp32};
+    result.format = kFormat;
     result.numel = kNumel;
     Segment segment{};
     segment.begin = 0;
     segment.end = kNumel;
     segment.step = 1;
-    segment.lr = 1e-3;
-    segment.beta1 = 0.9;
-    segment.beta2 = 0.99;
-    segment.eps = 1e-8;
+    segment.hyper.lr = 1e-3;
+    segment.hyper.beta1 = 0.9;
+    segment.hyper.beta2 = 0.99;
+    segment.hyper.eps = 1e-8;
     result.segments = {segment};
     result.weight = {nullptr, file, which * kStates};
     result.exp_avg = {nullptr, file, which * kStates + kNumel * 4};
@@ -60,7 +62,8 @@ TEST_CASE("jobs from many threads are all done") {
   EngineOptions options;
   options.block_bytes = 2 * kPageBytes;
   Rig rig(options);
-  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+                          Isa::baseline);
   std::atomic<unsigned> failed{0};
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 3; ++thread) {
@@ -81,7 +84,8 @@ TEST_CASE("without arithmetic the states stay as they are") {
   const Pages after(3 * kNumel * 4);
   REQUIRE(wait(rig.engine->submit({OpKind::write, IoClass::states, rig.file, 0, before.data(), before.nbytes()})) ==
           nullptr);
-  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+                          Isa::baseline);
   CHECK(wait(pipeline.submit(rig.job(false))) == nullptr);
   REQUIRE(wait(rig.engine->submit({OpKind::read, IoClass::states, rig.file, 0, after.data(), after.nbytes()})) ==
           nullptr);
@@ -95,7 +99,7 @@ TEST_CASE("a device that is given up in the middle of a job fails it and whateve
     options.faults = {{index, FaultKind::lose, 0, 1}};
     auto rig = std::make_unique<Rig>(options);
     {
-      UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile,
+      UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile, kTileBytes,
                               Isa::baseline);
       std::vector<Future> futures;
       for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig->job(true, job)));
@@ -113,7 +117,8 @@ TEST_CASE("closing a pipeline completes every job") {
     Rig rig({});
     std::vector<Future> futures;
     {
-      UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, Isa::baseline);
+      UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+                              Isa::baseline);
       for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig.job(true, job)));
     }
     for (const Future& future : futures) CHECK(future->done());

@@ -287,7 +287,8 @@ def test_auto_falls_back_to_threads_and_says_why(tmp_path: Path, system_call: in
         back = _native.Arena(4096).view(0, 4096)
         data = _native.Arena(4096).view(0, 4096)
         data[:] = b"q" * 4096
-        for future in (engine.write(file, 0, data), engine.read(file, 0, back)):
+        for start in (lambda: engine.write(file, 0, data), lambda: engine.read(file, 0, back)):
+            future = start()
             assert future.wait(60) and future.failure() is None
         assert bytes(back) == bytes(data)
     """

@@ -51,8 +51,8 @@ class Bench:
         self.file = _native.File(str(path / "states"), create=True)
         self.file.preallocate(8 << 20)
         self.pool = _native.ThreadPool(threads)
-        staging = self.take(3 * _native.UpdatePipeline.staging_tile_bytes(tile))
-        self.pipeline = _native.UpdatePipeline(self.engine, self.pool, staging, tile)
+        nbytes = _native.UpdatePipeline.staging_tile_bytes(tile, weight_dtype="bf16", master="split16", moments="fp32")
+        self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.take(3 * nbytes), tile, nbytes)
         self.values = initial()
         self.memory: dict[str, memoryview] = {}
         self.offsets = {name: index * (1 << 20) for index, name in enumerate(STATES)}
@@ -189,14 +189,24 @@ def test_inconsistent_jobs_are_refused(tmp_path: Path) -> None:
     streams = {name: bench.stream(name, "memory") for name in STATES}
     with pytest.raises(ValueError, match="sorted and disjoint"):
         bench.submit(streams, [segment(10, 20), segment(0, 5)])
-    with pytest.raises(ValueError, match="ends after the job"):
+    with pytest.raises(ValueError, match="ends after the buffers"):
         bench.submit(streams, [segment(0, NUMEL + 1)])
     with pytest.raises(ValueError, match="neither in memory nor in a file"):
         bench.submit(streams | {"exp_avg": _native.StateStream()}, SEGMENTS)
     with pytest.raises(ValueError, match="multiple of 4096"):
-        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 20), 1000)
+        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 20), 1000, 4096)
     with pytest.raises(ValueError, match="at least two tiles"):
-        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096)
+        _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096, 1 << 16)
+    bench.close()
+
+
+def test_a_job_whose_tiles_do_not_fit_the_staging_is_refused(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 4096, 1)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    bench.pipeline.close()
+    bench.pipeline = _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096, 8192)
+    with pytest.raises(ValueError, match="does not fit the staging"):
+        bench.submit(streams, SEGMENTS)
     bench.close()
 
 

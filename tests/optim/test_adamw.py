@@ -183,16 +183,16 @@ def test_parameters_of_two_models_are_refused(trained: Any) -> None:
 def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from infinity.optim import adamw
+    from infinity.optim import offloaded
 
     def submit_and_interrupt(*args: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return submit(*args)
 
     model, batch, optim = trained
-    submit = adamw.submit_update
+    submit = offloaded.submit_update
     loss_of(model, batch).backward()
-    monkeypatch.setattr(adamw, "submit_update", submit_and_interrupt)
+    monkeypatch.setattr(offloaded, "submit_update", submit_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         optim.step()
     monkeypatch.undo()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import _native
 from infinity.schedule import registry
 from tests.conftest import weights_of
 from tests.models import Batch, llama, loss_of
@@ -114,8 +115,9 @@ def test_a_host_budget_too_small_names_the_unit_and_the_number(swap_config: Any)
 def test_a_second_backward_without_room_for_fp32_says_so(offload: Any) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).bfloat16()
     needed = 4 * (256 * 256 + 256) * 2  # bytes of bf16 gradients
-    staging = 16 * 69632 * 8
-    model = offload(model, memory={"device": "2MiB", "host": staging + needed + 40_000})
+    numel = 256 * 256 + 256
+    tile = _native.UpdatePipeline.staging_tile_bytes(numel, weight_dtype="bf16", master="split16", moments="fp32")
+    model = offload(model, memory={"device": "2MiB", "host": 3 * tile + needed + 40_000})
     x = torch.randn(4, 256).bfloat16()
     model(x).sum().backward()
     with pytest.raises(infinity.PlanError, match="a second backward pass before the step needs fp32 gradients"):
@@ -363,7 +365,6 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
     ("key", "value"),
     [
         ("commit_every", 1),
-        ("moments", "int8"),
         ("gradients", "nvme"),
         ("activations", "host"),
         ("optimizer", "device"),

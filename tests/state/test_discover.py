@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.state.discover import discover
-from infinity.state.unit import UnitParameters, build_unit
+from infinity.state.unit import ParameterFacts, UnitParameters, build_unit
 from tests.models import ARCHITECTURES, llama, mixtral, t5, tied_llama
 
 
@@ -78,7 +78,8 @@ def test_groups_are_by_dtype_with_trained_ones_first() -> None:
             "full": nn.Parameter(torch.zeros(100)),
         },
     )
-    unit = build_unit(0, found)
+    facts = {parameter: ParameterFacts(0, "fp32") for parameter in found.parameters.values()}
+    unit = build_unit(0, found, facts)
     assert [(group.trainable, group.dtype) for group in unit.groups] == [
         (True, torch.bfloat16),
         (True, torch.float32),

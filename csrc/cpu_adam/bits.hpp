@@ -1,4 +1,4 @@
-// Bits of the weight formats. Everything is static inline so that each translation unit keeps its own, compiled for its
+// Bits of the 16-bit formats. Everything is static inline so that each translation unit keeps its own, compiled for its
 // own instruction set: a shared copy could carry AVX-512 code to a machine without it.
 #pragma once
 
@@ -18,11 +18,16 @@ static inline std::uint16_t round_half_up(std::uint32_t bits) {
   return static_cast<std::uint16_t>(was_nan && !is_nan ? (bits >> 16) | 0x7fc0u : rounded);
 }
 
-// What round_half_up left over; 0 for the NaNs it had to change.
+// The same for what is not a NaN.
+static inline std::uint16_t round_half_up_number(std::uint32_t bits) {
+  return static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+}
+
+// What round_half_up left over, which is the low half of the bits: bits − (hi << 16) as 16 bits; 0 for the NaNs it had
+// to change.
 static inline std::int16_t residual_of(std::uint32_t bits, std::uint16_t high) {
   const std::uint32_t rounded = ((bits + 0x8000u) >> 16) & 0xffffu;
-  const std::uint32_t rest = bits - (static_cast<std::uint32_t>(high) << 16);
-  return static_cast<std::int16_t>(rounded == high ? rest : 0);
+  return static_cast<std::int16_t>(rounded == high ? bits : 0);
 }
 
 static inline float join(std::uint16_t high, std::int16_t rest) {
@@ -31,5 +36,15 @@ static inline float join(std::uint16_t high, std::int16_t rest) {
 }
 
 static inline float float_of_bf16(std::uint16_t value) { return float_of(static_cast<std::uint32_t>(value) << 16); }
+
+// fp32 → bf16, up in magnitude with the probability of what is cut off: `random` has 16 bits. NaN and Inf stay what
+// they are; what is finite stays finite.
+static inline std::uint16_t round_stochastically(std::uint32_t bits, std::uint16_t random) {
+  const std::uint32_t rounded = (bits + random) >> 16;
+  const bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+  const bool overflow = (rounded & 0x7fffu) == 0x7f80u;
+  const std::uint32_t quiet = (bits & 0x007fffffu) != 0 ? 0x40u : 0u;
+  return static_cast<std::uint16_t>(finite ? rounded - (overflow ? 1u : 0u) : (bits >> 16) | quiet);
+}
 
 }  // namespace infinity

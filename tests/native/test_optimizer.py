@@ -43,7 +43,7 @@ class State:
         self, segments: list[_native.Segment], threads: int = 1, isa: str | None = None, scale: float = 1.0
     ) -> None:
         weight, master, grad = self.names
-        _native.adam_update(
+        _native.optimizer_update(
             raw(self.weight),
             None if self.residual is None else raw(self.residual),
             self.exp_avg.numpy(),
@@ -207,15 +207,6 @@ def test_sum_squares_is_not_finite_when_an_element_is_not(bad: float) -> None:
     data = torch.ones(100_000)
     data[77_777] = bad
     assert not np.isfinite(_native.sum_squares(raw(data), "fp32", _native.ThreadPool(2)))
-
-
-@pytest.mark.parametrize("dtype", GRADS)
-def test_accumulation_is_in_fp32(dtype: str) -> None:
-    total = torch.randn(70_001)
-    part = torch.randn(70_001).to(TORCH[dtype])
-    expected = total + part.float()
-    _native.accumulate(raw(total), raw(part), dtype, _native.ThreadPool(2))
-    assert torch.equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -1,3 +1,0 @@
-// Compiled for avx512 only; see CMakeLists.txt for the flags.
-#define INFINITY_ISA_NAMESPACE avx512
-#include "cpu_adam/adam_kernel.inl"

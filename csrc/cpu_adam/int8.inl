@@ -1,0 +1,125 @@
+// Block-wise dynamic 8-bit quantisation (Dettmers et al. 2022, arXiv 2110.02861): the 256 values of bitsandbytes and
+// torchao, found by arithmetic instead of a search.
+//
+// [Note: the dynamic map]
+// In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 holds the magnitudes from 10^(i−1) to 10^i
+// in P equal bins, P = 2^i where a sign is needed and 2^(i+1) where not; a code stands for the centre of its bin.
+// Beside them are 0 and exactly 1. With r = P + bin, which runs from 1 (or 2) without a gap and is P·2 − 1 at most,
+// the centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from the exponent of float(r). r = 128
+// (256) is exactly 1. Codes: 127 ± r, and 127 for zero, where a sign is needed; else r − 1, and 0 for zero.
+//
+// A magnitude gets the nearest of these values. One exception: a second moment that is not zero never becomes zero,
+// since the update divides by its root.
+struct DynamicMap {
+  // By the low three bits of the exponent of float(r).
+  Table rest;    // 9 − 16 P
+  Table weight;  // 5^i / 20, in units of the largest magnitude
+  // By decade; 7 stands for "exactly 1".
+  Table border;     // the largest magnitude that belongs to the decade
+  Table slope;      // r = ⌊slope · magnitude + intercept⌋
+  Table intercept;  // where there is no sign, one less: ⌊…⌋ is the code
+  Table limit;      // at most this
+};
+
+constexpr DynamicMap make_map(bool is_signed) {
+  DynamicMap map{};
+  double ten = 1.0;  // 10^i
+  double five = 1.0;
+  double two = 1.0;
+  const double shift = is_signed ? 0.0 : 1.0;
+  for (std::size_t i = 0; i < 7; ++i) {
+    const double bins = is_signed ? two : 2 * two;
+    const std::size_t exponent = (127 + i + (is_signed ? 0 : 1)) % 8;
+    map.rest.set(exponent, 9 - 16 * bins);
+    map.weight.set(exponent, five * (is_signed ? 1.0 : 0.5) * 5e-8);
+    map.border.set(i, i < 6 ? ten * (1 + 0.9 / bins) : 1e6 * (1 - 0.225 / bins));
+    map.slope.set(i, bins / (0.9 * ten));
+    map.intercept.set(i, bins * 8 / 9 - shift);
+    map.limit.set(i, 2 * bins - 1 - shift);
+    ten *= 10;
+    five *= 5;
+    two *= 2;
+  }
+  const double last = is_signed ? 128 : 256;
+  const std::size_t exponent = (127 + 7 + (is_signed ? 0 : 1)) % 8;
+  map.rest.set(exponent, 256 - 18 * last);
+  map.weight.set(exponent, 1.0 / 256);
+  map.border.set(7, 3e38);
+  map.slope.set(7, 0);
+  map.intercept.set(7, last + 0.5 - shift);
+  map.limit.set(7, last - shift);
+  if (is_signed) {  // one bin: below half of its centre is zero
+    map.slope.set(0, 1.0);
+    map.intercept.set(0, 1.0 - 0.275);
+  }
+  return map;
+}
+
+template <bool is_signed>
+constexpr DynamicMap kMap = make_map(is_signed);
+
+constexpr std::int32_t kZeroCode = 127;  // of signed codes
+constexpr float kMapUnits = 1e6f;
+
+// Codes of a whole block → values.
+template <bool is_signed>
+void decode_block(const std::uint8_t* codes, float scale, float* values) {
+  const Lookup rest(kMap<is_signed>.rest);
+  const Lookup weight(kMap<is_signed>.weight, scale);
+  for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
+    const Ints code = widen_bytes(codes + i) - (is_signed ? kZeroCode : 0);
+    const Floats r = to_floats(is_signed ? magnitude(code) : code + 1);
+    const Ints exponent = bits_of(r) >> 23;
+    const Floats value = (r * 18.0f + rest[exponent]) * weight[exponent];
+    Ints bits = bits_of(value) & (code != 0);
+    if constexpr (is_signed) bits |= code & static_cast<std::int32_t>(0x80000000);
+    store(values + i, bits);
+  }
+}
+
+// ⌊log10(magnitude) + 0.045⌋ or a little less, never below 0: the decade, or the one before it. The exponent and seven
+// bits of a float are its logarithm, 0.026 too low at most; 154 / 2^16 is log10(2) / 2^7.
+inline Ints decade_or_one_less(Floats units) { return scaled_upper_half<0x3f80 - 19, 154>(bits_of(units)); }
+
+// The largest magnitude of a block; a NaN counts as larger than everything.
+inline float largest_magnitude(const float* values) {
+  Ints most{};
+  for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
+    most = maximum(most, magnitude_bits(load<Floats>(values + i)));
+  }
+  return infinity::float_of(static_cast<std::uint32_t>(largest(most)));
+}
+
+// Values of a whole block → codes; returns the scale. Of a block with a value that is not finite nothing is kept but
+// that: its scale is not finite.
+template <bool is_signed>
+float encode_block(float* values, std::uint8_t* codes) {
+  const float scale = largest_magnitude(values);
+  float divisor = scale;
+  if (scale < 1e-30f) {  // the reciprocal would overflow; the values are scratch
+    constexpr float kLift = 0x1p100f;
+    for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] *= kLift;
+    divisor = scale * kLift;
+  }
+  const float reciprocal = scale > 0.0f ? kMapUnits / divisor : 0.0f;
+  const DynamicMap& map = kMap<is_signed>;
+  const Lookup border(map.border);
+  const Lookup slope(map.slope);
+  const Lookup intercept(map.intercept);
+  const Lookup limit(map.limit);
+  const auto encode = [&](const float* from) {
+    const Floats value = load<Floats>(from);
+    const Floats units = floats_of(is_signed ? magnitude_bits(value) : bits_of(value)) * reciprocal;
+    Ints decade = decade_or_one_less(units);
+    decade -= units > border[decade];
+    const Floats r = minimum(units * slope[decade] + intercept[decade], limit[decade]);
+    if constexpr (is_signed) return with_sign_of(bits_of(value), truncate(r));
+    return truncate(maximum(r, splat(1.0f))) & (bits_of(value) != 0);
+  };
+  for (std::size_t i = 0; i < kBlockNumel; i += 4 * kLanes) {
+    const float* from = values + i;
+    const Ints part[4] = {encode(from), encode(from + kLanes), encode(from + 2 * kLanes), encode(from + 3 * kLanes)};
+    store_bytes<is_signed ? kZeroCode : 0>(codes + i, part);
+  }
+  return scale;
+}

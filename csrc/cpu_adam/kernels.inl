@@ -1,0 +1,259 @@
+// The kernels. Included by kernels_<isa>.cpp with INFINITY_ISA_NAMESPACE defined and compiled for exactly that
+// instruction set.
+//
+// [Note: a step in blocks]
+// A block is 256 elements of one parameter. Its gradient, master and moments are brought to fp32 in scratch that stays
+// in the L1 cache (fp32 streams are used where they lie), the optimizer's rule runs over the block, and the results go
+// back in their formats. So formats and rules are written once each and combine freely, and the streams still cross
+// memory once.
+//
+// Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
+// set.
+
+#include <bit>
+#include <cstring>
+
+#include "cpu_adam/bits.hpp"
+#include "cpu_adam/kernels.hpp"
+
+namespace infinity::INFINITY_ISA_NAMESPACE {
+namespace {
+
+#include "cpu_adam/simd.inl"
+#include "cpu_adam/weights.inl"
+
+// What builds on them.
+#include "cpu_adam/int8.inl"
+#include "cpu_adam/philox.inl"
+#include "cpu_adam/reductions.inl"
+#include "cpu_adam/rules.inl"
+
+bool apply_rule(float* p, const float* g, float* m, float* v, const Constants& c) {
+  switch (c.rule) {
+    case Rule::adamw:
+      return apply_to_block<AdamW>(p, g, m, v, c);
+    case Rule::adam:
+      return apply_to_block<Adam>(p, g, m, v, c);
+    case Rule::lion:
+      return apply_to_block<Lion>(p, g, m, v, c);
+    case Rule::adagrad:
+      return apply_to_block<Adagrad>(p, g, m, v, c);
+    case Rule::sgd:
+      break;
+  }
+  return c.uses_exp_avg ? apply_to_block<Sgd>(p, g, m, v, c) : apply_to_block<SgdWithoutMomentum>(p, g, m, v, c);
+}
+
+// Fills a scratch block with copies of its last element, so that a short block computes nothing that is not there.
+void pad(float* values, std::size_t numel) {
+  for (std::size_t i = numel; i < kBlockNumel; ++i) values[i] = values[numel - 1];
+}
+
+// Elements [at, at + numel) of the buffers: all or some of block `block`, beginning with its element `offset`.
+struct Block {
+  std::size_t at;
+  std::size_t numel;
+  std::size_t offset;
+  std::uint64_t block;
+
+  [[nodiscard]] bool whole() const { return numel == kBlockNumel; }
+};
+
+struct Int8Place {
+  float* scale;
+  std::uint8_t* codes;
+};
+
+// See [Note: layout of int8 moments].
+Int8Place int8_place(void* data, std::size_t at) {
+  auto* chunk = static_cast<std::byte*>(data) + at / kChunkNumel * kChunkBytes;
+  const std::size_t inside = at % kChunkNumel;
+  return {reinterpret_cast<float*>(chunk) + inside / kBlockNumel,
+          reinterpret_cast<std::uint8_t*>(chunk) + kScalesBytes + inside};
+}
+
+// A block of a moment in fp32: where it lies, or in scratch.
+template <bool is_signed>
+class Moment {
+ public:
+  // `fresh`: it is zero, whatever the memory holds.
+  Moment(Moments moments, void* data, const Block& block, bool fresh) : moments_(moments), data_(data), block_(block) {
+    if (moments == Moments::fp32) fp32_ = static_cast<float*>(data) + block.at;
+    if (fresh) {
+      std::memset(values(), 0, kBlockNumel * sizeof(float));
+      return;
+    }
+    if (moments == Moments::fp32) {
+      if (block.whole()) return;
+      std::memcpy(scratch_, fp32_, block.numel * sizeof(float));
+    } else if (moments == Moments::bf16) {
+      widen<Bf16>(data, block.at, block.numel, scratch_);
+    } else {
+      const Int8Place place = int8_place(data, block.at);
+      if (block.whole()) {
+        decode_block<is_signed>(place.codes, *place.scale, scratch_);
+        return;
+      }
+      std::uint8_t codes[kBlockNumel] = {};
+      std::memcpy(codes, place.codes, block.numel);
+      decode_block<is_signed>(codes, *place.scale, scratch_);
+    }
+    pad(scratch_, block.numel);
+  }
+
+  [[nodiscard]] float* values() { return moments_ == Moments::fp32 && block_.whole() ? fp32_ : scratch_; }
+
+  // Writes the values back in their format.
+  void store(const Constants& c) {
+    if (moments_ == Moments::fp32) {
+      if (!block_.whole()) std::memcpy(fp32_, scratch_, block_.numel * sizeof(float));
+    } else if (moments_ == Moments::bf16) {
+      alignas(64) std::uint16_t random[kBlockNumel];
+      random_bits(c.seed, c.step, block_.block, is_signed ? Stream::exp_avg : Stream::exp_avg_sq, random);
+      store_stochastically(scratch_, static_cast<std::uint16_t*>(data_) + block_.at, random + block_.offset,
+                           block_.numel);
+    } else {
+      const Int8Place place = int8_place(data_, block_.at);
+      if (block_.whole()) {
+        *place.scale = encode_block<is_signed>(scratch_, place.codes);
+        return;
+      }
+      std::uint8_t codes[kBlockNumel];
+      *place.scale = encode_block<is_signed>(scratch_, codes);
+      std::memcpy(place.codes, codes, block_.numel);
+    }
+  }
+
+ private:
+  Moments moments_;
+  void* data_;
+  Block block_;
+  float* fp32_ = nullptr;
+  alignas(64) float scratch_[kBlockNumel];
+};
+
+// The master where it lies as fp32, else null.
+float* master_in_place(const StateFormat& format, const StateBuffers& buffers) {
+  if (format.master == Master::weight) return static_cast<float*>(buffers.weight);
+  return format.master == Master::fp32 ? static_cast<float*>(buffers.residual) : nullptr;
+}
+
+// `finite`: the values are.
+void store_weights(const StateFormat& format, const StateBuffers& buffers, const Block& block, const float* master,
+                   bool finite, const Constants& c) {
+  const std::size_t at = block.at;
+  float* const wide = master_in_place(format, buffers);
+  if (wide != nullptr && wide + at != master) std::memcpy(wide + at, master, block.numel * sizeof(float));
+  auto* const narrow = static_cast<std::uint16_t*>(buffers.weight) + at;
+  if (format.master == Master::weight) return;
+  if (format.master == Master::split16) {
+    store_split16(master, narrow, static_cast<std::int16_t*>(buffers.residual) + at, block.numel, finite);
+  } else if (format.master == Master::none) {
+    alignas(64) std::uint16_t random[kBlockNumel];
+    random_bits(c.seed, c.step, block.block, Stream::weight, random);
+    store_stochastically(master, narrow, random + block.offset, block.numel);
+  } else if (format.weight == DType::bf16) {
+    store_bf16(master, narrow, block.numel, finite);
+  } else {
+    auto* const half = static_cast<_Float16*>(buffers.weight) + at;
+    for (std::size_t i = 0; i < block.numel; ++i) half[i] = static_cast<_Float16>(master[i]);
+  }
+}
+
+bool update_block(const StateFormat& format, const StateBuffers& buffers, const Block& block, const Constants& c) {
+  alignas(64) float gradient[kBlockNumel];
+  alignas(64) float master[kBlockNumel];
+  const auto* g = static_cast<const float*>(buffers.grad) + block.at;
+  if (format.grad != DType::fp32 || !block.whole()) {
+    widen(format.grad, buffers.grad, block.at, block.numel, gradient);
+    pad(gradient, block.numel);
+    g = gradient;
+  }
+  float* p = master_in_place(format, buffers);
+  if (p != nullptr && block.whole()) {
+    p += block.at;
+  } else {
+    load_master(format, buffers, block.at, block.numel, master);
+    pad(master, block.numel);
+    p = master;
+  }
+  bool finite = false;
+  const bool first = c.step == 1;
+  if (c.uses_exp_avg && c.uses_exp_avg_sq) {
+    Moment<true> m(format.moments, buffers.exp_avg, block, first);
+    Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
+    finite = apply_rule(p, g, m.values(), v.values(), c);
+    m.store(c);
+    v.store(c);
+  } else if (c.uses_exp_avg) {
+    Moment<true> m(format.moments, buffers.exp_avg, block, first);
+    finite = apply_rule(p, g, m.values(), nullptr, c);
+    m.store(c);
+  } else if (c.uses_exp_avg_sq) {
+    Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
+    finite = apply_rule(p, g, nullptr, v.values(), c);
+    v.store(c);
+  } else {
+    finite = apply_rule(p, g, nullptr, nullptr, c);
+  }
+  store_weights(format, buffers, block, p, finite, c);
+  return finite;
+}
+
+bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t begin, std::size_t end,
+            std::uint64_t index, const Constants& c) {
+  bool finite = true;
+  for (std::size_t at = begin; at < end;) {
+    const std::size_t offset = index % kBlockNumel;
+    const std::size_t room = kBlockNumel - offset;
+    const std::size_t numel = room < end - at ? room : end - at;
+    finite &= update_block(format, buffers, {at, numel, offset, index / kBlockNumel}, c);
+    at += numel;
+    index += numel;
+  }
+  return finite;
+}
+
+template <bool is_signed>
+void decode_moments(Moments moments, const void* data, float* values, std::size_t numel) {
+  for (std::size_t at = 0; at < numel; at += kBlockNumel) {
+    const std::size_t count = numel - at < kBlockNumel ? numel - at : kBlockNumel;
+    Moment<is_signed> moment(moments, const_cast<void*>(data), {at, count, 0, 0}, false);
+    std::memcpy(values + at, moment.values(), count * sizeof(float));
+  }
+}
+
+template <bool is_signed>
+void encode_moments(Moments moments, const float* values, void* data, std::size_t numel) {
+  if (moments == Moments::fp32) {
+    std::memcpy(data, values, numel * sizeof(float));
+    return;
+  }
+  if (moments == Moments::bf16) return store_bf16(values, static_cast<std::uint16_t*>(data), numel, false);
+  for (std::size_t at = 0; at < numel; at += kBlockNumel) {
+    const std::size_t count = numel - at < kBlockNumel ? numel - at : kBlockNumel;
+    alignas(64) float block[kBlockNumel];
+    std::uint8_t codes[kBlockNumel];
+    std::memcpy(block, values + at, count * sizeof(float));
+    pad(block, count);
+    const Int8Place place = int8_place(data, at);
+    *place.scale = encode_block<is_signed>(block, codes);
+    std::memcpy(place.codes, codes, count);
+  }
+}
+
+void decode_moments(Moments moments, bool is_signed, const void* data, float* values, std::size_t numel) {
+  return is_signed ? decode_moments<true>(moments, data, values, numel)
+                   : decode_moments<false>(moments, data, values, numel);
+}
+
+void encode_moments(Moments moments, bool is_signed, const float* values, void* data, std::size_t numel) {
+  return is_signed ? encode_moments<true>(moments, values, data, numel)
+                   : encode_moments<false>(moments, values, data, numel);
+}
+
+}  // namespace
+
+extern const Kernels kKernels = {update, sum_squares, land, read_modify_write, decode_moments, encode_moments};
+
+}  // namespace infinity::INFINITY_ISA_NAMESPACE

@@ -1,0 +1,79 @@
+// The optimizers: one element each, in vectors. `m` is exp_avg, `v` exp_avg_sq.
+struct AdamW {
+  static constexpr bool kUsesM = true;
+  static constexpr bool kUsesV = true;
+  static inline void apply(Floats& p, Floats g, Floats& m, Floats& v, const Constants& c) {
+    m = m * c.beta1 + g * c.one_minus_beta1;
+    v = v * c.beta2 + (g * c.one_minus_beta2) * g;
+    p = p * c.decay - (m * c.step_size) / (square_root(v) * c.inverse_bc2_sqrt + c.eps);
+  }
+};
+
+struct Adam : AdamW {
+  static inline void apply(Floats& p, Floats g, Floats& m, Floats& v, const Constants& c) {
+    AdamW::apply(p, g + p * c.l2, m, v, c);  // decay is 1
+  }
+};
+
+struct Lion {
+  static constexpr bool kUsesM = true;
+  static constexpr bool kUsesV = false;
+  static inline void apply(Floats& p, Floats g, Floats& m, Floats&, const Constants& c) {
+    const Floats update = m * c.beta1 + g * c.one_minus_beta1;
+    const Floats step = splat(c.step_size);
+    // 0 where the update is 0, NaN where it is NaN.
+    const Floats sign = update > 0.0f ? step : update < 0.0f ? -step : update;
+    p = p * c.decay - sign;
+    m = m * c.beta2 + g * c.one_minus_beta2;
+  }
+};
+
+struct Adagrad {
+  static constexpr bool kUsesM = false;
+  static constexpr bool kUsesV = true;
+  static inline void apply(Floats& p, Floats g, Floats&, Floats& v, const Constants& c) {
+    g = g + p * c.l2;
+    v = (v + c.initial) + g * g;
+    p = p - (g * c.step_size) / (square_root(v) + c.eps);
+  }
+};
+
+struct Sgd {
+  static constexpr bool kUsesM = true;
+  static constexpr bool kUsesV = false;
+  static inline void apply(Floats& p, Floats g, Floats& m, Floats&, const Constants& c) {
+    g = g + p * c.l2;
+    m = m * c.beta1 + g * c.one_minus_beta1;
+    p = p - (c.nesterov ? g + m * c.beta1 : m) * c.step_size;
+  }
+};
+
+struct SgdWithoutMomentum {
+  static constexpr bool kUsesM = false;
+  static constexpr bool kUsesV = false;
+  static inline void apply(Floats& p, Floats g, Floats&, Floats&, const Constants& c) {
+    p = p - (g + p * c.l2) * c.step_size;
+  }
+};
+
+// A whole block; false when a result is not finite. (A gradient that is not finite makes such a result.)
+template <class Rule>
+bool apply_to_block(float* p, const float* g, float* m, float* v, const Constants& given) {
+  const Constants c = given;
+  Ints bad{};
+  for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
+    auto weight = load<Floats>(p + i);
+    Floats first{};
+    Floats second{};
+    if constexpr (Rule::kUsesM) first = load<Floats>(m + i);
+    if constexpr (Rule::kUsesV) second = load<Floats>(v + i);
+    Rule::apply(weight, load<Floats>(g + i) * c.grad_scale, first, second, c);
+    store(p + i, weight);
+    bad |= negative_where_not_finite(weight);
+    if constexpr (Rule::kUsesM) store(m + i, first);
+    if constexpr (Rule::kUsesM && !Rule::kUsesV) bad |= negative_where_not_finite(first);
+    if constexpr (Rule::kUsesV) store(v + i, second);
+    if constexpr (Rule::kUsesV) bad |= negative_where_not_finite(second);
+  }
+  return !any_negative(bad);
+}

@@ -1,0 +1,59 @@
+// In what form states are kept, and how many bytes that is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace infinity {
+
+enum class DType : std::uint8_t { fp32, bf16, fp16 };
+[[nodiscard]] constexpr std::size_t itemsize(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+// How the fp32 master is kept.
+//   weight:  the weight is fp32 and is the master itself; no second stream.
+//   split16: weight bf16 = high half, rounded half up; second stream int16 = what is left. Lossless.
+//   fp32:    weight bf16 or fp16; second stream is the fp32 master.
+//   none:    weight bf16, rounded stochastically; there is no master and no second stream.
+enum class Master : std::uint8_t { weight, split16, fp32, none };
+
+[[nodiscard]] constexpr std::size_t residual_itemsize(Master master) {
+  return master == Master::split16 ? 2 : master == Master::fp32 ? 4 : 0;
+}
+
+// How exp_avg and exp_avg_sq are kept.
+//   fp32
+//   bf16: rounded stochastically.
+//   int8: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv 2110.02861), 256 elements per fp32 scale.
+enum class Moments : std::uint8_t { fp32, bf16, int8 };
+
+// [Note: layout of int8 moments]
+// A chunk is a page of 1,024 fp32 scales, then 262,144 codes, one byte each; the last chunk of a buffer has as many
+// codes as are left. So a moment is one stream of bytes, a tile of whole chunks begins on a page, and the scales cost
+// 1/64 byte per element. A block never holds elements of two parameters: parameters begin at multiples of 256.
+inline constexpr std::size_t kBlockNumel = 256;
+inline constexpr std::size_t kScalesBytes = 4096;
+inline constexpr std::size_t kChunkNumel = kScalesBytes / sizeof(float) * kBlockNumel;
+inline constexpr std::size_t kChunkBytes = kScalesBytes + kChunkNumel;
+
+// A cut between tiles or tasks lies at a multiple of this many elements: then every stream is cut between 4 KiB pages.
+inline constexpr std::size_t kCutNumel = 4096;
+
+// Bytes of the first `numel` elements of a moment; also where element `numel` begins, at a multiple of kChunkNumel.
+[[nodiscard]] constexpr std::uint64_t moment_bytes(Moments moments, std::uint64_t numel) {
+  if (moments == Moments::fp32) return numel * 4;
+  if (moments == Moments::bf16) return numel * 2;
+  const std::uint64_t rest = numel % kChunkNumel;
+  return numel / kChunkNumel * kChunkBytes + (rest > 0 ? kScalesBytes + rest : 0);
+}
+
+struct StateFormat {
+  DType weight;
+  Master master;
+  DType grad;
+  Moments moments;
+};
+
+// Throws std::invalid_argument when the master does not go with the weight.
+void check_format(const StateFormat& format);
+
+}  // namespace infinity

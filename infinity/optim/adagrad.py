@@ -1,0 +1,71 @@
+"""Adagrad on offloaded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.state.moments import Moment
+
+
+class Adagrad(OffloadedOptimizer):
+    """Duchi, Hazan & Singer 2011, as torch.optim.Adagrad.
+
+    Args:
+        params: parameters of one offloaded model, or param groups with their own hyperparameters.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
+        max_grad_norm, seed: see OffloadedOptimizer.
+
+    Raises:
+        ModelError: a parameter is not offloaded, or they are of several models.
+        ConfigError: a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        return {"sum": "exp_avg_sq"}
+
+    def check(self, group: dict[str, Any]) -> None:
+        positive = (0, float("inf"))
+        require_range(
+            group,
+            lr=positive,
+            lr_decay=positive,
+            weight_decay=positive,
+            initial_accumulator_value=positive,
+            eps=positive,
+        )
+
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "rule": "adagrad",
+            "lr": float(group["lr"]),
+            "lr_decay": float(group["lr_decay"]),
+            "weight_decay": float(group["weight_decay"]),
+            "initial_accumulator": float(group["initial_accumulator_value"]),
+            "eps": float(group["eps"]),
+        }

@@ -1,0 +1,57 @@
+"""Lion on offloaded parameters: one moment, so half of Adam's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.state.moments import Moment
+
+
+class Lion(OffloadedOptimizer):
+    """Evolved sign momentum (Chen et al., arXiv 2302.06675, algorithm 2), with decoupled weight decay.
+
+    c = β1·m + (1−β1)·g;  p ← p·(1 − lr·wd) − lr·sign(c);  m ← β2·m + (1−β2)·g
+
+    Args:
+        params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `weight_decay`.
+        lr: a third to a tenth of AdamW's, the paper says, with a weight decay as many times larger.
+        max_grad_norm, seed: see OffloadedOptimizer.
+
+    Raises:
+        ModelError: a parameter is not offloaded, or they are of several models.
+        ConfigError: a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        return {"exp_avg": "exp_avg"}
+
+    def check(self, group: dict[str, Any]) -> None:
+        require_range(group, lr=(0, float("inf")), betas=(0, 1), weight_decay=(0, float("inf")))
+
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        beta1, beta2 = group["betas"]
+        return {
+            "rule": "lion",
+            "lr": float(group["lr"]),
+            "beta1": float(beta1),
+            "beta2": float(beta2),
+            "weight_decay": float(group["weight_decay"]),
+        }

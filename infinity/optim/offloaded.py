@@ -1,0 +1,291 @@
+"""What every optimizer on offloaded parameters does: clip by the exact global norm, then update unit by unit, tile by
+tile."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, SwapIOError
+from infinity.optim.handles import StateHandle
+from infinity.optim.interrupt import interrupts_deferred
+from infinity.schedule import registry
+from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.update import UpdateTransfer, submit_update
+from infinity.state.moments import Moment
+
+logger = logging.getLogger(__name__)
+
+_SKIPS_IN_A_ROW_MAX = 5
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states are where the swap config says.
+
+    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half
+    up. A parameter whose grad is None is not touched. A step whose gradients are not all finite changes nothing and
+    is counted in `skipped_steps`.
+
+    Args:
+        params: parameters of one offloaded model, or param groups with their own hyperparameters.
+        defaults: hyperparameters, as torch.optim.Optimizer; LR schedulers work as usual.
+        max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
+        maximize: go up the gradient.
+        seed: of stochastic rounding (`moments: bf16`, `master: none`); with the step and the element it gives the
+            random bits, so a run can be repeated to the bit.
+
+    Attributes:
+        last_grad_norm: global norm of the last step's gradients, before clipping.
+        skipped_steps: steps not taken because a gradient was NaN or infinite.
+
+    Raises:
+        ModelError: a parameter is not offloaded, they are of several models, or the model was offloaded for an
+            optimizer that keeps less.
+        ConfigError: a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        max_grad_norm: float | None,
+        maximize: bool,
+        seed: int,
+    ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
+        self._ledger: Ledger | None = None
+        self._places: dict[nn.Parameter, Place] = {}
+        self.max_grad_norm = max_grad_norm
+        self.last_grad_norm = 0.0
+        self.skipped_steps = 0
+        self._skips_in_a_row = 0
+        super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
+
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
+        raise NotImplementedError
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raises ConfigError when a hyperparameter of a group is out of range."""
+        raise NotImplementedError
+
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The rule and what it needs, as _native.Segment takes them."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch, for offloaded parameters of the same model."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.check(group)
+        if not 0 <= group["seed"] < 2**64:
+            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {group['seed']}")
+        for parameter in group["params"]:
+            found = registry.find(parameter)
+            if found is None:
+                raise ModelError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
+                    f"config) before "
+                    f"infinity.{type(self).__name__}(model.parameters())"
+                )
+            ledger, place = found
+            if self._ledger is not None and ledger is not self._ledger:
+                raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
+            if parameter.requires_grad and not place.group.trainable:
+                raise ModelError(
+                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
+                    f"states. Set "
+                    "requires_grad before infinity.offload."
+                )
+            self._require_room(ledger, group)
+            self._ledger = ledger
+            self._places[parameter] = place
+
+    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
+        missing = set(self.moments(group).values()) - set(ledger.backing.plan.stored)
+        if missing:
+            name = type(self).__name__
+            raise ModelError(
+                f"this model was offloaded without room for {' and '.join(sorted(missing))}, which infinity.{name} "
+                f"needs. Give optimizer='{name.lower()}' to infinity.offload or infinity.load_pretrained."
+            )
+
+    @property
+    def ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise AssertionError("an optimizer without parameters")
+        return self._ledger
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Clip, then update every parameter that has a gradient. Returns when all states are in their tier.
+
+        Raises:
+            NonFiniteGradientError: gradients were not finite several steps in a row; names the parameter.
+            SwapIOError: a transfer failed; the states are then partly updated, and every later call raises.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with interrupts_deferred():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        ledger = self.ledger
+        ledger.begin_step()
+        began = time.perf_counter_ns()
+        active = self._active()
+        total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
+        self.last_grad_norm = math.sqrt(total) if not bad else float("nan")
+        updated: list[int] = []
+        if bad:
+            self._skip(bad)
+        else:
+            self._skips_in_a_row = 0
+            updated = self._update(active, self._grad_scale())
+        ledger.end_step(updated)
+        ledger.clock.update_ns += time.perf_counter_ns() - began
+
+    def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
+        """Parameters with a gradient, in the order of the groups."""
+        active = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                place = self._places[parameter]
+                gradient = parameter.grad
+                if gradient is None:
+                    if place.group.trainable:
+                        self.ledger.gradients.of(place).drop(place.spec.name)
+                    continue
+                if not isinstance(gradient, GradientHandle):  # set by hand
+                    self.ledger.land(place, gradient, accumulate=False)
+                    parameter.grad = GradientHandle(parameter)
+                active.append((parameter, place, group))
+        self.ledger.gradients.synchronize()
+        return active
+
+    def _grad_scale(self) -> float:
+        if self.max_grad_norm is None:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
+
+    def _skip(self, bad: str) -> None:
+        self.skipped_steps += 1
+        self._skips_in_a_row += 1
+        logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
+        if self._skips_in_a_row >= _SKIPS_IN_A_ROW_MAX:
+            raise NonFiniteGradientError(
+                f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'. The states "
+                f"are those "
+                "of the last good step. Lower the learning rate, check the data and the loss for NaN."
+            )
+
+    def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> list[int]:
+        segments: dict[tuple[int, int], list[_native.Segment]] = {}
+        for parameter, place, group in active:
+            state = self.state[parameter]
+            state["step"] = state.get("step", 0) + 1
+            segment = _native.Segment(
+                place.spec.offset,
+                place.spec.offset + place.spec.numel,
+                **self.hyperparameters(group),
+                maximize=bool(group["maximize"]),
+                step=int(state["step"]),
+                index=place.spec.index,
+                seed=int(group["seed"]),
+            )
+            segments.setdefault((place.unit.index, place.group_index), []).append(segment)
+        transfers: list[UpdateTransfer] = []
+        try:
+            for index, group_index in sorted(segments):
+                ordered = sorted(segments[index, group_index], key=lambda segment: segment.begin)
+                transfers.append(submit_update(self.ledger, index, group_index, ordered, grad_scale))
+        finally:
+            self._wait(transfers)
+        return sorted({index for index, _ in segments})
+
+    def _wait(self, transfers: list[UpdateTransfer]) -> None:
+        for transfer in transfers:
+            try:
+                transfer.result()
+            except SwapIOError as error:
+                self.ledger.failed = self.ledger.failed or error
+                continue
+            if not transfer.finite:
+                logger.warning(
+                    "step %d: a weight or a moment of unit '%s' is not finite any more; the learning rate may be too "
+                    "high",
+                    self.ledger.steps + 1,
+                    transfer.unit,
+                )
+        if isinstance(self.ledger.failed, InfinityError):
+            raise self.ledger.failed
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
+        zeros."""
+        for parameter, place in self._places.items():
+            parameter.grad = None
+            if place.group.trainable:
+                self.ledger.gradients.of(place).drop(place.spec.name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""
+        packed = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in packed["state"].items():
+            name = self._places[parameters[index]].spec.name
+            step = state["step"]
+            handles = {key: StateHandle(name, key, step) for key in self._moments_of(parameters[index])}
+            packed["state"][index] = {"step": step, **handles}
+        return packed
+
+    def _moments_of(self, parameter: nn.Parameter) -> dict[str, Moment]:
+        group = next(group for group in self.param_groups if any(parameter is other for other in group["params"]))
+        return self.moments(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take hyperparameters back. The states must be the ones that are in the store now.
+
+        Raises:
+            ModelError: the state_dict is of another run or step, or has tensors: loading those is not available yet.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, state in state_dict["state"].items():
+            parameter = parameters[int(index)]
+            name, step = self._places[parameter].spec.name, self.state.get(parameter, {}).get("step", 0)
+            for key in self._moments_of(parameter):
+                if state.get(key) != StateHandle(name, key, step):
+                    raise ModelError(
+                        f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
+                        f"optimizer "
+                        "states is not available yet."
+                    )
+        saved = dict(state_dict)
+        saved["state"] = {index: {"step": state["step"]} for index, state in state_dict["state"].items()}
+        super().load_state_dict(saved)
+
+
+def require_range(group: dict[str, Any], **limits: tuple[float, float]) -> None:
+    """Raises ConfigError unless each named hyperparameter is a number with low <= value < high.
+
+    `betas` means both.
+    """
+    for name, (low, high) in limits.items():
+        values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
+        for index, value in enumerate(values):
+            if not low <= float(value) < high:
+                label = f"{name}[{index}]" if len(values) > 1 else name
+                raise ConfigError(f"{label} = {value} is out of range: {low} <= {label} < {high}")

@@ -1,0 +1,68 @@
+"""SGD on offloaded parameters, with momentum or without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.state.moments import Moment
+
+
+class SGD(OffloadedOptimizer):
+    """As torch.optim.SGD. Without momentum it keeps no state.
+
+    Args:
+        params: parameters of one offloaded model, or param groups with their own hyperparameters.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
+        max_grad_norm, seed: see OffloadedOptimizer.
+
+    Raises:
+        ModelError: a parameter is not offloaded, or they are of several models.
+        ConfigError: a hyperparameter is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        return {"momentum_buffer": "exp_avg"} if group["momentum"] else {}
+
+    def check(self, group: dict[str, Any]) -> None:
+        positive = (0, float("inf"))
+        require_range(group, lr=positive, momentum=positive, weight_decay=positive)
+        require_range(group, dampening=(-float("inf"), float("inf")))
+        if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
+            raise ConfigError("nesterov needs a momentum above 0 and a dampening of 0")
+
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "rule": "sgd",
+            "lr": float(group["lr"]),
+            "beta1": float(group["momentum"]),
+            "dampening": float(group["dampening"]),
+            "weight_decay": float(group["weight_decay"]),
+            "nesterov": bool(group["nesterov"]),
+        }
