@@ -6,7 +6,8 @@
 // in P equal bins, P = 2^i where a sign is needed and 2^(i+1) where not; a code stands for the centre of its bin.
 // Beside them are 0 and exactly 1. With r = P + bin, which runs from 1 (or 2) without a gap and is P·2 − 1 at most,
 // the centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from the exponent of float(r). r = 128
-// (256) is exactly 1. Codes: 127 ± r, and 127 for zero, where a sign is needed; else r − 1, and 0 for zero.
+// (256) is exactly 1. Codes: 127 ± r, and 127 for zero, where a sign is needed; else r − 1, and 0 for zero. There is
+// no code for −1: it gets the one next to it.
 //
 // A magnitude gets the nearest of these values. One exception: a second moment that is not zero never becomes zero,
 // since the update divides by its root.
@@ -61,11 +62,25 @@ constexpr DynamicMap kMap = make_map(is_signed);
 constexpr std::int32_t kZeroCode = 127;  // of signed codes
 constexpr float kMapUnits = 1e6f;
 
-// Codes of a whole block → values.
+// Below this the reciprocal of a scale overflows, and a scale times the weight of a low decade has few bits: such a
+// block is lifted by a power of two meanwhile.
+constexpr float kSmallScale = 1e-30f;
+constexpr float kLift = 0x1p100f;
+
+void multiply_block(float* values, float factor) {
+  for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] *= factor;
+}
+
+// Codes of a whole block → values. Where the scale is not finite they are not, either.
 template <bool is_signed>
 void decode_block(const std::uint8_t* codes, float scale, float* values) {
+  if (!(scale <= 0x1.fffffep127f)) {
+    for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] = scale;
+    return;
+  }
+  const bool small = scale < kSmallScale;
   const Lookup rest(kMap<is_signed>.rest);
-  const Lookup weight(kMap<is_signed>.weight, scale);
+  const Lookup weight(kMap<is_signed>.weight, small ? scale * kLift : scale);
   for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
     const Ints code = widen_bytes(codes + i) - (is_signed ? kZeroCode : 0);
     const Floats r = to_floats(is_signed ? magnitude(code) : code + 1);
@@ -75,6 +90,7 @@ void decode_block(const std::uint8_t* codes, float scale, float* values) {
     if constexpr (is_signed) bits |= code & static_cast<std::int32_t>(0x80000000);
     store(values + i, bits);
   }
+  if (small) multiply_block(values, 1.0f / kLift);
 }
 
 // ⌊log10(magnitude) + 0.045⌋ or a little less, never below 0: the decade, or the one before it. The exponent and seven
@@ -90,18 +106,15 @@ inline float largest_magnitude(const float* values) {
   return infinity::float_of(static_cast<std::uint32_t>(largest(most)));
 }
 
-// Values of a whole block → codes; returns the scale. Of a block with a value that is not finite nothing is kept but
-// that: its scale is not finite.
+// Values of a whole block, which are scratch, → codes; returns the scale. Of a block with a value that is not finite
+// nothing is kept but that: its scale is not finite.
 template <bool is_signed>
 float encode_block(float* values, std::uint8_t* codes) {
   const float scale = largest_magnitude(values);
-  float divisor = scale;
-  if (scale < 1e-30f) {  // the reciprocal would overflow; the values are scratch
-    constexpr float kLift = 0x1p100f;
-    for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] *= kLift;
-    divisor = scale * kLift;
-  }
-  const float reciprocal = scale > 0.0f ? kMapUnits / divisor : 0.0f;
+  const bool small = scale < kSmallScale;
+  if (small) multiply_block(values, kLift);
+  const float divisor = small ? scale * kLift : scale;
+  const float reciprocal = divisor > 0.0f ? kMapUnits / divisor : 0.0f;
   const DynamicMap& map = kMap<is_signed>;
   const Lookup border(map.border);
   const Lookup slope(map.slope);

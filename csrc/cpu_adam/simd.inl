@@ -185,12 +185,12 @@ inline Ints widen_bytes(const std::uint8_t* from) {
 #endif
 }
 
-// Four vectors of integers in [-offset, 255 - offset], plus `offset`, as 4·kLanes bytes.
+// Four vectors of integers plus `offset`, 255 at most, as 4·kLanes bytes; what would be negative becomes 0.
 template <std::int16_t offset>
 inline void store_bytes(std::uint8_t* to, const Ints (&values)[4]) {
 #if defined(__AVX512F__)
   for (std::size_t part = 0; part < 4; ++part) {
-    const auto wide = std::bit_cast<__m512i>(values[part] + offset);
+    const auto wide = std::bit_cast<__m512i>(maximum(values[part] + offset, Ints{}));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + part * kLanes), _mm512_cvtepi32_epi8(wide));
   }
 #elif defined(__AVX2__)
@@ -204,7 +204,8 @@ inline void store_bytes(std::uint8_t* to, const Ints (&values)[4]) {
 #else
   for (std::size_t part = 0; part < 4; ++part) {
     for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      to[part * kLanes + lane] = static_cast<std::uint8_t>(values[part][lane] + offset);
+      const std::int32_t value = values[part][lane] + offset;
+      to[part * kLanes + lane] = static_cast<std::uint8_t>(value > 0 ? value : 0);
     }
   }
 #endif

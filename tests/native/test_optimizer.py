@@ -11,7 +11,17 @@ import torch
 from infinity import _native
 
 ISAS = _native.supported_isas()
-FORMATS = [("fp32", "weight"), ("bf16", "split16"), ("bf16", "fp32"), ("fp16", "fp32")]
+FORMATS = [("fp32", "weight"), ("bf16", "split16"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "none")]
+MOMENTS = ["fp32", "bf16", "int8"]
+RULES: dict[str, dict[str, float]] = {
+    "adamw": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+    "adam": {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01},
+    "lion": {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01},
+    "adagrad": {"eps": 1e-10, "weight_decay": 0.01, "lr_decay": 0.1, "initial_accumulator": 0.5},
+    "sgd": {"beta1": 0.9, "dampening": 0.1, "weight_decay": 0.01},
+    "sgd without momentum": {"weight_decay": 0.01},
+}
+USES = {"lion": (True, False), "adagrad": (False, True), "sgd": (True, False), "sgd without momentum": (False, False)}
 GRADS = ["fp32", "bf16", "fp16"]
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
