@@ -45,7 +45,7 @@ def test_the_map_is_that_of_bitsandbytes_and_torchao(isa: str, signed: bool) -> 
     data[:4] = np.ones(1, np.float32).view(np.uint8)
     data[SCALES:] = np.arange(256)
     ours = decode(data, BLOCK, signed, isa)
-    # Theirs are rounded several times on the way (linspace, sum, product): up to four halves of a unit in the last place.
+    # Theirs are rounded several times on the way (linspace, sum, product).
     np.testing.assert_allclose(ours, theirs, rtol=4 * 2**-24, atol=0)
     assert ours[-1] == 1.0
     assert ours[127 if signed else 0] == 0.0

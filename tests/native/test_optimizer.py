@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,10 +34,10 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 class State:
     """Random states of one format."""
 
-    def __init__(self, numel: int, weight: str, master: str, grad: str, seed: int = 0) -> None:
+    def __init__(self, numel: int, weight: str, master: str, grad: str, moments: str = "fp32", seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         full = torch.randn(numel, generator=generator)
-        self.names = (weight, master, grad)
+        self.names = (weight, master, grad, moments)
         self.weight = torch.empty(numel, dtype=TORCH[weight])
         self.residual: torch.Tensor | None = None
         if master == "split16":
@@ -45,23 +46,37 @@ class State:
         else:
             _native.round_weights(full.numpy(), raw(self.weight), weight)
             self.residual = full.clone() if master == "fp32" else None
-        self.exp_avg = torch.randn(numel, generator=generator) * 0.1
-        self.exp_avg_sq = torch.rand(numel, generator=generator) * 0.01
+        self.exp_avg = self._moment(torch.randn(numel, generator=generator) * 0.1, signed=True)
+        self.exp_avg_sq = self._moment(torch.rand(numel, generator=generator) * 0.01, signed=False)
         self.grad = torch.randn(numel, generator=generator).to(TORCH[grad])
 
+    def _moment(self, values: torch.Tensor, *, signed: bool) -> torch.Tensor:
+        """As stored: float32 [numel], or uint8 of the format's bytes."""
+        if self.names[3] == "fp32":
+            return values
+        data = torch.zeros(_native.moment_bytes(self.names[3], len(values)), dtype=torch.uint8)
+        _native.encode_moments(values.numpy(), self.names[3], is_signed=signed, data=data.numpy())
+        return data
+
     def update(
-        self, segments: list[_native.Segment], threads: int = 1, isa: str | None = None, scale: float = 1.0
-    ) -> None:
-        weight, master, grad = self.names
-        _native.optimizer_update(
+        self,
+        segments: list[_native.Segment],
+        threads: int = 1,
+        isa: str | None = None,
+        scale: float = 1.0,
+        uses: tuple[bool, bool] = (True, True),
+    ) -> bool:
+        weight, master, grad, moments = self.names
+        return _native.optimizer_update(
             raw(self.weight),
             None if self.residual is None else raw(self.residual),
-            self.exp_avg.numpy(),
-            self.exp_avg_sq.numpy(),
+            raw(self.exp_avg) if uses[0] else None,
+            raw(self.exp_avg_sq) if uses[1] else None,
             raw(self.grad),
             weight_dtype=weight,
             master=master,
             grad_dtype=grad,
+            moments=moments,
             segments=segments,
             grad_scale=scale,
             pool=_native.ThreadPool(threads),
@@ -69,11 +84,14 @@ class State:
         )
 
     def part(self, begin: int, end: int) -> State:
+        """Elements [begin, end); int8 moments only from a multiple of a chunk to another, or to the end."""
         other = State.__new__(State)
         other.names = self.names
         for name in ("weight", "residual", "exp_avg", "exp_avg_sq", "grad"):
             tensor = getattr(self, name)
-            setattr(other, name, None if tensor is None else tensor[begin:end])
+            stored = name.startswith("exp_avg") and self.names[3] != "fp32"
+            first, last = (_native.moment_bytes(self.names[3], at) if stored else at for at in (begin, end))
+            setattr(other, name, None if tensor is None else tensor[first:last])
         return other
 
     def bits(self) -> list[bytes]:
@@ -92,35 +110,181 @@ class State:
         return result
 
 
-def segment(begin: int, end: int, step: int = 3, **options: float) -> _native.Segment:
+def segment(begin: int, end: int, step: int = 3, **options: Any) -> _native.Segment:
     values = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01} | options
-    return _native.Segment(begin, end, step=step, **values)  # type: ignore[arg-type]
+    return _native.Segment(begin, end, step=step, **values)
+
+
+def rule_segment(name: str, begin: int, end: int, step: int = 3, **options: Any) -> _native.Segment:
+    values: dict[str, Any] = {"lr": 1e-3, "seed": 5} | RULES[name] | options
+    return _native.Segment(begin, end, step=step, rule=name.split()[0], **values)
 
 
 @pytest.mark.parametrize("grad", GRADS)
+@pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize(("weight", "master"), FORMATS)
-def test_every_isa_thread_count_and_cut_gives_the_same_bits(weight: str, master: str, grad: str) -> None:
-    numel = 200_003
-    expected = State(numel, weight, master, grad)
-    expected.update([segment(0, numel)], isa="baseline")
+def test_every_isa_thread_count_and_cut_gives_the_same_bits(weight: str, master: str, moments: str, grad: str) -> None:
+    numel = 300_003 if moments != "int8" else 2 * _native.CHUNK_NUMEL + 7003
+    expected = State(numel, weight, master, grad, moments)
+    expected.update([segment(0, numel)], isa="baseline" if "baseline" in ISAS else None)
     for isa, threads in itertools.product(ISAS, (1, 2, 7)):
-        state = State(numel, weight, master, grad)
+        state = State(numel, weight, master, grad, moments)
         cuts = np.sort(np.random.default_rng(threads).integers(0, numel, 9)).tolist()
+        if moments == "int8":  # a scale belongs to a whole block, and a tile to whole chunks
+            cuts = [_native.CHUNK_NUMEL] if threads == 1 else []
+        elif moments == "bf16" or master == "none":  # the index of a cut is that of a block
+            cuts = sorted({cut // 256 * 256 for cut in cuts})
         for begin, end in itertools.pairwise([0, *cuts, numel]):
             if begin < end:
-                state.part(begin, end).update([segment(0, end - begin)], threads, isa)
+                index = begin if moments != "fp32" or master == "none" else 0
+                state.part(begin, end).update([segment(0, end - begin, index=index)], threads, isa)
         assert state.bits() == expected.bits(), (isa, threads)
 
 
-@pytest.mark.parametrize("numel", [0, 1, 2, 15, 16, 17, 63, 64, 65, 1000, 4095, 4096, 4097, 4099])
-@pytest.mark.parametrize(("weight", "master"), FORMATS)
-def test_small_sizes_are_right_on_every_isa(numel: int, weight: str, master: str) -> None:
-    states = [State(numel + 3, weight, master, "bf16") for _ in ISAS]
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_gives_the_same_bits_on_every_isa_and_leaves_what_it_does_not_use(rule: str, moments: str) -> None:
+    numel, uses = 70_001, USES.get(rule, (True, True))
+    before = State(numel, "bf16", "split16", "bf16", moments)
+    states = [State(numel, "bf16", "split16", "bf16", moments) for _ in ISAS]
     for state, isa in zip(states, ISAS, strict=True):
-        state.part(1, numel + 1).update([segment(0, numel)], isa=isa)  # off the vectors' alignment, too
+        for step in (1, 2, 3):
+            assert state.update([rule_segment(rule, 0, numel, step)], 2, isa, uses=uses)
     assert all(state.bits() == states[0].bits() for state in states)
-    untouched = State(numel + 3, weight, master, "bf16")
-    assert torch.equal(states[0].exp_avg[numel + 1 :], untouched.exp_avg[numel + 1 :])
+    assert not torch.equal(states[0].weight, before.weight)
+    for used, name in zip(uses, ("exp_avg", "exp_avg_sq"), strict=True):
+        assert torch.equal(getattr(states[0], name), getattr(before, name)) != used
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(("weight", "master"), FORMATS)
+def test_small_sizes_are_right_on_every_isa(weight: str, master: str, moments: str) -> None:
+    for numel in [*range(0, 70), 255, 256, 257, 511, 1000, 4095, 4096, 4097, 4099]:
+        states = [State(numel, weight, master, "bf16", moments) for _ in ISAS]
+        whole = State(numel + 300, weight, master, "bf16", moments)
+        for state, isa in zip(states, ISAS, strict=True):
+            state.update([segment(0, numel)], isa=isa)
+        assert all(state.bits() == states[0].bits() for state in states), numel
+        if moments != "fp32":
+            continue
+        inside = whole.part(1, numel + 1)  # off the vectors' alignment
+        alone = State.__new__(State)
+        alone.__dict__ = {k: v if k == "names" or v is None else v.clone() for k, v in inside.__dict__.items()}
+        rest = whole.part(numel + 1, numel + 300).bits()
+        inside.update([segment(0, numel)])
+        alone.update([segment(0, numel)])
+        assert inside.bits() == alone.bits()
+        assert whole.part(numel + 1, numel + 300).bits() == rest
+
+
+def test_every_size_up_to_4099_is_the_start_of_a_longer_one() -> None:
+    longest = State(4099, "fp32", "weight", "fp32")
+    results = {isa: State(4099, "fp32", "weight", "fp32") for isa in ISAS}
+    for isa, state in results.items():
+        state.update([segment(0, 4099)], isa=isa)
+        for numel in range(4100):
+            part = State.__new__(State)
+            part.__dict__ = {
+                key: value if key == "names" or value is None else value[:numel].clone()
+                for key, value in longest.__dict__.items()
+            }
+            part.update([segment(0, numel)], isa=isa)
+            assert part.bits() == state.part(0, numel).bits(), (isa, numel)
+
+
+def torch_rule(name: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    c = RULES[name]
+    decay = c["weight_decay"]
+    if name == "adam":
+        return torch.optim.Adam([parameter], lr=1e-3, weight_decay=decay, foreach=False)
+    if name == "adagrad":
+        return torch.optim.Adagrad(
+            [parameter], lr=1e-3, lr_decay=0.1, weight_decay=decay, initial_accumulator_value=0.5, foreach=False
+        )
+    momentum, dampening = (0.9, 0.1) if name == "sgd" else (0.0, 0.0)
+    return torch.optim.SGD(
+        [parameter], lr=1e-3, momentum=momentum, dampening=dampening, weight_decay=decay, foreach=False
+    )
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("rule", ["adam", "adagrad", "sgd", "sgd without momentum"])
+def test_rules_match_torch(rule: str, maximize: bool) -> None:
+    numel, uses = 3000, USES.get(rule, (True, True))
+    state = State(numel, "fp32", "weight", "fp32")
+    parameter = torch.nn.Parameter(state.weight.clone())
+    optim = torch_rule(rule, parameter)
+    optim.param_groups[0]["maximize"] = maximize
+    for step in range(1, 101):
+        state.grad = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        parameter.grad = state.grad.clone()
+        optim.step()
+        state.update([rule_segment(rule, 0, numel, step, maximize=maximize)], uses=uses)
+    assert ((state.weight - parameter.detach()).abs().max() / 1e-3).item() < 1e-2
+    assert (state.weight - State(numel, "fp32", "weight", "fp32").weight).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_nesterov_matches_torch(nesterov: bool) -> None:
+    state = State(1000, "fp32", "weight", "fp32")
+    parameter = torch.nn.Parameter(state.weight.clone())
+    optim = torch.optim.SGD([parameter], lr=1e-2, momentum=0.9, nesterov=nesterov, foreach=False)
+    for step in range(1, 21):
+        state.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+        parameter.grad = state.grad.clone()
+        optim.step()
+        update = _native.Segment(0, 1000, rule="sgd", lr=1e-2, beta1=0.9, nesterov=nesterov, step=step)
+        state.update([update], uses=(True, False))
+    torch.testing.assert_close(state.weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_lion_is_the_published_algorithm() -> None:
+    numel, lr, (beta1, beta2), decay = 2000, 1e-3, (0.9, 0.99), 0.01
+    state = State(numel, "fp32", "weight", "fp32")
+    p, m = state.weight.clone(), torch.zeros(numel)
+    for step in range(1, 51):
+        g = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        state.grad = g
+        state.update([rule_segment("lion", 0, numel, step)], uses=(True, False))
+        p = p * (1 - lr * decay) - lr * torch.sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
+    torch.testing.assert_close(state.weight, p, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state.exp_avg, m, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_the_first_step_does_not_read_the_moments(moments: str) -> None:
+    states = [State(70_003, "bf16", "split16", "bf16", moments) for _ in range(2)]
+    for state, value in zip(states, (0, 255), strict=True):
+        raw(state.exp_avg)[:] = value
+        raw(state.exp_avg_sq)[:] = value
+        assert state.update([segment(0, 70_003, step=1)])
+        assert state.update([segment(0, 70_003, step=2)])
+    assert torch.equal(states[0].weight, states[1].weight)
+    assert torch.equal(states[0].residual, states[1].residual)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_result_that_is_not_finite_is_reported(moments: str) -> None:
+    for bad in (float("nan"), float("inf")):
+        state = State(1000, "bf16", "split16", "bf16", moments)
+        assert state.update([segment(0, 1000)])
+        state.grad[999] = bad
+        assert not state.update([segment(0, 1000, step=4)])
+        assert state.update([segment(0, 999, step=4)]) or moments == "int8"  # its block shares the scale
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_compressed_moments_follow_fp32_ones(moments: str) -> None:
+    """Over 300 steps towards a minimum, not bit for bit but to the same place."""
+    numel = 20_000
+    target = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    state = State(numel, "fp32", "weight", "fp32", moments)
+    start = (state.weight - target).square().mean()
+    for step in range(1, 301):
+        state.grad = state.weight - target + 0.1 * torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        state.update([segment(0, numel, step, lr=2e-2, weight_decay=0.0)])
+    assert (state.weight - target).square().mean() < 5e-3 * start
 
 
 @pytest.mark.parametrize(("weight", "master"), [("bf16", "split16"), ("bf16", "fp32"), ("fp16", "fp32")])
@@ -139,7 +303,7 @@ def test_sixteen_bit_weights_train_as_their_fp32_master(weight: str, master: str
 
 
 def test_it_matches_torch_over_many_steps() -> None:
-    numel, steps = 5000, 200
+    numel, steps = 5000, 1000
     state = State(numel, "fp32", "weight", "fp32")
     state.exp_avg.zero_()
     state.exp_avg_sq.zero_()
@@ -217,6 +381,24 @@ def test_sum_squares_is_not_finite_when_an_element_is_not(bad: float) -> None:
     data = torch.ones(100_000)
     data[77_777] = bad
     assert not np.isfinite(_native.sum_squares(raw(data), "fp32", _native.ThreadPool(2)))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("src", "dst"), [(d, d) for d in GRADS] + [("bf16", "fp32"), ("fp16", "fp32")])
+def test_landing_takes_the_sum_of_squares_of_what_has_landed(src: str, dst: str, add: bool) -> None:
+    numel = 200_007
+    there = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(TORCH[dst])
+    lands = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(TORCH[src])
+    expected = there + lands.float() if add else lands.to(TORCH[dst])
+    for isa, threads in itertools.product(ISAS, (1, 2, 7)):
+        into, pool = there.clone(), _native.ThreadPool(threads)
+        if add and dst != "fp32":
+            with pytest.raises(ValueError, match="add up in fp32"):
+                _native.land_gradient(raw(into), dst, raw(lands), src, add=True, pool=pool, isa=isa)
+            continue
+        total = _native.land_gradient(raw(into), dst, raw(lands), src, add=add, pool=pool, isa=isa)
+        assert torch.equal(into, expected)
+        assert total == _native.sum_squares(raw(into), dst, pool, isa)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
