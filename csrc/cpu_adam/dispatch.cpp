@@ -24,6 +24,13 @@ const Kernels& kernels_for(Isa isa) {
   return baseline::kKernels;  // on 64-bit ARM the baseline has NEON
 }
 
+// The largest gradient g with factor·g·g < 2^-150, which rounds to zero. The processor takes many times as long for a
+// product so small: then it is not formed.
+float vanishing_gradient(double factor) {
+  constexpr double kLess = 1.0 - 0x1p-20;
+  return factor > 0.0 ? static_cast<float>(std::sqrt(0x1p-150 / factor) * kLess) : 0.0f;
+}
+
 Constants adam_constants(const Hyperparameters& hyper, double step) {
   Constants c;
   const bool decoupled = hyper.rule == Rule::adamw;
@@ -34,6 +41,7 @@ Constants adam_constants(const Hyperparameters& hyper, double step) {
   c.decay = decoupled ? static_cast<float>(1.0 - hyper.lr * hyper.weight_decay) : 1.0f;
   c.l2 = decoupled ? 0.0f : static_cast<float>(hyper.weight_decay);
   c.step_size = static_cast<float>(hyper.lr / (1.0 - std::pow(hyper.beta1, step)));
+  c.vanishing = vanishing_gradient(1.0 - hyper.beta2);
   c.inverse_bc2_sqrt = static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(hyper.beta2, step)));
   c.eps = static_cast<float>(hyper.eps);
   return c;
@@ -55,6 +63,7 @@ Constants adagrad_constants(const Hyperparameters& hyper, double step) {
   c.l2 = static_cast<float>(hyper.weight_decay);
   c.step_size = static_cast<float>(hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay));
   c.eps = static_cast<float>(hyper.eps);
+  c.vanishing = vanishing_gradient(1.0);
   c.initial = step == 1.0 ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
   return c;
 }

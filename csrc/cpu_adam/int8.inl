@@ -103,14 +103,13 @@ inline float largest_magnitude(const float* values) {
   for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
     most = maximum(most, magnitude_bits(load<Floats>(values + i)));
   }
-  return infinity::float_of(static_cast<std::uint32_t>(largest(most)));
+  return largest_float(most);
 }
 
-// Values of a whole block, which are scratch, → codes; returns the scale. Of a block with a value that is not finite
-// nothing is kept but that: its scale is not finite.
+// Values of a whole block, which are scratch, → codes. `scale` is their largest magnitude. Of a block with a value that
+// is not finite nothing is kept but that: its scale is not finite.
 template <bool is_signed>
-float encode_block(float* values, std::uint8_t* codes) {
-  const float scale = largest_magnitude(values);
+void encode_block(float* values, float scale, std::uint8_t* codes) {
   const bool small = scale < kSmallScale;
   if (small) multiply_block(values, kLift);
   const float divisor = small ? scale * kLift : scale;
@@ -134,5 +133,4 @@ float encode_block(float* values, std::uint8_t* codes) {
     const Ints part[4] = {encode(from), encode(from + kLanes), encode(from + 2 * kLanes), encode(from + 3 * kLanes)};
     store_bytes<is_signed ? kZeroCode : 0>(codes + i, part);
   }
-  return scale;
 }

@@ -24,7 +24,8 @@ struct Constants {
   float step_size = 0.0f;         // lr; Adam: lr / (1 − β1^t)
   float inverse_bc2_sqrt = 1.0f;  // Adam: 1 / √(1 − β2^t)
   float eps = 0.0f;
-  float initial = 0.0f;  // Adagrad: what the sum begins with, at the first step
+  float vanishing = 0.0f;  // the square of a smaller gradient adds exactly nothing to exp_avg_sq
+  float initial = 0.0f;    // Adagrad: what the sum begins with, at the first step
   std::uint64_t seed = 0;
   std::int64_t step = 1;
 };

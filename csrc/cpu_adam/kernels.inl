@@ -28,7 +28,7 @@ namespace {
 #include "cpu_adam/reductions.inl"
 #include "cpu_adam/rules.inl"
 
-bool apply_rule(float* p, const float* g, float* m, float* v, const Constants& c) {
+BlockFacts apply_rule(float* p, const float* g, float* m, float* v, const Constants& c) {
   switch (c.rule) {
     case Rule::adamw:
       return apply_to_block<AdamW>(p, g, m, v, c);
@@ -103,8 +103,8 @@ class Moment {
 
   [[nodiscard]] float* values() { return moments_ == Moments::fp32 && block_.whole() ? fp32_ : scratch_; }
 
-  // Writes the values back in their format.
-  void store(const Constants& c) {
+  // Writes the values back in their format. `largest`: of their magnitudes.
+  void store(const Constants& c, float largest) {
     if (moments_ == Moments::fp32) {
       if (!block_.whole()) std::memcpy(fp32_, scratch_, block_.numel * sizeof(float));
     } else if (moments_ == Moments::bf16) {
@@ -114,12 +114,13 @@ class Moment {
                            block_.numel);
     } else {
       const Int8Place place = int8_place(data_, block_.at);
+      *place.scale = largest;
       if (block_.whole()) {
-        *place.scale = encode_block<is_signed>(scratch_, place.codes);
+        encode_block<is_signed>(scratch_, largest, place.codes);
         return;
       }
       std::uint8_t codes[kBlockNumel];
-      *place.scale = encode_block<is_signed>(scratch_, codes);
+      encode_block<is_signed>(scratch_, largest, codes);
       std::memcpy(place.codes, codes, block_.numel);
     }
   }
@@ -177,27 +178,27 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
     pad(master, block.numel);
     p = master;
   }
-  bool finite = false;
+  BlockFacts facts;
   const bool first = c.step == 1;
   if (c.uses_exp_avg && c.uses_exp_avg_sq) {
     Moment<true> m(format.moments, buffers.exp_avg, block, first);
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
-    finite = apply_rule(p, g, m.values(), v.values(), c);
-    m.store(c);
-    v.store(c);
+    facts = apply_rule(p, g, m.values(), v.values(), c);
+    m.store(c, facts.largest_m);
+    v.store(c, facts.largest_v);
   } else if (c.uses_exp_avg) {
     Moment<true> m(format.moments, buffers.exp_avg, block, first);
-    finite = apply_rule(p, g, m.values(), nullptr, c);
-    m.store(c);
+    facts = apply_rule(p, g, m.values(), nullptr, c);
+    m.store(c, facts.largest_m);
   } else if (c.uses_exp_avg_sq) {
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
-    finite = apply_rule(p, g, nullptr, v.values(), c);
-    v.store(c);
+    facts = apply_rule(p, g, nullptr, v.values(), c);
+    v.store(c, facts.largest_v);
   } else {
-    finite = apply_rule(p, g, nullptr, nullptr, c);
+    facts = apply_rule(p, g, nullptr, nullptr, c);
   }
-  store_weights(format, buffers, block, p, finite, c);
-  return finite;
+  store_weights(format, buffers, block, p, facts.finite, c);
+  return facts.finite;
 }
 
 bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t begin, std::size_t end,
@@ -237,7 +238,8 @@ void encode_moments(Moments moments, const float* values, void* data, std::size_
     std::memcpy(block, values + at, count * sizeof(float));
     pad(block, count);
     const Int8Place place = int8_place(data, at);
-    *place.scale = encode_block<is_signed>(block, codes);
+    *place.scale = largest_magnitude(block);
+    encode_block<is_signed>(block, *place.scale, codes);
     std::memcpy(place.codes, codes, count);
   }
 }

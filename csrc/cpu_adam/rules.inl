@@ -4,6 +4,7 @@ struct AdamW {
   static constexpr bool kUsesV = true;
   static inline void apply(Floats& p, Floats g, Floats& m, Floats& v, const Constants& c) {
     m = m * c.beta1 + g * c.one_minus_beta1;
+    g = zero_below(g, c.vanishing);
     v = v * c.beta2 + (g * c.one_minus_beta2) * g;
     p = p * c.decay - (m * c.step_size) / (square_root(v) * c.inverse_bc2_sqrt + c.eps);
   }
@@ -33,7 +34,8 @@ struct Adagrad {
   static constexpr bool kUsesV = true;
   static inline void apply(Floats& p, Floats g, Floats&, Floats& v, const Constants& c) {
     g = g + p * c.l2;
-    v = (v + c.initial) + g * g;
+    const Floats counted = zero_below(g, c.vanishing);
+    v = (v + c.initial) + counted * counted;
     p = p - (g * c.step_size) / (square_root(v) + c.eps);
   }
 };
@@ -56,11 +58,19 @@ struct SgdWithoutMomentum {
   }
 };
 
-// A whole block; false when a result is not finite. (A gradient that is not finite makes such a result.)
+// What is known of a block after its step. A gradient that is not finite makes a result that is not.
+struct BlockFacts {
+  bool finite;
+  float largest_m;  // magnitudes
+  float largest_v;
+};
+
 template <class Rule>
-bool apply_to_block(float* p, const float* g, float* m, float* v, const Constants& given) {
+BlockFacts apply_to_block(float* p, const float* g, float* m, float* v, const Constants& given) {
   const Constants c = given;
   Ints bad{};
+  Ints most_m{};
+  Ints most_v{};
   for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
     auto weight = load<Floats>(p + i);
     Floats first{};
@@ -70,10 +80,17 @@ bool apply_to_block(float* p, const float* g, float* m, float* v, const Constant
     Rule::apply(weight, load<Floats>(g + i) * c.grad_scale, first, second, c);
     store(p + i, weight);
     bad |= negative_where_not_finite(weight);
-    if constexpr (Rule::kUsesM) store(m + i, first);
-    if constexpr (Rule::kUsesM && !Rule::kUsesV) bad |= negative_where_not_finite(first);
-    if constexpr (Rule::kUsesV) store(v + i, second);
-    if constexpr (Rule::kUsesV) bad |= negative_where_not_finite(second);
+    if constexpr (Rule::kUsesM) {
+      store(m + i, first);
+      most_m = maximum(most_m, magnitude_bits(first));
+    }
+    if constexpr (Rule::kUsesV) {
+      store(v + i, second);
+      most_v = maximum(most_v, magnitude_bits(second));  // a NaN may have a sign
+    }
   }
-  return !any_negative(bad);
+  const float largest_m = largest_float(most_m);
+  const float largest_v = largest_float(most_v);
+  constexpr float kLargestFloat = 0x1.fffffep127f;
+  return {!any_negative(bad) && largest_m <= kLargestFloat && largest_v <= kLargestFloat, largest_m, largest_v};
 }

@@ -72,6 +72,9 @@ inline std::int32_t largest(Ints value) {
 #endif
 }
 
+// The same of floats that are not negative, by their bits: a NaN is larger than everything.
+inline float largest_float(Ints bits) { return infinity::float_of(static_cast<std::uint32_t>(largest(bits))); }
+
 inline Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
 
 inline Floats minimum(Floats a, Floats b) {
@@ -92,6 +95,11 @@ inline Floats maximum(Floats a, Floats b) {
 #else
   return a > b ? a : b;
 #endif
+}
+
+// 0 where the magnitude is below `limit`, which is not negative.
+inline Floats zero_below(Floats value, float limit) {
+  return floats_of(bits_of(value) & (magnitude_bits(value) >= static_cast<std::int32_t>(infinity::bits_of(limit))));
 }
 
 inline Floats square_root(Floats value) {

@@ -15,12 +15,13 @@ from typing import Any
 
 from rich.console import Console
 
-from infinity import __version__
+from infinity import __version__, _native
 from infinity.cli.bench.compare import compare, load_survey, print_changes
 from infinity.cli.bench.report import to_json
 from infinity.cli.bench.survey import conclude, require_directory, run_survey
 from infinity.cli.bench.versus import ROUNDS
 from infinity.errors import BenchError, ConfigError, InfinityError, ModelError, PlanError
+from infinity.plan.machine import usable_cores
 from infinity.sizes import parse_bytes
 
 _INTERRUPTED = 130
@@ -33,6 +34,7 @@ Measures what the disks under --path can do for infinity and prints the settings
   infinity-bench --vs-fio                 infinity's engines against fio, taking turns
   infinity-bench step --model M --config swap.yaml
                                           the I/O of one training step of a model, replayed
+  infinity-bench adam                     the optimizer's pass in memory: formats, instruction sets, threads
   infinity-bench compare A.json B.json    two surveys, job by job
 """
 
@@ -87,6 +89,20 @@ def build_step_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def build_adam_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity-bench adam",
+        description="The optimizer's pass in memory, for each form of the states, against what this memory can do.",
+    )
+    isas = _native.supported_isas()
+    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi: 1.25 GiB of memory)")
+    parser.add_argument("--threads", type=int, nargs="+", help="default: 1, 2, 4, … up to the cores")
+    parser.add_argument("--isa", choices=isas, nargs="+", default=[isas[-1]], help=f"default {isas[-1]}")
+    parser.add_argument("--rounds", type=int, default=7, help="of each, beside the bound (default 7)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
 def build_compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="infinity-bench compare", description="Two surveys, job by job.")
     parser.add_argument("before", type=Path)
@@ -97,7 +113,7 @@ def build_compare_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str], Console], None]] = {"step": _step, "compare": _compare}
+    commands: dict[str, Callable[[list[str], Console], None]] = {"step": _step, "adam": _adam, "compare": _compare}
     command, rest = (given[0], given[1:]) if given and given[0] in commands else ("", given)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -147,6 +163,20 @@ def _step(arguments: list[str], console: Console) -> None:
 
     report = run_step(options, console)
     console.print(report.text(), markup=False, highlight=False)
+    if options.json:
+        _write_json(options.json, report.to_json())
+
+
+def _adam(arguments: list[str], console: Console) -> None:
+    options = build_adam_parser().parse_args(arguments)
+    cores = usable_cores()
+    threads = options.threads or sorted({*(1 << power for power in range(cores.bit_length())), cores})
+    if options.numel < 1 or options.rounds < 1 or min(threads) < 1:
+        raise ConfigError("--numel, --rounds and --threads must be at least 1")
+    from infinity.cli.bench.adam import print_report, run_adam
+
+    report = run_adam(options.numel, threads, options.isa, options.rounds)
+    print_report(console, report)
     if options.json:
         _write_json(options.json, report.to_json())
 
