@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.t
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 
-.PHONY: demo test lint bootstrap sanitize gpu-check bench clean
+.PHONY: demo test lint bootstrap sanitize neon gpu-check bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -39,11 +39,29 @@ sanitize: bootstrap
 	  TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=0 build/sanitize-$$kind/native_tests || exit 1; \
 	done
 
+# The C++ tests for 64-bit ARM, where the arithmetic must give the same bits; run by qemu on any other machine. There is
+# no liburing for the other machine here, so the engine is the one with threads.
+neon: bootstrap
+	@missing=; [ -e /usr/include/doctest/doctest.h ] || missing="$$missing doctest-dev"; \
+	command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
+	command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
+	if [ -n "$$missing" ]; then sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get install -y -qq $$missing; fi
+	mkdir -p build/neon/include
+	ln -sfn /usr/include/doctest build/neon/include/doctest
+	ln -sfn /usr/include/xxhash.h build/neon/include/xxhash.h
+	$(BIN)/cmake -S . -B build/neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DINFINITY_PYTHON=OFF -DINFINITY_TESTS=ON -DINFINITY_URING=OFF \
+	  -DXXHASH_INCLUDE=$(CURDIR)/build/neon/include -DDOCTEST_INCLUDE=$(CURDIR)/build/neon/include \
+	  -DCMAKE_BUILD_TYPE=Release >/dev/null
+	$(BIN)/cmake --build build/neon -j$$(nproc)
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/native_tests
+
 # DeepSpeed and plain torch against infinity, taking turns.
 bench: bootstrap
 	bench/peers/setup.sh
 	$(BIN)/python bench/step_vs_peers.py
 	$(BIN)/python bench/io_vs_peers.py
+	$(BIN)/python bench/adam_vs_peers.py
 
 bootstrap: $(VENV)/.built
 

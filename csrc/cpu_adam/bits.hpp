@@ -6,6 +6,12 @@
 
 namespace infinity {
 
+#if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
+using Half = __fp16;  // which this compiler has, and _Float16 it has not
+#else
+using Half = _Float16;
+#endif
+
 static inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 

@@ -26,8 +26,8 @@ void round_weights(const float* master, void* weight, DType dtype, std::size_t n
     auto* out = static_cast<std::uint16_t*>(weight);
     for (std::size_t i = 0; i < numel; ++i) out[i] = round_half_up(bits_of(master[i]));
   } else {
-    auto* out = static_cast<_Float16*>(weight);
-    for (std::size_t i = 0; i < numel; ++i) out[i] = static_cast<_Float16>(master[i]);
+    auto* out = static_cast<Half*>(weight);
+    for (std::size_t i = 0; i < numel; ++i) out[i] = static_cast<Half>(master[i]);
   }
 }
 
@@ -38,7 +38,7 @@ void widen_in_place(void* data, DType dtype, std::size_t numel) {
     std::uint16_t narrow = 0;
     std::memcpy(&narrow, bytes + i * 2, 2);
     const float wide =
-        dtype == DType::bf16 ? float_of_bf16(narrow) : static_cast<float>(__builtin_bit_cast(_Float16, narrow));
+        dtype == DType::bf16 ? float_of_bf16(narrow) : static_cast<float>(__builtin_bit_cast(Half, narrow));
     std::memcpy(bytes + i * 4, &wide, 4);
   }
 }

@@ -8,8 +8,8 @@ struct Bf16 {
   static inline float load(std::uint16_t value) { return float_of_bf16(value); }
 };
 struct Fp16 {
-  using type = _Float16;
-  static inline float load(_Float16 value) { return static_cast<float>(value); }
+  using type = Half;
+  static inline float load(Half value) { return static_cast<float>(value); }
 };
 
 template <class Format>
