@@ -20,11 +20,11 @@ import torch
 from infinity.checkpoint.load import load_pretrained
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli.data import PackedData
+from infinity.cli.optimizers import make_optimizer
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.report import make_report, write_report
 from infinity.config import load_config
 from infinity.errors import ConfigError, InfinityError, ModelError
-from infinity.optim.adamw import AdamW
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import Statistics, statistics
 
@@ -48,7 +48,7 @@ def finetune(options: argparse.Namespace) -> int:
     try:
         data = PackedData(options.data, tokenizer, options.sequence_length, work / "tokens.u32")
         print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
-        model = load_pretrained(options.model, config)
+        model = load_pretrained(options.model, config, optimizer=options.optimizer)
         try:
             run = _Run(model, data, options)
             interrupted = run.train()
@@ -148,11 +148,13 @@ class _Run:
         model.config.use_cache = False
         vocabulary = model.get_input_embeddings().num_embeddings
         self._batches = data.batches(options.batch_size, options.seed)
-        self._optim = AdamW(
+        self._optim = make_optimizer(
+            options.optimizer,
             model.parameters(),
             lr=options.lr,
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm or None,
+            seed=options.seed,
         )
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity import __version__
+from infinity.cli.optimizers import OPTIMIZERS, SGD_MOMENTUM
 from infinity.errors import ConfigError, InfinityError, ModelError, PlanError, StoreLockedError
 
 
@@ -38,6 +39,12 @@ def build_parser() -> argparse.ArgumentParser:
     job.add_argument("--batch-size", type=int, default=1, help="sequences per backward pass (default 1)")
     job.add_argument("--gradient-accumulation", type=int, default=1, help="backward passes per step (default 1)")
     job.add_argument("--sequence-length", type=int, default=1024, help="tokens per sequence (default 1024)")
+    job.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
+    )
     job.add_argument("--lr", type=float, default=1e-5, help="peak learning rate (default 1e-5)")
     job.add_argument("--schedule", choices=("constant", "linear", "cosine"), default="cosine")
     job.add_argument("--warmup-steps", type=int, default=0)

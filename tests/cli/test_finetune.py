@@ -198,3 +198,18 @@ def test_too_little_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the fox")
     with pytest.raises(ConfigError, match="less than one sequence of 64"):
         PackedData([tmp_path / "text.txt"], tokenizer(), 64, tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])
+def test_every_optimizer_can_be_chosen(optimizer: str, job: dict[str, Any]) -> None:
+    lr = {"lion": 1e-3, "sgd": 1e-2}.get(optimizer, 3e-3)
+    assert run(job | {"--optimizer": optimizer, "--lr": lr}) == 0
+    report = json.loads((job["--output"] / "report.json").read_text())
+    assert report["last_loss"] < report["first_loss"]
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_compressed_moments_train_too(moments: str, job: dict[str, Any]) -> None:
+    config = yaml.safe_load(job["--config"].read_text()) | {"moments": moments}
+    job["--config"].write_text(yaml.safe_dump(config))
+    assert run(job, "--verify-output") == 0

@@ -20,6 +20,7 @@ from infinity.cli.bench.compare import compare, load_survey, print_changes
 from infinity.cli.bench.report import to_json
 from infinity.cli.bench.survey import conclude, require_directory, run_survey
 from infinity.cli.bench.versus import ROUNDS
+from infinity.cli.optimizers import OPTIMIZERS
 from infinity.errors import BenchError, ConfigError, InfinityError, ModelError, PlanError
 from infinity.plan.machine import usable_cores
 from infinity.sizes import parse_bytes
@@ -80,6 +81,7 @@ def build_step_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
     )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose states to move")
     parser.add_argument("--steps", type=int, default=5, help="to replay after two to warm up (default 5)")
     parser.add_argument("--micro-batches", type=int, default=1, help="forward and backward passes per step (default 1)")
     parser.add_argument("--tflops", type=float, default=100.0, help="what the GPU reaches in training (default 100)")

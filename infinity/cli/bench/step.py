@@ -85,7 +85,8 @@ def run_step(options: argparse.Namespace, console: Console) -> StepReport:
     """
     config = load_config(options.config)
     model = _model_on_meta(options.model, options.dtype)
-    offload(model, config, source=_constant_values(model), device="cpu" if options.cpu else None)
+    device = "cpu" if options.cpu else None
+    offload(model, config, source=_constant_values(model), device=device, optimizer=options.optimizer)
     try:
         ledger = registry.ledger_of(model)
         plan = ledger.backing.plan
