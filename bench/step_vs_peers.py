@@ -44,8 +44,16 @@ CHECKOUT = BENCH_DIR.parent
 SETUP_COMMAND = "bash bench/peers/setup.sh"
 
 # Resident bytes per parameter at the peak, roughly; decides only whether all contenders fit at once.
-_CONTENDERS = {"torch": 10, "deepspeed": 34, "deepspeed-nvme": 38, "infinity-host": 7, "infinity-nvme": 6}
-_DEFAULT_CONTENDERS = "torch,deepspeed,infinity-host,infinity-nvme"
+_CONTENDERS = {
+    "torch": 10,
+    "deepspeed": 34,
+    "deepspeed-nvme": 38,
+    "infinity-host": 7,
+    "infinity-nvme": 6,
+    "infinity-host-int8": 7,
+    "infinity-nvme-int8": 6,
+}
+_DEFAULT_CONTENDERS = "torch,deepspeed,infinity-host,infinity-nvme,infinity-host-int8,infinity-nvme-int8"
 _PROCESS_BYTES = 500 << 20
 
 
@@ -74,11 +82,13 @@ class Bench:
         if name == "torch":
             python = self.args.peers_python if self.args.peers_python.exists() else self.args.infinity_python
             return Worker(name, python, "peers.worker_torch", Job(self.workload), log)
-        options: dict[str, Any] = {"weights": name.removeprefix("infinity-")}
-        if options["weights"] == "nvme":
+        _, weights, *moments = name.split("-")
+        config: dict[str, Any] = {"moments": moments[0]} if moments else {}
+        options: dict[str, Any] = {"weights": weights, "config": config}
+        if weights == "nvme":
             # Room for a few blocks, so that the weights do come from NVMe; without a limit they would all stay.
             block_bytes = 2 * self.workload.numel // self.workload.layers
-            options["config"] = {"memory": {"device": 10 * block_bytes}}
+            config["memory"] = {"device": 10 * block_bytes}
         job = Job(self.workload, str(self.swap_dir / name), options)
         return Worker(name, self.args.infinity_python, "peers.worker_infinity", job, log)
 

@@ -1,5 +1,5 @@
-"""infinity: optimizer states on NVMe, weights in RAM or on NVMe; exact AdamW over an fp32 master (stored as bf16
-weight + residual)."""
+"""infinity: optimizer states on NVMe, weights in RAM or on NVMe; AdamW over an fp32 master (stored as bf16 weight +
+residual), exact unless the config asks for other moments."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def setup(job: Job) -> Contender:
         "engine": getattr(latest, "engine", None),
         "versions": {"torch": torch.__version__, "infinity": infinity.__version__},
         "threads": torch.get_num_threads(),
-        "describes": f"weights {job.options['weights']}, optimizer nvme, fp32 master (split16) and moments",
+        "describes": f"weights {job.options['weights']}, optimizer nvme, fp32 master (split16), "
+        f"{latest.plan.moments} moments",
     }
     return Contender(step, facts, counters, lambda: infinity.close(model))
 
