@@ -181,6 +181,7 @@ class Segment:
         index: of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL; with `seed` and `step`
             the key of stochastic rounding.
         skip: leave the elements alone.
+        fresh: the moments begin with this step, whatever the buffers hold; None: when `step` is 1.
     """
 
     begin: int
@@ -206,6 +207,7 @@ class Segment:
         index: int = 0,
         seed: int = 0,
         skip: bool = False,
+        fresh: bool | None = None,
     ) -> None: ...
 
 def supported_isas() -> list[str]:

@@ -7,4 +7,6 @@ sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
 [ -x .venv-peers/bin/python ] || "${PYTHON:-python3}" -m venv .venv-peers
 .venv-peers/bin/pip install -q -c constraints.txt torch transformers psutil ninja setuptools wheel
 .venv-peers/bin/pip install -q deepspeed==0.19.8
+# A build that was killed leaves its lock, and everybody after it waits for ever.
+find .venv-peers/torch_extensions -name lock -delete 2>/dev/null || true
 echo "peers are ready: .venv-peers"

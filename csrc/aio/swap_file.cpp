@@ -86,6 +86,10 @@ void SwapFile::take(std::uint64_t offset, const std::byte* data, std::size_t nby
   if (checksums_) checksums_->take(offset / kPageBytes, data, nbytes / kPageBytes);
 }
 
+void SwapFile::put(std::uint64_t offset, const std::vector<PageChecksum>& sums) {
+  if (checksums_) checksums_->put(offset / kPageBytes, sums);
+}
+
 std::optional<Failure> SwapFile::check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const {
   if (!checksums_) return std::nullopt;
   const std::size_t page = checksums_->first_difference(offset / kPageBytes, data, nbytes / kPageBytes);

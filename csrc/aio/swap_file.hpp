@@ -50,6 +50,8 @@ class SwapFile {
   // Remembers whole pages that are about to be written, and tells what is wrong with pages that were read (the first of
   // them, by its file and place). Nothing without checksums.
   void take(std::uint64_t offset, const std::byte* data, std::size_t nbytes);
+  // As take, with the sums of the pages computed before.
+  void put(std::uint64_t offset, const std::vector<PageChecksum>& sums);
   [[nodiscard]] std::optional<Failure> check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const;
 
  private:

@@ -54,6 +54,10 @@ void ChecksumTable::take(std::size_t first, const std::byte* data, std::size_t c
   checksum_pages(data, count, sums_.data() + first);
 }
 
+void ChecksumTable::put(std::size_t first, const std::vector<PageChecksum>& sums) {
+  std::copy(sums.begin(), sums.end(), sums_.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
 std::size_t ChecksumTable::first_difference(std::size_t first, const std::byte* data, std::size_t count) const {
   std::array<PageChecksum, kBatch> found{};
   for (std::size_t done = 0; done < count; done += kBatch) {

@@ -25,6 +25,8 @@ class ChecksumTable {
   [[nodiscard]] std::size_t pages() const { return sums_.size(); }
   // Remembers what is about to be written to pages [first, first + count).
   void take(std::size_t first, const std::byte* data, std::size_t count);
+  // The same with sums that were computed before, one for each page.
+  void put(std::size_t first, const std::vector<PageChecksum>& sums);
   // The first page, counted from `first`, that differs from what was taken, or kNone.
   [[nodiscard]] std::size_t first_difference(std::size_t first, const std::byte* data, std::size_t count) const;
 

@@ -148,13 +148,14 @@ void encode(const py::object& from, const std::string& moments, bool is_signed, 
 Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& rule, double lr, double beta1,
                      double beta2, double eps, double weight_decay, double dampening, double lr_decay,
                      double initial_accumulator, bool nesterov, bool maximize, std::int64_t step, std::uint64_t index,
-                     std::uint64_t seed, bool skip) {
+                     std::uint64_t seed, bool skip, std::optional<bool> fresh) {
   return {begin,
           end,
           index,
           seed,
           step,
           skip,
+          fresh.value_or(step == 1),
           {rule_from(rule), lr, beta1, beta2, eps, weight_decay, dampening, lr_decay, initial_accumulator, nesterov,
            maximize}};
 }
@@ -165,7 +166,8 @@ void bind_segment(py::module_& module) {
            py::arg("lr"), py::arg("beta1") = 0.0, py::arg("beta2") = 0.0, py::arg("eps") = 0.0,
            py::arg("weight_decay") = 0.0, py::arg("dampening") = 0.0, py::arg("lr_decay") = 0.0,
            py::arg("initial_accumulator") = 0.0, py::arg("nesterov") = false, py::arg("maximize") = false,
-           py::arg("step"), py::arg("index") = 0, py::arg("seed") = 0, py::arg("skip") = false)
+           py::arg("step"), py::arg("index") = 0, py::arg("seed") = 0, py::arg("skip") = false,
+           py::arg("fresh") = py::none())
       .def_readonly("begin", &Segment::begin)
       .def_readonly("end", &Segment::end);
 }

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "base/cpuid.hpp"
+#include "base/rounding.hpp"
 #include "cpu_adam/kernels.hpp"
 #include "cpu_adam/optimizer.hpp"
 
@@ -58,21 +59,21 @@ Constants lion_constants(const Hyperparameters& hyper) {
   return c;
 }
 
-Constants adagrad_constants(const Hyperparameters& hyper, double step) {
+Constants adagrad_constants(const Hyperparameters& hyper, double step, bool fresh) {
   Constants c;
   c.l2 = static_cast<float>(hyper.weight_decay);
   c.step_size = static_cast<float>(hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay));
   c.eps = static_cast<float>(hyper.eps);
   c.vanishing = vanishing_gradient(1.0);
-  c.initial = step == 1.0 ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
+  c.initial = fresh ? static_cast<float>(hyper.initial_accumulator) : 0.0f;
   return c;
 }
 
-Constants sgd_constants(const Hyperparameters& hyper, double step) {
+Constants sgd_constants(const Hyperparameters& hyper, bool fresh) {
   Constants c;
   c.l2 = static_cast<float>(hyper.weight_decay);
   c.beta1 = static_cast<float>(hyper.beta1);
-  c.one_minus_beta1 = step == 1.0 ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
+  c.one_minus_beta1 = fresh ? 1.0f : static_cast<float>(1.0 - hyper.dampening);
   c.nesterov = hyper.nesterov;
   c.step_size = static_cast<float>(hyper.lr);
   return c;
@@ -91,16 +92,17 @@ Constants constants_of(const Segment& segment, float grad_scale) {
       c = lion_constants(hyper);
       break;
     case Rule::adagrad:
-      c = adagrad_constants(hyper, step);
+      c = adagrad_constants(hyper, step, segment.fresh);
       break;
     case Rule::sgd:
-      c = sgd_constants(hyper, step);
+      c = sgd_constants(hyper, segment.fresh);
       break;
   }
   c.rule = hyper.rule;
   c.uses_exp_avg = hyper.uses_exp_avg();
   c.uses_exp_avg_sq = hyper.uses_exp_avg_sq();
   c.grad_scale = hyper.maximize ? -grad_scale : grad_scale;
+  c.fresh = segment.fresh;
   c.seed = segment.seed;
   c.step = segment.step;
   return c;
@@ -115,6 +117,7 @@ template <class Work>
 double sum_partials(std::size_t numel, ThreadPool& pool, const Work& work) {
   std::vector<double> partials((numel + kPartialNumel - 1) / kPartialNumel);
   pool.parallel_for(partials.size(), [&](std::size_t index) {
+    const IeeeArithmetic ieee;
     const std::size_t begin = index * kPartialNumel;
     partials[index] = work(begin, std::min(begin + kPartialNumel, numel));
   });
@@ -200,7 +203,7 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 
 std::size_t task_numel() {
   static const std::size_t numel = [] {
-    constexpr std::size_t kStreamBytes = 16;  // per element, at most
+    constexpr std::size_t kStreamBytes = 16;  // of an element, in most formats
     const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     const std::size_t fits = l2_bytes > 0 ? static_cast<std::size_t>(l2_bytes) / 2 / kStreamBytes : 16 * 1024;
     return std::clamp<std::size_t>(std::bit_floor(fits), kCutNumel, 64 * 1024);  // divides a chunk
@@ -211,6 +214,7 @@ std::size_t task_numel() {
 bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first, std::size_t begin,
                       std::size_t end, const std::vector<Segment>& segments, float grad_scale, Isa isa) {
   const Kernels& kernels = kernels_for(isa);
+  const IeeeArithmetic ieee;
   auto segment = std::partition_point(segments.begin(), segments.end(),
                                       [&](const Segment& earlier) { return earlier.end <= first + begin; });
   bool finite = true;

@@ -13,6 +13,7 @@ struct Constants {
   Rule rule = Rule::adamw;
   bool uses_exp_avg = false;
   bool uses_exp_avg_sq = false;
+  bool fresh = false;
   bool nesterov = false;
   float grad_scale = 1.0f;  // negative to maximize
   float beta1 = 0.0f;

@@ -179,19 +179,18 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
     p = master;
   }
   BlockFacts facts;
-  const bool first = c.step == 1;
   if (c.uses_exp_avg && c.uses_exp_avg_sq) {
-    Moment<true> m(format.moments, buffers.exp_avg, block, first);
-    Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
+    Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
+    Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
     facts = apply_rule(p, g, m.values(), v.values(), c);
     m.store(c, facts.largest_m);
     v.store(c, facts.largest_v);
   } else if (c.uses_exp_avg) {
-    Moment<true> m(format.moments, buffers.exp_avg, block, first);
+    Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
     facts = apply_rule(p, g, m.values(), nullptr, c);
     m.store(c, facts.largest_m);
   } else if (c.uses_exp_avg_sq) {
-    Moment<false> v(format.moments, buffers.exp_avg_sq, block, first);
+    Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
     facts = apply_rule(p, g, nullptr, v.values(), c);
     v.store(c, facts.largest_v);
   } else {

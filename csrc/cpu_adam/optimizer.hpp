@@ -47,6 +47,7 @@ struct Segment {
   std::uint64_t seed;
   std::int64_t step;  // from 1: the step being taken
   bool skip;          // grad is None: no decay, no step, nothing touched
+  bool fresh;         // the moments begin with this step: they are zero, whatever the buffers hold
   Hyperparameters hyper;
 };
 
@@ -78,10 +79,8 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 // thread; several threads may work on different elements, cut at multiples of kCutNumel.
 //
 // Everything per element is fp32 without contraction, and rounding to bf16 moments takes its random bits from (seed,
-// step, index): the result depends on nothing but the inputs, not on ISA, threads or cuts. Bias corrections are taken
-// in double from the integer step.
-//
-// The first step of a parameter (step 1) begins with moments of zero, whatever the buffers hold.
+// step, index): the result depends on nothing but the inputs, not on ISA, threads or cuts (but for which NaN a NaN is).
+// Bias corrections are taken in double from the integer step.
 //
 // False when a new weight or moment is not finite; it is stored as it is.
 [[nodiscard]] bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first,

@@ -79,7 +79,7 @@ BlockFacts apply_to_block(float* p, const float* g, float* m, float* v, const Co
     if constexpr (Rule::kUsesV) second = load<Floats>(v + i);
     Rule::apply(weight, load<Floats>(g + i) * c.grad_scale, first, second, c);
     store(p + i, weight);
-    bad |= negative_where_not_finite(weight);
+    bad |= not_finite(weight);
     if constexpr (Rule::kUsesM) {
       store(m + i, first);
       most_m = maximum(most_m, magnitude_bits(first));

@@ -1,7 +1,7 @@
 // Vectors of this instruction set's width, with the few operations that the compiler's own vector types do not have.
 //
 // Invariant: every operation is exact IEEE arithmetic or integer arithmetic with the same result on every instruction
-// set, NaN included: minimum(a, b) is a < b ? a : b.
+// set: minimum(a, b) is a < b ? a : b. A NaN is a NaN on every one of them; which NaN is not promised.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #elif defined(__SSE2__)
@@ -40,8 +40,8 @@ inline Ints bits_of(Floats value) { return std::bit_cast<Ints>(value); }
 inline Floats floats_of(Ints bits) { return std::bit_cast<Floats>(bits); }
 inline Ints magnitude_bits(Floats value) { return bits_of(value) & 0x7fffffff; }
 
-// A lane is negative as an integer when its value is not finite.
-inline Ints negative_where_not_finite(Floats value) { return magnitude_bits(value) + 0x00800000; }
+// −1 in lanes whose value is not finite, else 0.
+inline Ints not_finite(Floats value) { return magnitude_bits(value) > 0x7f7fffff; }
 
 inline bool any_negative(Ints value) {
 #if defined(__AVX512F__)

@@ -84,9 +84,9 @@ void check_stream(const StateStream& stream, const char* name) {
 
 bool given(const StateStream& stream) { return stream.memory != nullptr || stream.file != nullptr; }
 
-// A moment may be left out where no rule uses it.
-const StateStream* check_moment(const StateStream& stream, bool used, const char* name) {
-  if (!used && !given(stream)) return nullptr;
+// A moment that no rule uses may be left out, and is not moved. Without arithmetic what is given is moved.
+const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
+  if (!(arithmetic ? used : given(stream))) return nullptr;
   check_stream(stream, name);
   return &stream;
 }
@@ -111,8 +111,9 @@ std::shared_ptr<Active> check(UpdateJob job, std::size_t tile_numel, std::size_t
     check_stream(kept.residual, "residual");
     active->streams[1] = &kept.residual;
   }
-  active->streams[2] = check_moment(kept.exp_avg, any(&Hyperparameters::uses_exp_avg), "exp_avg");
-  active->streams[3] = check_moment(kept.exp_avg_sq, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
+  active->streams[2] = check_moment(kept.exp_avg, kept.arithmetic, any(&Hyperparameters::uses_exp_avg), "exp_avg");
+  active->streams[3] =
+      check_moment(kept.exp_avg_sq, kept.arithmetic, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
   std::size_t staged = 0;
   for (std::size_t index = 0; index < kStreams; ++index) {
     const StateStream* stream = active->streams[index];
@@ -279,36 +280,43 @@ struct UpdatePipeline::Impl {
 
   // The update of a tile that is read, by all threads: each takes a piece that fits its cache, checks its pages,
   // updates them, and takes the checksums of what is to be written. The pages of scales belong to no piece: they are
-  // checked before and taken after. After damage nothing of the tile may be written.
+  // checked before and taken after. After damage nothing of the tile is written, and what the file should hold stays
+  // what it was; the damage that comes first in the tile is reported.
   [[nodiscard]] std::optional<Failure> work(const Tile& tile) {
+    if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
+    const std::size_t task = task_numel();
+    const std::size_t tasks = (tile.numel + task - 1) / task;
+    std::vector<std::optional<Failure>> damage(tasks);
+    std::vector<std::vector<Sums>> sums(tasks);
+    pool->parallel_for(tasks, [&](std::size_t index) {
+      const std::size_t begin = index * task;
+      const std::size_t end = std::min(begin + task, tile.numel);
+      damage[index] = first_damage(pages(tile, Pages::read, begin, end));
+      if (damage[index]) return;
+      update(tile, begin, end);
+      sums[index] = sums_of(pages(tile, Pages::written, begin, end));
+    });
+    const auto first = std::find_if(damage.begin(), damage.end(), [](const auto& found) { return found.has_value(); });
+    if (first != damage.end()) return std::move(*first);
+    sums.push_back(sums_of(scale_pages(tile, Pages::written)));
+    for (const std::vector<Sums>& piece : sums) {
+      for (const Sums& taken : piece) taken.file->put(taken.offset, taken.pages);
+    }
+    return std::nullopt;
+  }
+
+  void update(const Tile& tile, std::size_t begin, std::size_t end) const {
     const UpdateJob& job = tile.owner->job;
+    if (!job.arithmetic) return;
     StateBuffers buffers;
     buffers.weight = tile.memory[0];
     buffers.residual = tile.memory[1];
     buffers.exp_avg = tile.memory[2];
     buffers.exp_avg_sq = tile.memory[3];
     buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
-    std::mutex found;  // guards damage
-    std::optional<Failure> damage = check(scale_pages(tile, Pages::read));
-    if (damage) return damage;
-    const std::size_t task = task_numel();
-    pool->parallel_for((tile.numel + task - 1) / task, [&](std::size_t index) {
-      const std::size_t begin = index * task;
-      const std::size_t end = std::min(begin + task, tile.numel);
-      if (auto failure = check(pages(tile, Pages::read, begin, end))) {
-        const std::lock_guard held(found);
-        damage = std::move(failure);
-        return;
-      }
-      if (job.arithmetic &&
-          !optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa) &&
-          job.not_finite != nullptr) {
-        *job.not_finite = true;
-      }
-      take(pages(tile, Pages::written, begin, end));
-    });
-    if (!damage) take(scale_pages(tile, Pages::written));
-    return damage;
+    const bool finite =
+        optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
+    if (!finite && job.not_finite != nullptr) *job.not_finite = true;
   }
 
   // Pages of one stream of a tile, in memory and in the file.
@@ -358,15 +366,28 @@ struct UpdatePipeline::Impl {
     return result;
   }
 
-  [[nodiscard]] static std::optional<Failure> check(const std::vector<Span>& spans) {
+  [[nodiscard]] static std::optional<Failure> first_damage(const std::vector<Span>& spans) {
     for (const Span& part : spans) {
       if (auto failure = part.file->check(part.offset, part.data, part.nbytes)) return failure;
     }
     return std::nullopt;
   }
 
-  static void take(const std::vector<Span>& spans) {
-    for (const Span& part : spans) part.file->take(part.offset, part.data, part.nbytes);
+  // Checksums of pages that are about to be written.
+  struct Sums {
+    SwapFile* file;
+    std::uint64_t offset;
+    std::vector<PageChecksum> pages;
+  };
+
+  [[nodiscard]] static std::vector<Sums> sums_of(const std::vector<Span>& spans) {
+    std::vector<Sums> result;
+    for (const Span& part : spans) {
+      Sums taken{part.file, part.offset, std::vector<PageChecksum>(part.nbytes / kPage)};
+      checksum_pages(part.data, taken.pages.size(), taken.pages.data());
+      result.push_back(std::move(taken));
+    }
+    return result;
   }
 
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {

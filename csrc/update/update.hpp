@@ -29,9 +29,9 @@ struct UpdateJob {
   std::vector<Segment> segments;  // sorted, disjoint, within [0, numel)
   float grad_scale = 1.0f;
   StateStream weight;
-  StateStream residual;             // unused for Master::weight and Master::none
-  StateStream exp_avg;              // may be left out where no segment's rule uses it; as
-  StateStream exp_avg_sq;           // this
+  StateStream residual;  // unused for Master::weight and Master::none
+  StateStream exp_avg;   // both moments are moved only where a segment's rule uses them
+  StateStream exp_avg_sq;
   const std::byte* grad = nullptr;  // in memory
   bool arithmetic = true;           // false: the states are read and written back as they are (replaying the traffic)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
@@ -49,7 +49,8 @@ struct UpdateCounters {
 // starts its writes. A tile in which every element is skipped (or in no segment) is neither read nor written.
 //
 // A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
-// States of a failed job are partly new, partly old.
+// States of a failed job are partly new, partly old; of a tile with a damaged page nothing new reaches the file, but
+// what is kept in memory may be new in part.
 //
 // Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
 // is known to be complete: every job, present and future, fails with it.

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from infinity.errors import ConfigError
 from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.schedule.ledger import Ledger
 from infinity.state.moments import Moment
 
 
@@ -48,6 +50,14 @@ class Adagrad(OffloadedOptimizer):
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"sum": "exp_avg_sq"}
+
+    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
+        super()._require_room(ledger, group)
+        if ledger.backing.plan.moments == "int8":
+            raise ConfigError(
+                "moments: int8 does not go with Adagrad: its sum only grows, by less than 8 bits can show, and would "
+                "stand still. Set moments: bf16 or fp32."
+            )
 
     def check(self, group: dict[str, Any]) -> None:
         positive = (0, float("inf"))

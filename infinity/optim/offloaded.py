@@ -30,9 +30,9 @@ _SKIPS_IN_A_ROW_MAX = 5
 class OffloadedOptimizer(torch.optim.Optimizer):
     """An optimizer whose states are where the swap config says.
 
-    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half
-    up. A parameter whose grad is None is not touched. A step whose gradients are not all finite changes nothing and
-    is counted in `skipped_steps`.
+    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half up
+    (with `master: none` there is no master: they are rounded stochastically). A parameter whose grad is None is not
+    touched. A step whose gradients are not all finite changes nothing and is counted in `skipped_steps`.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
@@ -87,9 +87,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As torch, for offloaded parameters of the same model."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        self.check(group)
-        if not 0 <= group["seed"] < 2**64:
-            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {group['seed']}")
+        try:
+            self._enter(group)
+        except BaseException:
+            self.param_groups.pop()  # a group that was refused leaves no trace
+            raise
+
+    def _enter(self, group: dict[str, Any]) -> None:
+        places: dict[nn.Parameter, Place] = {}
+        self._check(group)
         for parameter in group["params"]:
             found = registry.find(parameter)
             if found is None:
@@ -109,7 +115,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
             self._require_room(ledger, group)
             self._ledger = ledger
-            self._places[parameter] = place
+            places[parameter] = place
+        self._places |= places
+
+    def _check(self, group: dict[str, Any]) -> None:
+        self.check(group)
+        if not 0 <= group["seed"] < 2**64:
+            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {group['seed']}")
 
     def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
         missing = set(self.moments(group).values()) - set(ledger.backing.plan.stored)
@@ -169,6 +181,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     if place.group.trainable:
                         self.ledger.gradients.of(place).drop(place.spec.name)
                     continue
+                if not place.group.trainable:
+                    raise ModelError(
+                        f"parameter '{place.spec.name}' was frozen when the model was offloaded, and has a gradient "
+                        "now; set requires_grad before infinity.offload"
+                    )
                 if not isinstance(gradient, GradientHandle):  # set by hand
                     self.ledger.land(place, gradient, accumulate=False)
                     parameter.grad = GradientHandle(parameter)
@@ -194,27 +211,44 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> list[int]:
         segments: dict[tuple[int, int], list[_native.Segment]] = {}
+        after: dict[nn.Parameter, dict[str, Any]] = {}
         for parameter, place, group in active:
-            state = self.state[parameter]
-            state["step"] = state.get("step", 0) + 1
-            segment = _native.Segment(
-                place.spec.offset,
-                place.spec.offset + place.spec.numel,
-                **self.hyperparameters(group),
-                maximize=bool(group["maximize"]),
-                step=int(state["step"]),
-                index=place.spec.index,
-                seed=int(group["seed"]),
-            )
-            segments.setdefault((place.unit.index, place.group_index), []).append(segment)
+            segment, after[parameter] = self._segment(parameter, place, group)
+            if place.spec.numel:
+                segments.setdefault((place.unit.index, place.group_index), []).append(segment)
         transfers: list[UpdateTransfer] = []
         try:
             for index, group_index in sorted(segments):
                 ordered = sorted(segments[index, group_index], key=lambda segment: segment.begin)
                 transfers.append(submit_update(self.ledger, index, group_index, ordered, grad_scale))
+        except BaseException as error:
+            if transfers:
+                self.ledger.failed = InfinityError(f"a step was begun and not finished: {error}")
+            raise
         finally:
             self._wait(transfers)
+        for parameter, state in after.items():
+            self.state[parameter].update(state)
         return sorted({index for index, _ in segments})
+
+    def _segment(
+        self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
+    ) -> tuple[_native.Segment, dict[str, Any]]:
+        """What the next step of a parameter is, and its state after that."""
+        state = self.state[parameter]
+        step, used = state.get("step", 0) + 1, self.moments(group)
+        begun: dict[str, bool] = state.get("begun", {})
+        segment = _native.Segment(
+            place.spec.offset,
+            place.spec.offset + place.spec.numel,
+            **self.hyperparameters(group),
+            maximize=bool(group["maximize"]),
+            step=step,
+            index=place.spec.index,
+            seed=int(group["seed"]),
+            fresh=not used.keys() <= begun.keys(),
+        )
+        return segment, {"step": step, "begun": begun | dict.fromkeys(used, True)}
 
     def _wait(self, transfers: list[UpdateTransfer]) -> None:
         for transfer in transfers:
@@ -247,35 +281,40 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in packed["state"].items():
             name = self._places[parameters[index]].spec.name
-            step = state["step"]
-            handles = {key: StateHandle(name, key, step) for key in self._moments_of(parameters[index])}
-            packed["state"][index] = {"step": step, **handles}
+            handles = {key: StateHandle(name, key, state["step"]) for key in state["begun"]}
+            packed["state"][index] = {"step": state["step"], **handles}
         return packed
 
-    def _moments_of(self, parameter: nn.Parameter) -> dict[str, Moment]:
-        group = next(group for group in self.param_groups if any(parameter is other for other in group["params"]))
-        return self.moments(group)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyperparameters back. The states must be the ones that are in the store now.
+        """Take hyperparameters back; those that are missing get this optimizer's defaults. The states must be the ones
+        that are in the store now.
 
         Raises:
             ModelError: the state_dict is of another run or step, or has tensors: loading those is not available yet.
+            ConfigError: a hyperparameter is out of range.
         """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in state_dict["state"].items():
-            parameter = parameters[int(index)]
-            name, step = self._places[parameter].spec.name, self.state.get(parameter, {}).get("step", 0)
-            for key in self._moments_of(parameter):
-                if state.get(key) != StateHandle(name, key, step):
-                    raise ModelError(
-                        f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
-                        f"optimizer "
-                        "states is not available yet."
-                    )
         saved = dict(state_dict)
-        saved["state"] = {index: {"step": state["step"]} for index, state in state_dict["state"].items()}
+        saved["param_groups"] = [self.defaults | group for group in state_dict["param_groups"]]
+        for group in saved["param_groups"]:
+            self._check(group)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        saved["state"] = {
+            index: self._own_state(parameters[int(index)], state) for index, state in state_dict["state"].items()
+        }
         super().load_state_dict(saved)
+
+    def _own_state(self, parameter: nn.Parameter, saved: dict[str, Any]) -> dict[str, Any]:
+        """The state a state_dict names, if it is the one in the store."""
+        name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
+        for key in {*now.get("begun", {}), *saved} - {"step"}:
+            if saved.get(key) != StateHandle(name, key, now.get("step", 0)):
+                raise ModelError(
+                    f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
+                    "optimizer states is not available yet."
+                )
+        if saved.get("step") != now.get("step"):
+            raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")
+        return dict(now)
 
 
 def require_range(group: dict[str, Any], **limits: tuple[float, float]) -> None:

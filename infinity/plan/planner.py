@@ -152,8 +152,14 @@ def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budge
         numel = max(_TILE_NUMEL_MIN, threads * _native.task_numel() * _TASKS_PER_THREAD)
     int8 = any(group.moments == "int8" for group in groups)
     numel = min(round_up(numel, _native.CHUNK_NUMEL if int8 else _native.CUT_NUMEL), largest)
-    nbytes = max((_tile_bytes(group, config, numel) for group in groups), default=PAGE_BYTES)
     staging = min(max(_STAGING_BYTES, threads * _STAGING_BYTES_PER_THREAD), int(host_budget * _STAGING_SHARE_OF_HOST))
+
+    def tile_bytes() -> int:
+        return max((_tile_bytes(group, config, numel) for group in groups), default=PAGE_BYTES)
+
+    while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILE_SLOTS_MIN * tile_bytes() > staging:
+        numel = round_up(numel // 2, _TILE_NUMEL_MIN)
+    nbytes = tile_bytes()
     slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
     return numel, nbytes, slots * nbytes
 

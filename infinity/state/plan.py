@@ -27,7 +27,8 @@ class Plan:
         device_bytes, host_bytes: what the plan takes of each budget.
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file.
-        step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written.
+        step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written; every moment there is
+            room for is used.
         swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
             None where it has not.
     """

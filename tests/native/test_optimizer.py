@@ -264,6 +264,38 @@ def test_the_first_step_does_not_read_the_moments(moments: str) -> None:
     assert torch.equal(states[0].residual, states[1].residual)
 
 
+def test_a_thread_that_flushes_denormals_gets_the_same_bits() -> None:
+    tiny = torch.full((300_000,), 1e-40)
+    pools = [_native.ThreadPool(1), _native.ThreadPool(2)]
+
+    states = [State(1000, "fp32", "weight", "fp32") for _ in range(2)]
+    for state in states:
+        state.grad = torch.full((1000,), 1e-38)
+
+    def results() -> tuple[set[float], list[bytes]]:
+        state = states.pop()
+        state.update([segment(0, 1000, step=1)])
+        return {_native.sum_squares(raw(tiny), "fp32", pool) for pool in pools}, state.bits()
+
+    expected = results()
+    assert len(expected[0]) == 1
+    assert min(expected[0]) > 0
+    try:
+        torch.set_flush_denormal(True)
+        assert results() == expected
+        assert torch.tensor(1e-39) * 1 == 0  # the mode is still what it was set to
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_moments_may_begin_later_than_the_first_step() -> None:
+    late, fresh = State(1000, "fp32", "weight", "fp32"), State(1000, "fp32", "weight", "fp32")
+    late.exp_avg.fill_(float("nan"))
+    for state, step in ((late, 7), (fresh, 1)):
+        state.update([_native.Segment(0, 1000, rule="sgd", lr=0.1, beta1=0.9, dampening=0.5, step=step, fresh=True)])
+    assert late.bits() == fresh.bits()
+
+
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_a_result_that_is_not_finite_is_reported(moments: str) -> None:
     for bad in (float("nan"), float("inf")):

@@ -200,6 +200,41 @@ def test_inconsistent_jobs_are_refused(tmp_path: Path) -> None:
     bench.close()
 
 
+def test_damage_in_one_page_leaves_the_others_what_they_were(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 8192, 2)
+    bench.file.keep_checksums(8 << 20)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    damaged = bench.offsets["exp_avg"] + 5 * 4096
+    with open(tmp_path / "states", "r+b") as file:
+        file.seek(damaged + 100)
+        file.write(b"damage")
+    future = bench.submit(streams, [segment(0, NUMEL)])
+    assert future.wait(60)
+    failure = future.failure()
+    assert failure is not None
+    assert (failure.kind, failure.offset) == ("corruption", damaged)
+    # The tile with the damage was updated in part and never written: what its file holds is still what it should hold.
+    page = bench.take(4096)
+    for name in STATES:
+        for at in range(0, len(bench.values[name]), 4096):
+            read = bench.engine.read(bench.file, bench.offsets[name] + at, page)
+            assert read.wait(60)
+            assert (read.failure() is not None) == (bench.offsets[name] + at == damaged), (name, at)
+    bench.close()
+
+
+def test_moments_no_rule_uses_are_not_moved(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 8192, 1)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    for rule, beta1, moved in (("adamw", 0.9, 4 + 8), ("lion", 0.9, 4 + 4), ("sgd", 0.9, 4 + 4), ("sgd", 0.0, 4)):
+        before = bench.engine.counters()["read_bytes_states"]
+        future = bench.submit(streams, [_native.Segment(0, NUMEL, rule=rule, lr=0.0, beta1=beta1, eps=1e-8, step=2)])
+        assert future.wait(60)
+        assert future.failure() is None
+        assert bench.engine.counters()["read_bytes_states"] - before == moved * PADDED
+    bench.close()
+
+
 def test_a_job_whose_tiles_do_not_fit_the_staging_is_refused(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "threads", 4096, 1)
     streams = {name: bench.stream(name, "file") for name in STATES}

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.schedule import registry
+from infinity.schedule.replay import replay_step
 from tests.conftest import states_of, weights_of
 
 
@@ -121,6 +123,94 @@ def test_another_optimizer_on_the_same_model_begins_anew(offload: Any) -> None:
     ends = [train(model, infinity.AdamW(model.parameters(), lr=1e-3), 3) for model in (once, twice)]
     fresh = offload(network(), "host")
     assert ends[0] == ends[1] == train(fresh, infinity.AdamW(fresh.parameters(), lr=1e-3), 3)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_momentum_that_is_switched_on_later_begins_then(dampening: float, offload: Any) -> None:
+    plain = network()
+    model = offload(copy.deepcopy(plain), "host")
+    train(model, infinity.AdamW(model.parameters(), lr=0.0, weight_decay=0.0), 2)  # leaves its moments behind
+    losses = []
+    for net, make in ((model, infinity.SGD), (plain, torch.optim.SGD)):
+        optim = make(net.parameters(), lr=0.05, dampening=dampening)
+        found = train(net, optim, 2)
+        optim.param_groups[0]["momentum"] = 0.9
+        losses.append(found + train(net, optim, 4))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_empty_parameters_are_no_trouble(offload: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nothing = nn.Parameter(torch.empty(0))
+            self.weight = nn.Parameter(torch.ones(300))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.square().sum() + self.nothing.sum()
+
+    model = offload(Model())
+    groups = [{"params": [model.weight]}, {"params": [model.nothing]}]
+    optim = infinity.AdamW(groups, lr=0.1)
+    model().backward()
+    optim.step()
+    assert (weights_of(model)["weight"] < 1).all()
+
+
+def test_a_group_that_is_refused_leaves_no_trace(offload: Any) -> None:
+    model = offload(network(), "host")
+    first, *others = list(model.parameters())
+    optim = infinity.AdamW([first])
+    with pytest.raises(infinity.ConfigError):
+        optim.add_param_group({"params": others, "lr": -1.0})
+    assert len(optim.param_groups) == 1
+    model(torch.ones(1, 32)).sum().backward()
+    optim.step()
+
+
+def test_a_state_dict_of_torch_brings_its_hyperparameters_and_they_are_checked(offload: Any) -> None:
+    plain = network()
+    model = offload(copy.deepcopy(plain), "host")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=5e-4).state_dict()
+    optim.load_state_dict(theirs)
+    assert optim.param_groups[0]["lr"] == 5e-4
+    train(model, optim, 2)
+    for wrong, message in (({"lr": -1.0}, "lr = -1.0"), ({"amsgrad": True}, "amsgrad")):
+        theirs["param_groups"][0] |= wrong
+        with pytest.raises(infinity.ConfigError, match=message):
+            optim.load_state_dict(theirs)
+        theirs["param_groups"][0] |= {"lr": 5e-4, "amsgrad": False}
+    earlier = optim.state_dict()
+    train(model, optim, 1)
+    with pytest.raises(infinity.ModelError, match="not the state that is in the swap store"):
+        optim.load_state_dict(earlier)
+
+
+def test_a_replay_moves_what_there_is(swap_config: Any) -> None:
+    for optimizer in ("adamw", "lion", "adagrad", "sgd"):
+        model = infinity.offload(network(), swap_config(weights="host"), optimizer=optimizer)
+        replayed = replay_step(registry.ledger_of(model))
+        plan = infinity.statistics(model).plan
+        assert replayed.read_bytes == replayed.written_bytes == plan.state_bytes
+        infinity.close(model)
+
+
+def test_adagrad_refuses_moments_that_cannot_grow(offload: Any) -> None:
+    model = offload(network(), "host", moments="int8")
+    with pytest.raises(infinity.ConfigError, match="its sum only grows"):
+        infinity.Adagrad(model.parameters())
+
+
+def test_a_gradient_of_a_frozen_parameter_is_refused(offload: Any) -> None:
+    net = network()
+    net[0].requires_grad_(False)
+    model = offload(net, "host")
+    optim = infinity.AdamW(model.parameters())
+    frozen = next(iter(model.parameters()))
+    frozen.grad = torch.zeros_like(frozen)
+    with pytest.raises(infinity.ModelError, match="was frozen when the model was offloaded, and has a gradient"):
+        optim.step()
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,8 @@ def test_a_plan_describes_itself() -> None:
     text = make_plan(discover(model).units, config, torch.device("cpu"), can_recompute=True).describe()
     for word in ("weights", "optimizer", "gradients", "recompute", "memory.host", "swap file"):
         assert word in text
+
+
+def test_many_threads_do_not_take_the_host_budget_for_staging() -> None:
+    made = plan(**NVME, memory={"device": "64MiB", "host": "256MiB"}, update={"threads": 128})
+    assert made.staging_bytes <= made.host_budget / 8

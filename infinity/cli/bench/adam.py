@@ -105,10 +105,12 @@ class Report:
 
 
 class _Memory:
-    """Every stream of `numel` elements, each in an arena of its own, as fp32 at the widest."""
+    """Every stream of `numel` elements, each in an arena of its own, as fp32 at the widest; "z" stays zero."""
+
+    _STREAMS = ("w", "r", "m", "v", "g", "z")
 
     def __init__(self, numel: int) -> None:
-        needed = 5 * numel * _STREAM_BYTES_MAX
+        needed = len(self._STREAMS) * numel * _STREAM_BYTES_MAX
         available = psutil.virtual_memory().available
         if needed > available * 0.9:
             raise BenchError(
@@ -116,7 +118,7 @@ class _Memory:
                 "give fewer with --numel"
             )
         self.numel = numel
-        self._arenas = {name: _native.Arena(numel * _STREAM_BYTES_MAX) for name in ("w", "r", "m", "v", "g")}
+        self._arenas = {name: _native.Arena(numel * _STREAM_BYTES_MAX) for name in self._STREAMS}
         for arena in self._arenas.values():
             np.frombuffer(arena.view(0, arena.nbytes), np.uint8)[:] = 0
 
@@ -185,7 +187,8 @@ def _measure(
 
 
 def _bound(memory: _Memory, isa: str, pool: _native.ThreadPool) -> None:
-    a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "r"))
+    # Zeros are added, so that the states stay what they are.
+    a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "z"))
     _native.read_modify_write(a, b, c, d, pool, isa)
 
 
@@ -197,7 +200,7 @@ def _updater(memory: _Memory, form: Format, isa: str, pool: _native.ThreadPool) 
     rest = numel * _REST[form.master]
 
     def update(step: int = 2) -> None:
-        _native.optimizer_update(
+        finite = _native.optimizer_update(
             memory.view("w", numel * _ITEMSIZE[form.weight]),
             memory.view("r", rest) if rest else None,
             memory.view("m", moment),
@@ -212,8 +215,10 @@ def _updater(memory: _Memory, form: Format, isa: str, pool: _native.ThreadPool) 
             pool=pool,
             isa=isa,
         )
+        if not finite:
+            raise BenchError(f"{form.name}: the states are not finite any more; what was measured means nothing")
 
-    # What the bound left there is no state of this format; zeros are one of every format.
+    # Zeros are a state of every format.
     for name in ("w", "r", "m", "v"):
         np.frombuffer(memory.view(name, numel * _STREAM_BYTES_MAX), np.uint8)[:] = 0
     update(step=1)

@@ -97,7 +97,7 @@ def build_adam_parser() -> argparse.ArgumentParser:
         description="The optimizer's pass in memory, for each form of the states, against what this memory can do.",
     )
     isas = _native.supported_isas()
-    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi: 1.25 GiB of memory)")
+    parser.add_argument("--numel", type=int, default=64 << 20, help="parameters (default 64 Mi: 1.5 GiB of memory)")
     parser.add_argument("--threads", type=int, nargs="+", help="default: 1, 2, 4, … up to the cores")
     parser.add_argument("--isa", choices=isas, nargs="+", default=[isas[-1]], help=f"default {isas[-1]}")
     parser.add_argument("--rounds", type=int, default=7, help="of each, beside the bound (default 7)")
