@@ -8,25 +8,26 @@ Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads on flat sta
   pass   what a trainer does: bf16 gradients in, norm, unscale, clip, AdamW, bf16 weights out
 
 Every contender is a process of its own with memory in huge pages; each round runs all of them, in an order that turns;
-ratios are within a round. A peer's pass is the fastest of the ways to write it, probed first.
+ratios are within a round. A peer's pass is measured as it is usually written (cast, norm, multiply, step, cast) and in the
+fastest of the other ways that we know, probed first: the norm of the bf16 gradients, the factor handed to the step.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.lines import LineWorker
 
 ROOT = Path(__file__).resolve().parent.parent
-BENCH_DIR = ROOT / "bench"
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 _PROBES = 3
 _BOUND_BYTES = 28
@@ -36,51 +37,20 @@ _PASS_BYTES = 28
 """split16: gradient read for the norm; weight, residual and moments read and written, gradient read."""
 
 
-class Contender:
+class Contender(LineWorker):
     """The driver's side of one worker."""
 
-    def __init__(self, name: str, python: Path, module: str, arguments: list[str], log: Path, isa: str | None) -> None:
-        self.name = name
-        environment = {**os.environ, "PYTHONPATH": str(BENCH_DIR), "OMP_NUM_THREADS": arguments[1]}
-        if isa:
-            environment["INFINITY_ISA"] = isa
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [str(python), "-m", module, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                cwd=BENCH_DIR,
-                env=environment,
-            )
-        self._log = log
-        self.rows: list[str] = self._read()["rows"]
+    def __init__(self, name: str, python: Path, module: str, log: Path, arguments: list[str], isa: str = "") -> None:
+        environment = {"OMP_NUM_THREADS": arguments[1]} | ({"INFINITY_ISA": isa} if isa else {})
+        super().__init__(name, python, module, log, arguments, environment)
+        self.rows: list[str] = self.read()["rows"]
 
     def run(self, row: str) -> float:
         """Seconds of one run."""
-        print(json.dumps({"do": "run", "row": row}), file=self._process.stdin, flush=True)
-        answer = self._read()
+        answer = self.ask({"do": "run", "row": row})
         if not answer["check"] == answer["check"]:
-            raise RuntimeError(f"{self.name}: the master is NaN after '{row}'")
+            raise RuntimeError(f"{self.name}: the weights are NaN after '{row}'")
         return float(answer["seconds"])
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            try:
-                print(json.dumps({"do": "quit"}), file=self._process.stdin, flush=True)
-                self._process.wait(60)
-            except (BrokenPipeError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise RuntimeError(f"{self.name} ended; its last words:\n{self._log.read_text()[-2000:]}")
-        result: dict[str, Any] = json.loads(line)
-        return result
 
 
 @dataclass(frozen=True)
@@ -101,22 +71,26 @@ class Measured:
     bound_bytes_per_s: float
 
 
+_PLAIN = "pass, norm of fp32"
+
+
 def fastest_pass(peer: Contender) -> str:
-    passes = [row for row in peer.rows if row.startswith("pass")]
+    """Of those that are not the plain one; a tie goes to either."""
+    passes = [row for row in peer.rows if row.startswith("pass") and row != _PLAIN]
     return min(passes, key=lambda row: statistics.median(peer.run(row) for _ in range(_PROBES)))
 
 
 def measure(numel: int, threads: int, isa: str, rounds: int, logs: Path) -> Measured:
     arguments = [str(numel), str(threads)]
-    ours = Contender("infinity", Path(sys.executable), "peers.adam_infinity", arguments, logs / "infinity", isa)
-    torch = Contender("torch", PEERS_PYTHON, "peers.adam_torch", [*arguments, "torch"], logs / "torch", None)
-    deepspeed = Contender(
-        "deepspeed", PEERS_PYTHON, "peers.adam_torch", [*arguments, "deepspeed"], logs / "deepspeed", None
+    ours = Contender("infinity", Path(sys.executable), "peers.adam_infinity", logs / "infinity", arguments, isa)
+    torch, deepspeed = (
+        Contender(name, PEERS_PYTHON, "peers.adam_torch", logs / name, [*arguments, name])
+        for name in ("torch", "deepspeed")
     )
     contenders = [ours, torch, deepspeed]
     try:
         rows = [(ours, row) for row in ours.rows] + [(peer, "step") for peer in (torch, deepspeed)]
-        rows += [(peer, fastest_pass(peer)) for peer in (torch, deepspeed)]
+        rows += [(peer, row) for peer in (torch, deepspeed) for row in (_PLAIN, fastest_pass(peer))]
         for contender, row in rows:
             contender.run(row)
             contender.run(row)
@@ -125,12 +99,16 @@ def measure(numel: int, threads: int, isa: str, rounds: int, logs: Path) -> Meas
             for contender, row in rows if number % 2 == 0 else rows[::-1]:
                 if contender is ours and row != "bound":
                     ours.run(row)  # the rows share memory: the first step of each fills its states
-                label = row if contender is ours else f"{contender.name}: {row.split(',')[0]}"
+                label = row if contender is ours else f"{contender.name}: {_label(row)}"
                 seconds.setdefault(label, []).append(contender.run(row))
     finally:
         for contender in contenders:
             contender.stop()
     return _conclude(numel, threads, isa, rounds, seconds)
+
+
+def _label(row: str) -> str:
+    return "plain pass" if row == _PLAIN else row.split(",")[0]
 
 
 def _conclude(numel: int, threads: int, isa: str, rounds: int, seconds: dict[str, list[float]]) -> Measured:
@@ -142,6 +120,7 @@ def _conclude(numel: int, threads: int, isa: str, rounds: int, seconds: dict[str
 
     steps, passes = ("torch: step", "deepspeed: step"), ("torch: pass", "deepspeed: pass")
     ratios = {f"{ours} / {other}": ratio(ours, other) for ours in ("step",) for other in steps}
+    passes += tuple(label.replace(": ", ": plain ") for label in passes)
     ratios |= {f"{ours} / {other}": ratio(ours, other) for ours in ("pass", "pass, fp32 master") for other in passes}
     ratios["step / better peer"] = ratio("step", *steps)
     ratios["pass / better peer"] = ratio("pass", *passes)

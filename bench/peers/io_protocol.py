@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 import traceback
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-BENCH_DIR = Path(__file__).resolve().parent.parent
+from peers.lines import LineWorker
 
 
 @dataclass(frozen=True)
@@ -134,54 +133,18 @@ def serve(prepare: Prepare) -> None:
     os._exit(0)  # extensions with threads of their own may hang in the interpreter's teardown
 
 
-class IoWorker:
-    """The driver's side of one worker, in a session of its own: Ctrl-C reaches the driver, which stops it."""
-
-    def __init__(self, name: str, python: Path, module: str, log: Path) -> None:
-        self.name = name
-        self._log = log
-        with log.open("w") as errors:
-            self._process = subprocess.Popen(
-                [str(python), "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                cwd=BENCH_DIR,
-                env={**os.environ, "PYTHONPATH": str(BENCH_DIR), "OMP_WAIT_POLICY": "passive"},
-                start_new_session=True,
-            )
+class IoWorker(LineWorker):
+    """The driver's side of one worker."""
 
     def prepare(self, row: Row, directory: Path, settings: dict[str, Any]) -> None:
-        self._ask({"do": "prepare", "row": asdict(row), "directory": str(directory), "settings": settings})
+        self.ask({"do": "prepare", "row": asdict(row), "directory": str(directory), "settings": settings})
 
     def configure(self, settings: dict[str, Any]) -> None:
-        self._ask({"do": "configure", "settings": settings})
+        self.ask({"do": "configure", "settings": settings})
 
     def run(self) -> dict[str, float]:
         """seconds and cpu_s of one run."""
-        return self._ask({"do": "run"})
+        return self.ask({"do": "run"})
 
     def verify(self) -> bool:
-        return bool(self._ask({"do": "verify"})["right"])
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            try:
-                print(json.dumps({"do": "quit"}), file=self._process.stdin, flush=True)
-                self._process.wait(60)
-            except (BrokenPipeError, subprocess.TimeoutExpired):
-                self._process.kill()
-                self._process.wait()
-
-    def _ask(self, order: dict[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise AssertionError("no pipes")
-        print(json.dumps(order), file=stdin, flush=True)
-        line = stdout.readline()
-        answer: dict[str, Any] = json.loads(line) if line else {"error": "it is gone"}
-        if "error" in answer:
-            raise RuntimeError(f"{self.name}: {answer['error']} (log: {self._log})")
-        return answer
+        return bool(self.ask({"do": "verify"})["right"])

@@ -28,20 +28,21 @@ namespace {
 #include "cpu_adam/reductions.inl"
 #include "cpu_adam/rules.inl"
 
-BlockFacts apply_rule(float* p, const float* g, float* m, float* v, const Constants& c) {
+StepFacts apply_rule(float* p, const float* g, float* m, float* v, std::size_t numel, const Constants& c) {
   switch (c.rule) {
     case Rule::adamw:
-      return apply_to_block<AdamW>(p, g, m, v, c);
+      return apply_to_blocks<AdamW>(p, g, m, v, numel, c);
     case Rule::adam:
-      return apply_to_block<Adam>(p, g, m, v, c);
+      return apply_to_blocks<Adam>(p, g, m, v, numel, c);
     case Rule::lion:
-      return apply_to_block<Lion>(p, g, m, v, c);
+      return apply_to_blocks<Lion>(p, g, m, v, numel, c);
     case Rule::adagrad:
-      return apply_to_block<Adagrad>(p, g, m, v, c);
+      return apply_to_blocks<Adagrad>(p, g, m, v, numel, c);
     case Rule::sgd:
       break;
   }
-  return c.uses_exp_avg ? apply_to_block<Sgd>(p, g, m, v, c) : apply_to_block<SgdWithoutMomentum>(p, g, m, v, c);
+  return c.uses_exp_avg ? apply_to_blocks<Sgd>(p, g, m, v, numel, c)
+                        : apply_to_blocks<SgdWithoutMomentum>(p, g, m, v, numel, c);
 }
 
 // Fills a scratch block with copies of its last element, so that a short block computes nothing that is not there.
@@ -178,26 +179,38 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
     pad(master, block.numel);
     p = master;
   }
-  BlockFacts facts;
+  StepFacts facts;
   if (c.uses_exp_avg && c.uses_exp_avg_sq) {
     Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
-    facts = apply_rule(p, g, m.values(), v.values(), c);
+    facts = apply_rule(p, g, m.values(), v.values(), kBlockNumel, c);
     m.store(c, facts.largest_m);
     v.store(c, facts.largest_v);
   } else if (c.uses_exp_avg) {
     Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
-    facts = apply_rule(p, g, m.values(), nullptr, c);
+    facts = apply_rule(p, g, m.values(), nullptr, kBlockNumel, c);
     m.store(c, facts.largest_m);
   } else if (c.uses_exp_avg_sq) {
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
-    facts = apply_rule(p, g, nullptr, v.values(), c);
+    facts = apply_rule(p, g, nullptr, v.values(), kBlockNumel, c);
     v.store(c, facts.largest_v);
   } else {
-    facts = apply_rule(p, g, nullptr, nullptr, c);
+    facts = apply_rule(p, g, nullptr, nullptr, kBlockNumel, c);
   }
   store_weights(format, buffers, block, p, facts.finite, c);
   return facts.finite;
+}
+
+// Everything is fp32 and used where it lies: then blocks need not be kept apart.
+bool all_in_place(const StateFormat& format, const Constants& c) {
+  return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh;
+}
+
+bool update_in_place(const StateBuffers& buffers, std::size_t at, std::size_t numel, const Constants& c) {
+  const auto from = [at](void* stream) { return static_cast<float*>(stream) + at; };
+  float* const m = c.uses_exp_avg ? from(buffers.exp_avg) : nullptr;
+  float* const v = c.uses_exp_avg_sq ? from(buffers.exp_avg_sq) : nullptr;
+  return apply_rule(from(buffers.weight), static_cast<const float*>(buffers.grad) + at, m, v, numel, c).finite;
 }
 
 bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t begin, std::size_t end,
@@ -205,9 +218,13 @@ bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t 
   bool finite = true;
   for (std::size_t at = begin; at < end;) {
     const std::size_t offset = index % kBlockNumel;
-    const std::size_t room = kBlockNumel - offset;
-    const std::size_t numel = room < end - at ? room : end - at;
-    finite &= update_block(format, buffers, {at, numel, offset, index / kBlockNumel}, c);
+    std::size_t numel = kBlockNumel - offset < end - at ? kBlockNumel - offset : end - at;
+    if (all_in_place(format, c) && end - at >= kBlockNumel) {
+      numel = (end - at) / kBlockNumel * kBlockNumel;
+      finite &= update_in_place(buffers, at, numel, c);
+    } else {
+      finite &= update_block(format, buffers, {at, numel, offset, index / kBlockNumel}, c);
+    }
     at += numel;
     index += numel;
   }

@@ -58,20 +58,21 @@ struct SgdWithoutMomentum {
   }
 };
 
-// What is known of a block after its step. A gradient that is not finite makes a result that is not.
-struct BlockFacts {
+// What is known of elements after their step. A gradient that is not finite makes a result that is not.
+struct StepFacts {
   bool finite;
   float largest_m;  // magnitudes
   float largest_v;
 };
 
+// `numel` is a multiple of kBlockNumel.
 template <class Rule>
-BlockFacts apply_to_block(float* p, const float* g, float* m, float* v, const Constants& given) {
+StepFacts apply_to_blocks(float* p, const float* g, float* m, float* v, std::size_t numel, const Constants& given) {
   const Constants c = given;
   Ints bad{};
   Ints most_m{};
   Ints most_v{};
-  for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
+  for (std::size_t i = 0; i < numel; i += kLanes) {
     auto weight = load<Floats>(p + i);
     Floats first{};
     Floats second{};

@@ -234,6 +234,24 @@ inline Ints scaled_upper_half(Ints bits) {
 #endif
 }
 
+constexpr std::size_t kDoubles = kLanes / 2;
+using Doubles = double __attribute__((vector_size(kLanes * 4)));
+
+// `sums` plus the squares of kDoubles values, in double. A square is exact there, so a fused product is the same.
+inline Doubles add_squares(Doubles sums, const float* values) {
+#if defined(__AVX512F__)
+  const __m512d x = _mm512_cvtps_pd(_mm256_loadu_ps(values));
+  return std::bit_cast<Doubles>(_mm512_fmadd_pd(x, x, std::bit_cast<__m512d>(sums)));
+#elif defined(__AVX2__)
+  const __m256d x = _mm256_cvtps_pd(_mm_loadu_ps(values));
+  return std::bit_cast<Doubles>(_mm256_fmadd_pd(x, x, std::bit_cast<__m256d>(sums)));
+#else
+  Doubles x;
+  for (std::size_t lane = 0; lane < kDoubles; ++lane) x[lane] = static_cast<double>(values[lane]);
+  return sums + x * x;
+#endif
+}
+
 // Product of the lower halves of each 64-bit lane.
 inline Words multiply_low(Words a, Words b) {
 #if defined(__AVX512F__)

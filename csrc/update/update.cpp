@@ -14,113 +14,17 @@
 #include <thread>
 #include <utility>
 
+#include "update/tile.hpp"
+
 namespace infinity {
 namespace {
-
-constexpr std::size_t kPage = 4096;
-constexpr std::size_t kStreams = 4;  // weight, residual, exp_avg, exp_avg_sq
-static_assert(kCutNumel % kPage == 0, "one byte per element, and a cut is still between pages");
-
-std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
-}
-
-std::size_t round_up_to_page(std::size_t nbytes) { return (nbytes + kPage - 1) / kPage * kPage; }
-
-// A job while it is being worked on. Guarded by Impl::mutex, but for `job`, which does not change.
-struct Active {
-  UpdateJob job;
-  Future future = std::make_shared<Completion>();
-  std::uint64_t cursor = 0;  // first element of the next tile
-  unsigned tiles = 0;        // tiles started and not finished
-  std::optional<Failure> failure;
-  const StateStream* streams[kStreams] = {};  // null: the job has none
-
-  [[nodiscard]] bool int8(std::size_t index) const { return index >= 2 && job.format.moments == Moments::int8; }
-
-  // Bytes of the first `numel` elements of a stream, and where element `numel` begins, if a tile may begin there.
-  [[nodiscard]] std::uint64_t bytes(std::size_t index, std::uint64_t numel) const {
-    if (index == 0) return numel * itemsize(job.format.weight);
-    if (index == 1) return numel * residual_itemsize(job.format.master);
-    return moment_bytes(job.format.moments, numel);
-  }
-
-  // Bytes of a stream's part of the largest tile, in pages.
-  [[nodiscard]] std::size_t tile_bytes(std::size_t index, std::size_t tile_numel) const {
-    return round_up_to_page(bytes(index, std::min<std::uint64_t>(tile_numel, job.numel)));
-  }
-
-  // Elements [begin, end) of a tile, all of one chunk, as bytes of the tile's part of a stream. Int8: their codes.
-  [[nodiscard]] std::pair<std::size_t, std::size_t> piece(std::size_t index, std::size_t begin, std::size_t end) const {
-    if (!int8(index)) return {bytes(index, begin), bytes(index, end)};
-    const std::size_t from = begin / kChunkNumel * kChunkBytes + kScalesBytes + begin % kChunkNumel;
-    return {from, from + (end - begin)};
-  }
-};
-
-struct Tile {
-  std::shared_ptr<Active> owner;
-  std::uint64_t first = 0;
-  std::size_t numel = 0;
-  std::size_t slot = 0;  // which piece of the staging
-  std::byte* memory[kStreams] = {};
-  unsigned pending = 0;  // transfers under way
-};
 
 void require(bool good, const char* message) {
   if (!good) throw std::invalid_argument(message);
 }
 
-void check_stream(const StateStream& stream, const char* name) {
-  const std::string what(name);
-  if (stream.memory == nullptr && stream.file == nullptr) {
-    throw std::invalid_argument(what + " is neither in memory nor in a file");
-  }
-  if (stream.file != nullptr &&
-      (stream.offset % kPage != 0 || reinterpret_cast<std::uintptr_t>(stream.memory) % kPage != 0)) {
-    throw std::invalid_argument(what + " is not aligned to 4 KiB");
-  }
-}
-
-bool given(const StateStream& stream) { return stream.memory != nullptr || stream.file != nullptr; }
-
-// A moment that no rule uses may be left out, and is not moved. Without arithmetic what is given is moved.
-const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
-  if (!(arithmetic ? used : given(stream))) return nullptr;
-  check_stream(stream, name);
-  return &stream;
-}
-
-std::shared_ptr<Active> check(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
-  require(job.numel > 0, "a job needs at least one element");
-  require(job.grad != nullptr, "a job needs gradients in memory");
-  check_format(job.format);
-  check_segments(job.segments, job.numel, job.format);
-  require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
-          "with int8 moments tile_numel must be a multiple of 262144, or a job must be one tile");
-  auto active = std::make_shared<Active>();
-  active->job = std::move(job);
-  const UpdateJob& kept = active->job;
-  const auto any = [&](bool (Hyperparameters::*uses)() const) {
-    return std::any_of(kept.segments.begin(), kept.segments.end(),
-                       [&](const Segment& segment) { return !segment.skip && (segment.hyper.*uses)(); });
-  };
-  check_stream(kept.weight, "weight");
-  active->streams[0] = &kept.weight;
-  if (residual_itemsize(kept.format.master) > 0) {
-    check_stream(kept.residual, "residual");
-    active->streams[1] = &kept.residual;
-  }
-  active->streams[2] = check_moment(kept.exp_avg, kept.arithmetic, any(&Hyperparameters::uses_exp_avg), "exp_avg");
-  active->streams[3] =
-      check_moment(kept.exp_avg_sq, kept.arithmetic, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
-  std::size_t staged = 0;
-  for (std::size_t index = 0; index < kStreams; ++index) {
-    const StateStream* stream = active->streams[index];
-    if (stream != nullptr && stream->memory == nullptr) staged += active->tile_bytes(index, tile_numel);
-  }
-  require(staged <= tile_bytes, "a tile of this job does not fit the staging");
-  return active;
+std::uint64_t now_ns() {
+  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
 }
 
 bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end) {
@@ -258,7 +162,7 @@ struct UpdatePipeline::Impl {
     if (tile->owner->failure) return tile_done(lock, tile);
     lock.unlock();
     const std::uint64_t began = now_ns();
-    auto damage = work(*tile);
+    auto damage = update_tile(*tile, *pool, isa);
     const std::uint64_t took = now_ns() - began;
     lock.lock();
     counters.adam_ns += took;
@@ -276,118 +180,6 @@ struct UpdatePipeline::Impl {
     transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& held, const std::shared_ptr<Tile>& written) {
       tile_done(held, written);
     });
-  }
-
-  // The update of a tile that is read, by all threads: each takes a piece that fits its cache, checks its pages,
-  // updates them, and takes the checksums of what is to be written. The pages of scales belong to no piece: they are
-  // checked before and taken after. After damage nothing of the tile is written, and what the file should hold stays
-  // what it was; the damage that comes first in the tile is reported.
-  [[nodiscard]] std::optional<Failure> work(const Tile& tile) {
-    if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
-    const std::size_t task = task_numel();
-    const std::size_t tasks = (tile.numel + task - 1) / task;
-    std::vector<std::optional<Failure>> damage(tasks);
-    std::vector<std::vector<Sums>> sums(tasks);
-    pool->parallel_for(tasks, [&](std::size_t index) {
-      const std::size_t begin = index * task;
-      const std::size_t end = std::min(begin + task, tile.numel);
-      damage[index] = first_damage(pages(tile, Pages::read, begin, end));
-      if (damage[index]) return;
-      update(tile, begin, end);
-      sums[index] = sums_of(pages(tile, Pages::written, begin, end));
-    });
-    const auto first = std::find_if(damage.begin(), damage.end(), [](const auto& found) { return found.has_value(); });
-    if (first != damage.end()) return std::move(*first);
-    sums.push_back(sums_of(scale_pages(tile, Pages::written)));
-    for (const std::vector<Sums>& piece : sums) {
-      for (const Sums& taken : piece) taken.file->put(taken.offset, taken.pages);
-    }
-    return std::nullopt;
-  }
-
-  void update(const Tile& tile, std::size_t begin, std::size_t end) const {
-    const UpdateJob& job = tile.owner->job;
-    if (!job.arithmetic) return;
-    StateBuffers buffers;
-    buffers.weight = tile.memory[0];
-    buffers.residual = tile.memory[1];
-    buffers.exp_avg = tile.memory[2];
-    buffers.exp_avg_sq = tile.memory[3];
-    buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
-    const bool finite =
-        optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
-    if (!finite && job.not_finite != nullptr) *job.not_finite = true;
-  }
-
-  // Pages of one stream of a tile, in memory and in the file.
-  struct Span {
-    SwapFile* file;
-    std::uint64_t offset;
-    std::byte* data;
-    std::size_t nbytes;
-  };
-  enum class Pages : std::uint8_t { read, written };
-
-  // A stream whose checksums are kept, and of which pages were read, or will be written.
-  [[nodiscard]] static bool checked(const Active& active, std::size_t index, Pages which) {
-    const StateStream* stream = active.streams[index];
-    if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
-    return which == Pages::written || stream->memory == nullptr;
-  }
-
-  [[nodiscard]] static Span span(const Tile& tile, std::size_t index, std::size_t begin, std::size_t end) {
-    const Active& active = *tile.owner;
-    const StateStream& stream = *active.streams[index];
-    return {stream.file.get(), stream.offset + active.bytes(index, tile.first) + begin, tile.memory[index] + begin,
-            round_up_to_page(end - begin)};
-  }
-
-  // Elements [begin, end) of all streams.
-  [[nodiscard]] static std::vector<Span> pages(const Tile& tile, Pages which, std::size_t begin, std::size_t end) {
-    std::vector<Span> result;
-    for (std::size_t index = 0; index < kStreams; ++index) {
-      const Active& active = *tile.owner;
-      if (!checked(active, index, which)) continue;
-      const auto [from, to] = active.piece(index, begin, end);
-      result.push_back(span(tile, index, from, to));
-    }
-    return result;
-  }
-
-  [[nodiscard]] static std::vector<Span> scale_pages(const Tile& tile, Pages which) {
-    std::vector<Span> result;
-    for (std::size_t index = 0; index < kStreams; ++index) {
-      if (!tile.owner->int8(index) || !checked(*tile.owner, index, which)) continue;
-      for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
-        const std::size_t from = at / kChunkNumel * kChunkBytes;
-        result.push_back(span(tile, index, from, from + kScalesBytes));
-      }
-    }
-    return result;
-  }
-
-  [[nodiscard]] static std::optional<Failure> first_damage(const std::vector<Span>& spans) {
-    for (const Span& part : spans) {
-      if (auto failure = part.file->check(part.offset, part.data, part.nbytes)) return failure;
-    }
-    return std::nullopt;
-  }
-
-  // Checksums of pages that are about to be written.
-  struct Sums {
-    SwapFile* file;
-    std::uint64_t offset;
-    std::vector<PageChecksum> pages;
-  };
-
-  [[nodiscard]] static std::vector<Sums> sums_of(const std::vector<Span>& spans) {
-    std::vector<Sums> result;
-    for (const Span& part : spans) {
-      Sums taken{part.file, part.offset, std::vector<PageChecksum>(part.nbytes / kPage)};
-      checksum_pages(part.data, taken.pages.size(), taken.pages.data());
-      result.push_back(std::move(taken));
-    }
-    return result;
   }
 
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
@@ -456,8 +248,8 @@ UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr
   require(engine != nullptr && pool != nullptr && staging != nullptr,
           "an update pipeline needs an engine, a pool, staging");
   require(tile_numel > 0 && tile_numel % kCutNumel == 0, "tile_numel must be a positive multiple of 4096 elements");
-  require(reinterpret_cast<std::uintptr_t>(staging) % kPage == 0, "staging must be aligned to 4 KiB");
-  require(tile_bytes > 0 && tile_bytes % kPage == 0, "tile_bytes must be a positive multiple of 4096");
+  require(reinterpret_cast<std::uintptr_t>(staging) % kPageBytes == 0, "staging must be aligned to 4 KiB");
+  require(tile_bytes > 0 && tile_bytes % kPageBytes == 0, "tile_bytes must be a positive multiple of 4096");
   const std::size_t slots = staging_bytes / tile_bytes;
   require(slots >= 2, "staging must hold at least two tiles");
   impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool), staging, slots, tile_numel, tile_bytes, isa);
@@ -478,7 +270,7 @@ UpdatePipeline::~UpdatePipeline() {
 }
 
 Future UpdatePipeline::submit(UpdateJob job) {
-  auto active = check(std::move(job), impl_->tile_numel, impl_->tile_bytes);
+  auto active = activate(std::move(job), impl_->tile_numel, impl_->tile_bytes);
   Future future = active->future;
   {
     const std::lock_guard lock(impl_->mutex);

@@ -1,0 +1,178 @@
+#include "update/tile.hpp"
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace infinity {
+namespace {
+
+static_assert(kCutNumel % kPageBytes == 0, "one byte per element, and a cut is still between pages");
+
+void require(bool good, const char* message) {
+  if (!good) throw std::invalid_argument(message);
+}
+
+void check_stream(const StateStream& stream, const char* name) {
+  const std::string what(name);
+  if (stream.memory == nullptr && stream.file == nullptr) {
+    throw std::invalid_argument(what + " is neither in memory nor in a file");
+  }
+  if (stream.file != nullptr &&
+      (stream.offset % kPageBytes != 0 || reinterpret_cast<std::uintptr_t>(stream.memory) % kPageBytes != 0)) {
+    throw std::invalid_argument(what + " is not aligned to 4 KiB");
+  }
+}
+
+bool given(const StateStream& stream) { return stream.memory != nullptr || stream.file != nullptr; }
+
+// A moment that no rule uses may be left out, and is not moved. Without arithmetic what is given is moved.
+const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
+  if (!(arithmetic ? used : given(stream))) return nullptr;
+  check_stream(stream, name);
+  return &stream;
+}
+
+// Pages of one stream of a tile, in memory and in the file.
+struct Span {
+  SwapFile* file;
+  std::uint64_t offset;
+  std::byte* data;
+  std::size_t nbytes;
+};
+enum class Pages : std::uint8_t { read, written };
+
+// A stream whose checksums are kept, and of which pages were read, or will be written.
+bool checked(const Active& active, std::size_t index, Pages which) {
+  const StateStream* stream = active.streams[index];
+  if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
+  return which == Pages::written || stream->memory == nullptr;
+}
+
+Span span_of(const Tile& tile, std::size_t index, std::size_t begin, std::size_t end) {
+  const Active& active = *tile.owner;
+  const StateStream& stream = *active.streams[index];
+  return {stream.file.get(), stream.offset + active.bytes(index, tile.first) + begin, tile.memory[index] + begin,
+          round_up_to_page(end - begin)};
+}
+
+// Elements [begin, end) of all streams.
+std::vector<Span> pages(const Tile& tile, Pages which, std::size_t begin, std::size_t end) {
+  std::vector<Span> result;
+  for (std::size_t index = 0; index < kStreams; ++index) {
+    const Active& active = *tile.owner;
+    if (!checked(active, index, which)) continue;
+    const auto [from, to] = active.piece(index, begin, end);
+    result.push_back(span_of(tile, index, from, to));
+  }
+  return result;
+}
+
+std::vector<Span> scale_pages(const Tile& tile, Pages which) {
+  std::vector<Span> result;
+  for (std::size_t index = 0; index < kStreams; ++index) {
+    if (!tile.owner->int8(index) || !checked(*tile.owner, index, which)) continue;
+    for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
+      const std::size_t from = at / kChunkNumel * kChunkBytes;
+      result.push_back(span_of(tile, index, from, from + kScalesBytes));
+    }
+  }
+  return result;
+}
+
+std::optional<Failure> first_damage(const std::vector<Span>& spans) {
+  for (const Span& part : spans) {
+    if (auto failure = part.file->check(part.offset, part.data, part.nbytes)) return failure;
+  }
+  return std::nullopt;
+}
+
+// Checksums of pages that are about to be written.
+struct Sums {
+  SwapFile* file;
+  std::uint64_t offset;
+  std::vector<PageChecksum> pages;
+};
+
+std::vector<Sums> sums_of(const std::vector<Span>& spans) {
+  std::vector<Sums> result;
+  for (const Span& part : spans) {
+    Sums taken{part.file, part.offset, std::vector<PageChecksum>(part.nbytes / kPageBytes)};
+    checksum_pages(part.data, taken.pages.size(), taken.pages.data());
+    result.push_back(std::move(taken));
+  }
+  return result;
+}
+
+void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa) {
+  const UpdateJob& job = tile.owner->job;
+  if (!job.arithmetic) return;
+  StateBuffers buffers;
+  buffers.weight = tile.memory[0];
+  buffers.residual = tile.memory[1];
+  buffers.exp_avg = tile.memory[2];
+  buffers.exp_avg_sq = tile.memory[3];
+  buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
+  const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
+  if (!finite && job.not_finite != nullptr) *job.not_finite = true;
+}
+
+}  // namespace
+
+std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
+  require(job.numel > 0, "a job needs at least one element");
+  require(job.grad != nullptr, "a job needs gradients in memory");
+  check_format(job.format);
+  check_segments(job.segments, job.numel, job.format);
+  require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
+          "with int8 moments tile_numel must be a multiple of 262144, or a job must be one tile");
+  auto active = std::make_shared<Active>();
+  active->job = std::move(job);
+  const UpdateJob& kept = active->job;
+  const auto any = [&](bool (Hyperparameters::*uses)() const) {
+    return std::any_of(kept.segments.begin(), kept.segments.end(),
+                       [&](const Segment& segment) { return !segment.skip && (segment.hyper.*uses)(); });
+  };
+  check_stream(kept.weight, "weight");
+  active->streams[0] = &kept.weight;
+  if (residual_itemsize(kept.format.master) > 0) {
+    check_stream(kept.residual, "residual");
+    active->streams[1] = &kept.residual;
+  }
+  active->streams[2] = check_moment(kept.exp_avg, kept.arithmetic, any(&Hyperparameters::uses_exp_avg), "exp_avg");
+  active->streams[3] =
+      check_moment(kept.exp_avg_sq, kept.arithmetic, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
+  std::size_t staged = 0;
+  for (std::size_t index = 0; index < kStreams; ++index) {
+    const StateStream* stream = active->streams[index];
+    if (stream != nullptr && stream->memory == nullptr) staged += active->tile_bytes(index, tile_numel);
+  }
+  require(staged <= tile_bytes, "a tile of this job does not fit the staging");
+  return active;
+}
+
+std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa) {
+  // The pages of scales belong to no piece: they are checked before and taken after.
+  if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
+  const std::size_t task = task_numel();
+  const std::size_t tasks = (tile.numel + task - 1) / task;
+  std::vector<std::optional<Failure>> damage(tasks);
+  std::vector<std::vector<Sums>> sums(tasks);
+  pool.parallel_for(tasks, [&](std::size_t index) {
+    const std::size_t begin = index * task;
+    const std::size_t end = std::min(begin + task, tile.numel);
+    damage[index] = first_damage(pages(tile, Pages::read, begin, end));
+    if (damage[index]) return;
+    update_piece(tile, begin, end, isa);
+    sums[index] = sums_of(pages(tile, Pages::written, begin, end));
+  });
+  const auto first = std::find_if(damage.begin(), damage.end(), [](const auto& found) { return found.has_value(); });
+  if (first != damage.end()) return std::move(*first);
+  sums.push_back(sums_of(scale_pages(tile, Pages::written)));
+  for (const std::vector<Sums>& piece : sums) {
+    for (const Sums& taken : piece) taken.file->put(taken.offset, taken.pages);
+  }
+  return std::nullopt;
+}
+
+}  // namespace infinity
