@@ -8,8 +8,8 @@ Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads on flat sta
   pass   what a trainer does: bf16 gradients in, norm, unscale, clip, AdamW, bf16 weights out
 
 Every contender is a process of its own with memory in huge pages; each round runs all of them, in an order that turns;
-ratios are within a round. A peer's pass is measured as it is usually written (cast, norm, multiply, step, cast) and in the
-fastest of the other ways that we know, probed first: the norm of the bf16 gradients, the factor handed to the step.
+ratios are within a round. A peer's pass is measured as it is usually written (cast, norm, multiply, step, cast), and in
+the fastest of the other ways that we know, probed first: the norm of the bf16 gradients, the factor handed to the step.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ bool update(const py::object& weight, const py::object& residual, const py::obje
   const Isa isa = isa_from(isa_name);
   ThreadPool& threads = *pool.get();
   const py::gil_scoped_release unlocked;
-  return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data}, 0, numel, segments,
+  return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data, true}, 0, numel, segments,
                           static_cast<float>(grad_scale), isa, threads);
 }
 

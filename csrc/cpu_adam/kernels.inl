@@ -154,6 +154,10 @@ void store_weights(const StateFormat& format, const StateBuffers& buffers, const
     alignas(64) std::uint16_t random[kBlockNumel];
     random_bits(c.seed, c.step, block.block, Stream::weight, random);
     store_stochastically(master, narrow, random + block.offset, block.numel);
+  } else if (format.weight == DType::bf16 && buffers.weight_past_caches && block.whole()) {
+    alignas(64) std::uint16_t rounded[kBlockNumel];
+    store_bf16(master, rounded, kBlockNumel, finite);
+    store_past_caches(narrow, rounded, sizeof rounded);
   } else if (format.weight == DType::bf16) {
     store_bf16(master, narrow, block.numel, finite);
   } else {
@@ -228,6 +232,7 @@ bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t 
     at += numel;
     index += numel;
   }
+  if (buffers.weight_past_caches) finish_stores();
   return finite;
 }
 

@@ -59,6 +59,8 @@ struct StateBuffers {
   void* exp_avg;
   void* exp_avg_sq;
   const void* grad;
+  // Nobody reads the new bf16 weights beside an fp32 master soon (no checksum, no write): they may go past the caches.
+  bool weight_past_caches = false;
 };
 
 enum class Isa : std::uint8_t { baseline, avx2, avx512, neon };

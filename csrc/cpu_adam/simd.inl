@@ -234,6 +234,27 @@ inline Ints scaled_upper_half(Ints bits) {
 #endif
 }
 
+// Copies what nobody reads soon, without fetching the lines that it overwrites; `nbytes` is a multiple of 64. Other
+// threads see it after finish_stores().
+inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
+#if defined(__SSE2__)
+  if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
+    for (std::size_t at = 0; at < nbytes; at += 16) {
+      const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::byte*>(from) + at));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<std::byte*>(to) + at), part);
+    }
+    return;
+  }
+#endif
+  std::memcpy(to, from, nbytes);
+}
+
+inline void finish_stores() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 constexpr std::size_t kDoubles = kLanes / 2;
 using Doubles = double __attribute__((vector_size(kLanes * 4)));
 

@@ -113,6 +113,7 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   buffers.exp_avg = tile.memory[2];
   buffers.exp_avg_sq = tile.memory[3];
   buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
+  buffers.weight_past_caches = job.weight.file == nullptr;
   const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
