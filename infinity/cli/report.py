@@ -64,7 +64,7 @@ class Report:
             (
                 "moved per parameter",
                 f"{self.bytes_per_parameter:.1f} B per step, counted; planned with nothing cached "
-                f"{self.planned_bytes_per_parameter:.1f} B (design: 26 with weights on NVMe, 20 with weights in RAM)",
+                f"{self.planned_bytes_per_parameter:.1f} B",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
