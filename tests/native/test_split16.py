@@ -43,3 +43,31 @@ def test_a_nan_weight_is_a_nan() -> None:
             _native.encode_split16(value, weight, rest)
             assert (weight[0] & 0x7FFF) > 0x7F80
             assert (weight[0] >> 15) == (sign >> 31)
+
+
+def test_a_step_of_nothing_keeps_all_2_to_the_32_patterns() -> None:
+    """Through the kernel's own loads and stores: a learning rate of zero changes no weight, and a NaN stays one."""
+    pool = _native.ThreadPool(2)
+    weight, rest = np.empty(CHUNK, np.uint16), np.empty(CHUNK, np.int16)
+    moments = [np.zeros(CHUNK, np.uint16) for _ in range(2)]
+    gradient = np.full(CHUNK, 0x3F80, np.uint16)
+    still = [_native.Segment(0, CHUNK, lr=0.0, beta1=0.9, beta2=0.99, eps=1e-8, step=1)]
+    for start in range(0, 1 << 32, CHUNK):
+        bits = np.arange(start, start + CHUNK, dtype=np.uint32)
+        _native.encode_split16(bits.view(np.float32), weight, rest)
+        before = weight.copy(), rest.copy()
+        _native.optimizer_update(
+            weight,
+            rest,
+            *moments,
+            gradient,
+            weight_dtype="bf16",
+            master="split16",
+            moments="bf16",
+            grad_dtype="bf16",
+            segments=still,
+            pool=pool,
+        )
+        differs = np.flatnonzero((weight != before[0]) | (rest != before[1]))
+        assert np.isnan(bits[differs].view(np.float32)).all()
+        assert ((weight[differs] & 0x7FFF) > 0x7F80).all()
