@@ -30,8 +30,7 @@ Memory memory_from(const py::handle& object, bool writable, const char* name) {
   return memory;
 }
 
-Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name) {
-  Memory memory = memory_from(object, writable, name);
+void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignment, const char* name) {
   if (memory.nbytes < nbytes) {
     throw py::value_error(std::string(name) + " holds " + std::to_string(memory.nbytes) + " bytes; " +
                           std::to_string(nbytes) + " are needed");
@@ -39,6 +38,11 @@ Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t align
   if (reinterpret_cast<std::uintptr_t>(memory.data) % alignment != 0) {
     throw py::value_error(std::string(name) + " is not aligned to " + std::to_string(alignment) + " bytes");
   }
+}
+
+Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name) {
+  Memory memory = memory_from(object, writable, name);
+  require_fits(memory, nbytes, alignment, name);
   return memory;
 }
 

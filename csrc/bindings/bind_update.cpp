@@ -39,14 +39,7 @@ struct PyPipeline {
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.memory == nullptr) return;
   // With a file, whole pages are written from the memory.
-  const std::uint64_t needed = stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes;
-  if (stream.memory.nbytes < needed) {
-    throw py::value_error(std::string(name) + " holds " + std::to_string(stream.memory.nbytes) + " bytes; " +
-                          std::to_string(needed) + " are needed");
-  }
-  if (reinterpret_cast<std::uintptr_t>(stream.memory.data) % 4 != 0) {
-    throw py::value_error(std::string(name) + " is not aligned to 4 bytes");
-  }
+  require_fits(stream.memory, stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes, 4, name);
 }
 
 // The future of an update, which also knows whether a result was not finite.

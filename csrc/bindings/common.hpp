@@ -30,6 +30,9 @@ struct Memory {
 // read-only where it must be written.
 Memory memory_from(const py::handle& object, bool writable, const char* name);
 
+// ValueError unless `memory` has `nbytes` bytes and begins at a multiple of `alignment`.
+void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignment, const char* name);
+
 // The same, checked: at least `nbytes` long and aligned to `alignment`. ValueError otherwise.
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
 

@@ -5,29 +5,25 @@
 #include "cpu_adam/optimizer.hpp"
 
 namespace infinity {
+namespace {
+#include "cpu_adam/weights.inl"
+}  // namespace
 
 void encode_split16(const float* master, std::uint16_t* weight, std::int16_t* residual, std::size_t numel) {
-  for (std::size_t i = 0; i < numel; ++i) {
-    const std::uint32_t bits = bits_of(master[i]);
-    const std::uint16_t high = round_half_up(bits);
-    weight[i] = high;
-    residual[i] = residual_of(bits, high);
-  }
+  store_split16(master, weight, residual, numel, false);
 }
 
 void decode_split16(const std::uint16_t* weight, const std::int16_t* residual, float* master, std::size_t numel) {
-  for (std::size_t i = 0; i < numel; ++i) master[i] = join(weight[i], residual[i]);
+  load_split16(weight, residual, numel, master);
 }
 
 void round_weights(const float* master, void* weight, DType dtype, std::size_t numel) {
   if (dtype == DType::fp32) {
     std::memcpy(weight, master, numel * sizeof(float));
   } else if (dtype == DType::bf16) {
-    auto* out = static_cast<std::uint16_t*>(weight);
-    for (std::size_t i = 0; i < numel; ++i) out[i] = round_half_up(bits_of(master[i]));
+    store_bf16(master, static_cast<std::uint16_t*>(weight), numel, false);
   } else {
-    auto* out = static_cast<Half*>(weight);
-    for (std::size_t i = 0; i < numel; ++i) out[i] = static_cast<Half>(master[i]);
+    store_fp16(master, static_cast<Half*>(weight), numel);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "base/cpuid.hpp"
+#include "base/require.hpp"
 #include "base/rounding.hpp"
 #include "cpu_adam/kernels.hpp"
 #include "cpu_adam/optimizer.hpp"
@@ -106,10 +107,6 @@ Constants constants_of(const Segment& segment, float grad_scale) {
   c.seed = segment.seed;
   c.step = segment.step;
   return c;
-}
-
-void require(bool good, const char* message) {
-  if (!good) throw std::invalid_argument(message);
 }
 
 // Runs `work(begin, end)` over fixed partials and adds what it returns, in index order.

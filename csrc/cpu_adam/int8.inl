@@ -74,7 +74,7 @@ void multiply_block(float* values, float factor) {
 // Codes of a whole block → values. Where the scale is not finite they are not, either.
 template <bool is_signed>
 void decode_block(const std::uint8_t* codes, float scale, float* values) {
-  if (!(scale <= 0x1.fffffep127f)) {
+  if (!(scale <= kLargestFloat)) {
     for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] = scale;
     return;
   }

@@ -161,8 +161,7 @@ void store_weights(const StateFormat& format, const StateBuffers& buffers, const
   } else if (format.weight == DType::bf16) {
     store_bf16(master, narrow, block.numel, finite);
   } else {
-    auto* const half = static_cast<Half*>(buffers.weight) + at;
-    for (std::size_t i = 0; i < block.numel; ++i) half[i] = static_cast<Half>(master[i]);
+    store_fp16(master, static_cast<Half*>(buffers.weight) + at, block.numel);
   }
 }
 

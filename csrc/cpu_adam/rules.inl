@@ -92,6 +92,5 @@ StepFacts apply_to_blocks(float* p, const float* g, float* m, float* v, std::siz
   }
   const float largest_m = largest_float(most_m);
   const float largest_v = largest_float(most_v);
-  constexpr float kLargestFloat = 0x1.fffffep127f;
   return {!any_negative(bad) && largest_m <= kLargestFloat && largest_v <= kLargestFloat, largest_m, largest_v};
 }

@@ -72,6 +72,8 @@ inline std::int32_t largest(Ints value) {
 #endif
 }
 
+constexpr float kLargestFloat = 0x1.fffffep127f;
+
 // The same of floats that are not negative, by their bits: a NaN is larger than everything.
 inline float largest_float(Ints bits) { return infinity::float_of(static_cast<std::uint32_t>(largest(bits))); }
 

@@ -1,4 +1,5 @@
-// Gradients and masters of a block: loops so plain that the compiler vectorises them.
+// Gradients and masters of a block: loops so plain that the compiler vectorises them. Everything is inline: convert.cpp
+// uses some of it.
 struct Fp32 {
   using type = float;
   static inline float load(float value) { return value; }
@@ -18,7 +19,7 @@ void widen(const void* from, std::size_t at, std::size_t numel, float* __restric
   for (std::size_t i = 0; i < numel; ++i) to[i] = Format::load(values[i]);
 }
 
-void widen(DType dtype, const void* from, std::size_t at, std::size_t numel, float* to) {
+inline void widen(DType dtype, const void* from, std::size_t at, std::size_t numel, float* to) {
   switch (dtype) {
     case DType::fp32:
       return widen<Fp32>(from, at, numel, to);
@@ -29,8 +30,13 @@ void widen(DType dtype, const void* from, std::size_t at, std::size_t numel, flo
   }
 }
 
-void load_master(const StateFormat& format, const StateBuffers& buffers, std::size_t at, std::size_t numel,
-                 float* __restrict master) {
+inline void load_split16(const std::uint16_t* __restrict high, const std::int16_t* __restrict rest, std::size_t numel,
+                         float* __restrict master) {
+  for (std::size_t i = 0; i < numel; ++i) master[i] = join(high[i], rest[i]);
+}
+
+inline void load_master(const StateFormat& format, const StateBuffers& buffers, std::size_t at, std::size_t numel,
+                        float* __restrict master) {
   switch (format.master) {
     case Master::weight:
       return widen<Fp32>(buffers.weight, at, numel, master);
@@ -38,15 +44,19 @@ void load_master(const StateFormat& format, const StateBuffers& buffers, std::si
       return widen<Fp32>(buffers.residual, at, numel, master);
     case Master::none:
       return widen<Bf16>(buffers.weight, at, numel, master);
-    case Master::split16: {
-      const auto* __restrict high = static_cast<const std::uint16_t*>(buffers.weight) + at;
-      const auto* __restrict rest = static_cast<const std::int16_t*>(buffers.residual) + at;
-      for (std::size_t i = 0; i < numel; ++i) master[i] = join(high[i], rest[i]);
-    }
+    case Master::split16:
+      return load_split16(static_cast<const std::uint16_t*>(buffers.weight) + at,
+                          static_cast<const std::int16_t*>(buffers.residual) + at, numel, master);
   }
 }
 
-void store_bf16(const float* __restrict master, std::uint16_t* __restrict weight, std::size_t numel, bool numbers) {
+inline void store_fp16(const float* __restrict master, Half* __restrict weight, std::size_t numel) {
+  for (std::size_t i = 0; i < numel; ++i) weight[i] = static_cast<Half>(master[i]);
+}
+
+// `numbers`, here and below: no value is a NaN.
+inline void store_bf16(const float* __restrict master, std::uint16_t* __restrict weight, std::size_t numel,
+                       bool numbers) {
   if (numbers) {
     for (std::size_t i = 0; i < numel; ++i) weight[i] = round_half_up_number(infinity::bits_of(master[i]));
   } else {
@@ -54,9 +64,8 @@ void store_bf16(const float* __restrict master, std::uint16_t* __restrict weight
   }
 }
 
-// `numbers`: no value is a NaN.
-void store_split16(const float* __restrict master, std::uint16_t* __restrict high, std::int16_t* __restrict rest,
-                   std::size_t numel, bool numbers) {
+inline void store_split16(const float* __restrict master, std::uint16_t* __restrict high, std::int16_t* __restrict rest,
+                          std::size_t numel, bool numbers) {
   if (numbers) {
     for (std::size_t i = 0; i < numel; ++i) {
       const std::uint32_t bits = infinity::bits_of(master[i]);
@@ -72,7 +81,7 @@ void store_split16(const float* __restrict master, std::uint16_t* __restrict hig
   }
 }
 
-void store_stochastically(const float* __restrict values, std::uint16_t* __restrict to,
-                          const std::uint16_t* __restrict random, std::size_t numel) {
+inline void store_stochastically(const float* __restrict values, std::uint16_t* __restrict to,
+                                 const std::uint16_t* __restrict random, std::size_t numel) {
   for (std::size_t i = 0; i < numel; ++i) to[i] = round_stochastically(infinity::bits_of(values[i]), random[i]);
 }

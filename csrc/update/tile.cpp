@@ -4,14 +4,12 @@
 #include <string>
 #include <vector>
 
+#include "base/require.hpp"
+
 namespace infinity {
 namespace {
 
 static_assert(kCutNumel % kPageBytes == 0, "one byte per element, and a cut is still between pages");
-
-void require(bool good, const char* message) {
-  if (!good) throw std::invalid_argument(message);
-}
 
 void check_stream(const StateStream& stream, const char* name) {
   const std::string what(name);

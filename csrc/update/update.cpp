@@ -14,14 +14,11 @@
 #include <thread>
 #include <utility>
 
+#include "base/require.hpp"
 #include "update/tile.hpp"
 
 namespace infinity {
 namespace {
-
-void require(bool good, const char* message) {
-  if (!good) throw std::invalid_argument(message);
-}
 
 std::uint64_t now_ns() {
   return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));

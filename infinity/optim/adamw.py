@@ -14,23 +14,26 @@ from infinity.state.moments import STORED, Moment
 _INFINITE = float("inf")
 
 
-class _Adam(OffloadedOptimizer):
-    """What Adam and AdamW share; they differ in what weight decay means."""
+class Adam(OffloadedOptimizer):
+    """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as torch.optim.Adam.
 
-    _rule: str
+    Args and Raises: as AdamW.
+    """
+
+    _rule = "adam"
 
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float | torch.Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
         *,
-        amsgrad: bool,
-        maximize: bool,
-        max_grad_norm: float | None,
-        seed: int,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
@@ -58,7 +61,7 @@ class _Adam(OffloadedOptimizer):
         }
 
 
-class AdamW(_Adam):
+class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), as torch.optim.AdamW.
 
     Args:
@@ -83,40 +86,6 @@ class AdamW(_Adam):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        amsgrad: bool = False,
-        *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-        )
-
-
-class Adam(_Adam):
-    """Adam with weight decay added to the gradient (Kingma & Ba, arXiv 1412.6980), as torch.optim.Adam.
-
-    Args and Raises: as AdamW.
-    """
-
-    _rule = "adam"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
         amsgrad: bool = False,
         *,
         maximize: bool = False,

@@ -113,9 +113,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     f"states. Set "
                     "requires_grad before infinity.offload."
                 )
-            self._require_room(ledger, group)
             self._ledger = ledger
             places[parameter] = place
+        if self._ledger is not None:
+            self._require_room(self._ledger, group)
         self._places |= places
 
     def _check(self, group: dict[str, Any]) -> None:

@@ -20,12 +20,11 @@ from rich.table import Table
 from infinity import _native
 from infinity.errors import BenchError
 from infinity.sizes import format_bytes
+from infinity.state.dtypes import residual_itemsize
 
 SCHEMA, VERSION = "infinity-bench-adam", 1
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOMENT = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / _native.BLOCK_NUMEL}
-_REST = {"weight": 0, "split16": 2, "fp32": 4, "none": 0}
 _BOUND_BYTES = 28
 _STREAM_BYTES_MAX = 4  # per element
 
@@ -52,7 +51,8 @@ class Format:
     @property
     def state_bytes(self) -> float:
         """Bytes per parameter that are read and written back when master and moments are on NVMe and weights in RAM."""
-        return 2 * (_REST[self.master] + 2 * _MOMENT[self.moments])
+        moment = _native.moment_bytes(self.moments, _native.CHUNK_NUMEL) / _native.CHUNK_NUMEL
+        return 2 * (residual_itemsize(self.master) + 2 * moment)
 
     @property
     def memory_bytes(self) -> float:
@@ -197,7 +197,7 @@ def _updater(memory: _Memory, form: Format, isa: str, pool: _native.ThreadPool) 
     numel = memory.numel
     memory.fill_gradients(form.grad, 1e-22 if form.tiny else 1e-2)
     moment = _native.moment_bytes(form.moments, numel)
-    rest = numel * _REST[form.master]
+    rest = numel * residual_itemsize(form.master)
 
     def update(step: int = 2) -> None:
         finite = _native.optimizer_update(
