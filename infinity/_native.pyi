@@ -12,7 +12,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 MasterName = Literal["weight", "split16", "fp32", "none"]
 MomentsName = Literal["fp32", "bf16", "int8"]
 RuleName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
-FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "lose"]
+FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "lose", "kill", "kill_after"]
 IOClassName = Literal["weights", "activations", "states"]
 
 class Arena:
@@ -62,6 +62,12 @@ class File:
 
         Pages never written must read as zeros. Call it before the first request.
         """
+    def locate(self, offset: int) -> tuple[str, int]:
+        """The member that holds a byte, and where in it."""
+    def remember(self, offset: int, data: Buffer) -> None:
+        """These whole pages are what the file holds from `offset` on: later reads are checked against them."""
+    def block_sums(self, offset: int, nbytes: int) -> bytes:
+        """A little-endian 64-bit sum for each 256 KiB of whole pages, of what was remembered; b'' without checksums."""
     def close(self) -> None:
         """Close the descriptor once no request uses it. Idempotent."""
 
@@ -98,10 +104,22 @@ class Fault:
 
     error: fail with `errno`; cut: move half; flip: one wrong bit; stale: a write leaves the old bytes, a read leaves
     the memory alone, both report success; misdirect: move the block beside the right one; delay: complete after those
-    submitted after it; lose: never complete.
+    submitted after it; lose: never complete; kill, kill_after: SIGKILL before it is submitted, or when it is complete.
+    Only operations of the kind named ("read", "write", "sync"; "" is all) that begin within [begin, end) of their file
+    count. A sync moves nothing: only error, stale (reported and not done), delay, lose, kill and kill_after change it.
     """
 
-    def __init__(self, index: int, kind: FaultName, errno: int = 0, repeat: int = 1) -> None: ...
+    def __init__(
+        self,
+        index: int,
+        kind: FaultName,
+        errno: int = 0,
+        repeat: int = 1,
+        *,
+        operation: str = "",
+        begin: int = 0,
+        end: int = 2**64 - 1,
+    ) -> None: ...
 
 class IOEngine:
     """Requests of any size in, block transfers out, a future per request; one queue, thread and ring per device.
@@ -127,14 +145,23 @@ class IOEngine:
         threads: int = 8,
         deadline_s: float = 300.0,
         faults: Sequence[Fault] = (),
+        journal: str = "",
     ) -> None: ...
     @property
     def name(self) -> str:
         """'io_uring' or 'threads': what is really used."""
     @property
     def reason(self) -> str: ...
-    def read(self, file: File, offset: int, into: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
+    def read(
+        self, file: File, offset: int, into: Buffer, io_class: IOClassName = "weights", *, verify: bool = True
+    ) -> IOFuture:
+        """Without `verify` the pages are not compared with what was written."""
     def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
+    def sync(self, file: File) -> IOFuture:
+        """fdatasync of every member: what was complete before this call survives a power cut once it is done.
+
+        After a failure nothing is known of any of it, and asking again may succeed without having written a thing.
+        """
     def register_memory(self, memory: Buffer) -> str:
         """Have the kernel keep these pages at hand; they must stay mapped as long as the engine is open.
 
@@ -282,9 +309,19 @@ class UpdateFuture(IOFuture):
         """Whether all new weights and moments were, so far as they were computed."""
 
 class StateStream:
-    """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both)."""
+    """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both).
 
-    def __init__(self, memory: Buffer | None = None, file: File | None = None, offset: int = 0) -> None: ...
+    Args:
+        offset, write_offset: where it is read from and written to in the file; None: written where it was read.
+    """
+
+    def __init__(
+        self,
+        memory: Buffer | None = None,
+        file: File | None = None,
+        offset: int = 0,
+        write_offset: int | None = None,
+    ) -> None: ...
 
 class UpdatePipeline:
     """Read states → Adam → write states, in tiles, all three in flight on C++ threads; jobs in order of submission."""
@@ -311,6 +348,7 @@ class UpdatePipeline:
         grad_dtype: DTypeName,
         segments: Sequence[Segment],
         grad_scale: float,
+        whole: bool = False,
         arithmetic: bool = True,
         weight: StateStream,
         residual: StateStream | None = None,
@@ -319,6 +357,8 @@ class UpdatePipeline:
         grad: Buffer,
     ) -> UpdateFuture:
         """A moment that no segment's rule uses may be left out.
+
+        With `whole` everything is moved, not only what segments touch: the states go to another place of the file.
 
         Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
         """

@@ -1,10 +1,11 @@
 // The seam between a lane, which knows requests, and the ways to move one block: io_uring, threads, faults.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,9 +13,11 @@
 
 namespace infinity {
 
-enum class OpKind : std::uint8_t { read, write };
+enum class OpKind : std::uint8_t { read, write, sync };
+inline constexpr std::size_t kOpKinds = 3;
 
-// One block transfer. `token` comes back with its completion.
+// One block transfer, or the fdatasync of a file, which has no data, no length and no offset. `token` comes back with
+// its completion.
 struct BlockOp {
   OpKind kind;
   const File* file;  // open until the completion
@@ -26,7 +29,7 @@ struct BlockOp {
 
 struct BlockResult {
   std::uint64_t token;
-  std::int32_t res;  // bytes moved, or -errno, as io_uring reports it
+  std::int32_t res;  // bytes moved, 0 for a sync, or -errno, as io_uring reports it
 };
 
 // Used by one thread, the lane's, except wake().
@@ -67,24 +70,51 @@ enum class FaultKind : std::uint8_t {
   misdirect,  // moves the block beside the right one
   delay,      // completes after those submitted after it
   lose,       // never completes
+  kill,       // the process is killed before it is submitted
+  kill_after  // the process is killed when it has completed
 };
 
-// A fault to inject: the `index`-th block op submitted (from 0, counted over all lanes, reads and writes,
-// continuations and retries) and the `repeat` - 1 after it.
+// A fault to inject: the `index`-th op that matches (from 0, counted over all lanes, continuations and retries
+// included) and the `repeat` - 1 after it. An op matches when it is of the kind asked for, if one is, and begins within
+// [begin, end) of its file.
 struct Fault {
   std::uint64_t index;
   FaultKind kind;
   int error_number = 0;
   std::uint64_t repeat = 1;
+  std::optional<OpKind> operation = std::nullopt;
+  std::uint64_t begin = 0;
+  std::uint64_t end = ~std::uint64_t{0};
 };
 
-// The faults of one engine, shared by its lanes.
-struct FaultPlan {
-  std::vector<Fault> faults;
-  std::atomic<std::uint64_t> submitted{0};
+// The faults of one engine, shared by its lanes, and its journal: with one, every write and sync is appended to a file
+// when it is submitted and when it has completed, so that a test can tell what a power cut could have left.
+//
+// A record: one letter ('W' a write begins, 'w' it ended, 'S' and 's' a sync), 7 bytes of zeros, then little-endian 64
+// bits each: a number that is the same for both ends, the result, the offset, the length of the data and that of the
+// path; then the path and the data.
+class FaultPlan {
+ public:
+  // `journal`: appended to; empty for none. Throws std::system_error.
+  FaultPlan(std::vector<Fault> faults, const std::string& journal);
+  ~FaultPlan();
+  FaultPlan(const FaultPlan&) = delete;
+  FaultPlan& operator=(const FaultPlan&) = delete;
 
   // The fault of the op submitted now, or nullptr.
-  const Fault* next();
+  const Fault* next(const BlockOp& op);
+  // Both do nothing without a journal, or for a read. `began` returns the op's number.
+  std::uint64_t began(const BlockOp& op);
+  void ended(const BlockOp& op, std::uint64_t number, std::int32_t res);
+
+ private:
+  void append(char letter, std::uint64_t number, std::int64_t res, const BlockOp& op, bool with_data);
+
+  const std::vector<Fault> faults_;
+  int journal_ = -1;
+  std::mutex mutex_;                 // guards what follows, and keeps a record in one piece
+  std::vector<std::uint64_t> seen_;  // by fault: ops that matched
+  std::uint64_t numbers_ = 0;
 };
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, std::shared_ptr<FaultPlan> plan);

@@ -35,6 +35,7 @@ void check(const EngineOptions& options) {
 }
 
 void check(const IoRequest& request) {
+  if (request.kind == OpKind::sync) return;
   if (request.file == nullptr || request.data == nullptr || request.nbytes == 0) {
     throw std::invalid_argument("a request needs a file, memory and at least one byte");
   }
@@ -62,9 +63,8 @@ LaneOptions lane_options(const EngineOptions& options) {
   lane.queue_depth = options.queue_depth;
   lane.in_flight_bytes = options.in_flight_bytes;
   lane.threads = options.threads;
-  if (!options.faults.empty()) {
-    lane.faults = std::make_shared<FaultPlan>();
-    lane.faults->faults = options.faults;
+  if (!options.faults.empty() || !options.journal.empty()) {
+    lane.faults = std::make_shared<FaultPlan>(options.faults, options.journal);
   }
   return lane;
 }
@@ -149,6 +149,7 @@ struct IoEngine::Impl {
     std::uint64_t touched = 0;
     const std::uint64_t all =
         file.members().size() == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << file.members().size()) - 1;
+    if (io.kind == OpKind::sync) touched = all;
     for (std::uint64_t at = 0; at < io.nbytes && touched != all;) {
       const Place place = file.locate(io.offset + at);
       touched |= std::uint64_t{1} << place.member;
@@ -208,6 +209,10 @@ Future IoEngine::submit(const IoRequest& request) {
   Future future = made->future;
   for (auto& [lane, members] : shares) lane->submit(made, members);
   return future;
+}
+
+Future IoEngine::sync(const std::shared_ptr<SwapFile>& file) {
+  return submit({OpKind::sync, IoClass::weights, file, 0, nullptr, file->members().size()});
 }
 
 std::string IoEngine::register_memory(std::byte* data, std::size_t nbytes) {

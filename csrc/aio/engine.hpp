@@ -22,6 +22,7 @@ struct EngineOptions {
   unsigned threads = 8;                                           // of the thread engine, per device
   std::chrono::nanoseconds deadline = std::chrono::seconds(300);  // a block that takes longer never comes
   std::vector<Fault> faults;                                      // for tests
+  std::string journal;                                            // for tests: see FaultPlan; empty for none
 };
 
 // One lane per device (file system): each has its own thread, ring, depth and order, so that a slow disk does not hold
@@ -42,6 +43,10 @@ class IoEngine {
 
   // Throws std::invalid_argument for misaligned or empty requests. Never waits for a device.
   Future submit(const IoRequest& request);
+
+  // fdatasync of every member: when the future is done, what was written and completed before this call survives a
+  // power cut. After a failure nothing is known of any of it; a second sync may succeed without having written a thing.
+  Future sync(const std::shared_ptr<SwapFile>& file);
 
   // Has the kernel keep these pages at hand for all lanes (Backend::register_memory). They must stay mapped as long as
   // the engine lives. Returns "" or why it was refused, which costs processor time only.

@@ -1,11 +1,16 @@
 // The twin of a real backend that fails on request: behind the same interface, so that a lane cannot tell.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <system_error>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 #include "aio/backend.hpp"
@@ -46,19 +51,21 @@ class FaultyBackend final : public Backend {
   void forget_file(std::uint64_t id) override { inner_->forget_file(id); }
 
   void submit(const BlockOp& op) override {
-    const Fault* fault = plan_->next();
+    const Fault* fault = plan_->next(op);
     if (fault == nullptr) return pass(op);
     BlockOp changed = op;
+    const bool sync = op.kind == OpKind::sync;
     switch (fault->kind) {
       case FaultKind::error:
         return report(op.token, -fault->error_number);
       case FaultKind::cut:
+        if (sync) return pass(op);
         changed.nbytes = op.nbytes / 2 / kPage * kPage;
         return pass(changed.nbytes > 0 ? changed : op);
       case FaultKind::flip:
-        return flip(op);
+        return sync ? pass(op) : flip(op);
       case FaultKind::stale:
-        return report(op.token, static_cast<std::int32_t>(op.nbytes));
+        return report(op.token, sync ? 0 : static_cast<std::int32_t>(op.nbytes));
       case FaultKind::misdirect:
         changed.offset = op.offset >= op.nbytes ? op.offset - op.nbytes : op.offset + op.nbytes;
         return pass(changed);
@@ -67,6 +74,12 @@ class FaultyBackend final : public Backend {
         return pass(op);
       case FaultKind::lose:
         return;
+      case FaultKind::kill:
+        static_cast<void>(std::raise(SIGKILL));
+        return;
+      case FaultKind::kill_after:
+        deadly_.insert(op.token);
+        return pass(op);
     }
   }
 
@@ -96,6 +109,7 @@ class FaultyBackend final : public Backend {
 
   void pass(const BlockOp& op) {
     ++outstanding_;
+    if (op.kind != OpKind::read) written_[op.token] = {op, plan_->began(op)};
     inner_->submit(op);
   }
 
@@ -117,6 +131,11 @@ class FaultyBackend final : public Backend {
   }
 
   void finish(const BlockResult& result) {
+    if (const auto written = written_.find(result.token); written != written_.end()) {
+      plan_->ended(written->second.first, written->second.second, result.res);
+      written_.erase(written);
+    }
+    if (deadly_.count(result.token) != 0) static_cast<void>(std::raise(SIGKILL));
     bounces_.erase(result.token);
     const auto found = to_flip_.find(result.token);
     if (found == to_flip_.end()) return;
@@ -143,18 +162,70 @@ class FaultyBackend final : public Backend {
   std::unordered_map<std::uint64_t, int> late_;  // by token: completions that still may overtake it
   std::unordered_map<std::uint64_t, BlockOp> to_flip_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Bounce>> bounces_;
+  std::unordered_map<std::uint64_t, std::pair<BlockOp, std::uint64_t>> written_;  // with its number in the journal
+  std::unordered_set<std::uint64_t> deadly_;
   std::size_t outstanding_ = 0;     // ops inside `inner_`
   std::unique_ptr<Backend> inner_;  // last: gone before the memory its transfers use
 };
 
 }  // namespace
 
-const Fault* FaultPlan::next() {
-  const std::uint64_t index = submitted++;
-  for (const Fault& fault : faults) {
-    if (index >= fault.index && index - fault.index < fault.repeat) return &fault;
+FaultPlan::FaultPlan(std::vector<Fault> faults, const std::string& journal)
+    : faults_(std::move(faults)), seen_(faults_.size(), 0) {
+  if (journal.empty()) return;
+  journal_ = open(journal.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (journal_ < 0) throw std::system_error(errno, std::generic_category(), "open " + journal);
+}
+
+FaultPlan::~FaultPlan() {
+  if (journal_ >= 0) close(journal_);
+}
+
+const Fault* FaultPlan::next(const BlockOp& op) {
+  const std::lock_guard lock(mutex_);
+  const Fault* found = nullptr;
+  for (std::size_t index = 0; index < faults_.size(); ++index) {
+    const Fault& fault = faults_[index];
+    if (fault.operation && *fault.operation != op.kind) continue;
+    if (op.offset < fault.begin || op.offset >= fault.end) continue;
+    const std::uint64_t seen = seen_[index]++;
+    if (found == nullptr && seen >= fault.index && seen - fault.index < fault.repeat) found = &fault;
   }
-  return nullptr;
+  return found;
+}
+
+std::uint64_t FaultPlan::began(const BlockOp& op) {
+  if (journal_ < 0) return 0;
+  const std::lock_guard lock(mutex_);
+  append(op.kind == OpKind::sync ? 'S' : 'W', ++numbers_, 0, op, op.kind == OpKind::write);
+  return numbers_;
+}
+
+void FaultPlan::ended(const BlockOp& op, std::uint64_t number, std::int32_t res) {
+  if (journal_ < 0) return;
+  const std::lock_guard lock(mutex_);
+  append(op.kind == OpKind::sync ? 's' : 'w', number, res, op, false);
+}
+
+void FaultPlan::append(char letter, std::uint64_t number, std::int64_t res, const BlockOp& op, bool with_data) {
+  const std::string& path = op.file->path();
+  const std::uint64_t nbytes = with_data ? op.nbytes : 0;
+  const std::array<std::uint64_t, 6> header = {static_cast<std::uint64_t>(static_cast<unsigned char>(letter)),
+                                               number,
+                                               static_cast<std::uint64_t>(res),
+                                               op.offset,
+                                               nbytes,
+                                               path.size()};
+  std::vector<std::byte> record(sizeof(header) + path.size() + nbytes);
+  std::memcpy(record.data(), header.data(), sizeof(header));
+  std::memcpy(record.data() + sizeof(header), path.data(), path.size());
+  if (nbytes > 0) std::memcpy(record.data() + sizeof(header) + path.size(), op.data, nbytes);
+  std::size_t done = 0;
+  while (done < record.size()) {
+    const ssize_t moved = write(journal_, record.data() + done, record.size() - done);
+    if (moved < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "write the journal");
+    if (moved > 0) done += static_cast<std::size_t>(moved);
+  }
 }
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, std::shared_ptr<FaultPlan> plan) {

@@ -45,7 +45,8 @@ struct LaneCounters {
 //
 // Every result is checked: short → continued from where it stopped, EINTR/EAGAIN → retried at most kRetriesMax times
 // per block, a page that differs from its checksum → corruption, anything else, and a read at the end of the file → the
-// request fails with a Failure that names path, offset, length and errno. The other blocks of a failed request are
+// request fails with a Failure that names path, offset, length and errno. A sync that failed is never tried again: the
+// kernel may have forgotten what it could not write. The other blocks of a failed request are
 // dropped if not yet submitted; its part is finished only when none of its blocks is in flight.
 //
 // Life cycle: open() → submit()… → close(). A lane whose device does not answer is abandoned: its requests fail, its
@@ -116,7 +117,7 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::atomic<std::uint64_t> busy_ns_{0};
   std::atomic<std::uint64_t> busy_since_ns_{0};  // 0: idle
   std::atomic<std::uint64_t> in_flight_{0};
-  Histogram latency_[2];
+  Histogram latency_[kOpKinds];
 };
 
 }  // namespace infinity

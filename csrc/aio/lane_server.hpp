@@ -24,7 +24,10 @@ inline void add(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
   counter.fetch_add(value, std::memory_order_relaxed);
 }
 
-inline std::string verb_of(OpKind kind) { return kind == OpKind::read ? "read" : "write"; }
+inline std::string verb_of(OpKind kind) {
+  if (kind == OpKind::sync) return "fdatasync";
+  return kind == OpKind::read ? "read" : "write";
+}
 
 // What one lane has to do for a request. Touched by the lane's thread only.
 struct Lane::Part {
@@ -35,9 +38,16 @@ struct Lane::Part {
 
   [[nodiscard]] bool all_cut() const { return cut == request->io.nbytes; }
 
+  // The block that comes next, of at most `nbytes_max`. A sync has one for each member.
+  [[nodiscard]] Block next(const std::shared_ptr<Part>& self, std::uint64_t nbytes_max) const;
+
   // Moves `cut` past what other lanes serve.
   void skip() {
     const IoRequest& io = request->io;
+    if (io.kind == OpKind::sync) {
+      while (cut < io.nbytes && (members >> cut & 1) == 0) ++cut;
+      return;
+    }
     while (cut < io.nbytes) {
       const Place place = io.file->locate(io.offset + cut);
       if ((members >> place.member & 1) != 0) return;
@@ -68,6 +78,14 @@ struct Lane::Block {
     return failure;
   }
 };
+
+inline Lane::Block Lane::Part::next(const std::shared_ptr<Part>& self, std::uint64_t nbytes_max) const {
+  const IoRequest& io = request->io;
+  if (io.kind == OpKind::sync) return {self, io.file->members()[cut].get(), cut, 0, 1};
+  const Place place = io.file->locate(io.offset + cut);
+  const auto nbytes = std::min<std::uint64_t>({nbytes_max, io.nbytes - cut, place.nbytes});
+  return {self, io.file->members()[place.member].get(), cut, place.offset, static_cast<std::uint32_t>(nbytes)};
+}
 
 // The lane as its thread sees it: queues, blocks, results.
 class Lane::Server {
@@ -140,9 +158,7 @@ class Lane::Server {
       for (const auto& part : queue) {
         const IoRequest& io = part->request->io;
         if (!part->request->failed()) {
-          const Place place = io.file->locate(io.offset + part->cut);
-          const Block rest{part, io.file->members()[place.member].get(), part->cut, place.offset,
-                           static_cast<std::uint32_t>(std::min<std::size_t>(io.nbytes - part->cut, 1u << 30))};
+          const Block rest = part->next(part, 1u << 30);
           part->request->fail(rest.failure(ECANCELED, "the engine was closed", FailureKind::canceled));
         }
         part->cut = io.nbytes;
@@ -189,11 +205,8 @@ class Lane::Server {
       return;
     }
     const IoRequest& io = part->request->io;
-    const Place place = io.file->locate(io.offset + part->cut);
-    const auto nbytes = std::min<std::uint64_t>({lane_.options_.block_bytes, io.nbytes - part->cut, place.nbytes});
-    Block block{part, io.file->members()[place.member].get(), part->cut, place.offset,
-                static_cast<std::uint32_t>(nbytes)};
-    part->cut += static_cast<std::size_t>(nbytes);
+    Block block = part->next(part, lane_.options_.block_bytes);
+    part->cut += block.nbytes;
     part->skip();
     ++part->in_flight;
     if (part->all_cut()) queue.pop_front();
@@ -207,9 +220,8 @@ class Lane::Server {
     const IoRequest& io = block.part->request->io;
     const std::uint64_t token = free_tokens_.back();
     free_tokens_.pop_back();
-    const BlockOp op{
-        io.kind, block.file, io.data + block.first + block.done, block.nbytes - block.done, block.offset + block.done,
-        token};
+    std::byte* data = io.kind == OpKind::sync ? nullptr : io.data + block.first + block.done;
+    const BlockOp op{io.kind, block.file, data, block.nbytes - block.done, block.offset + block.done, token};
     blocks_[token] = std::move(block);
     const std::uint64_t now = now_ns();
     lane_.started_ns_[token] = now;
@@ -231,7 +243,9 @@ class Lane::Server {
     record_end(block, result.token);
     Request& request = *block.part->request;
     const std::uint32_t asked = block.nbytes - block.done;
-    if (result.res < 0) {
+    if (request.io.kind == OpKind::sync) {
+      if (result.res < 0) request.fail(block.failure(-result.res, ""));
+    } else if (result.res < 0) {
       const int error = -result.res;
       if ((error == EINTR || error == EAGAIN) && block.retries < kRetriesMax && !request.failed()) {
         ++block.retries;

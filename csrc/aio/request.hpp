@@ -20,6 +20,7 @@ namespace infinity {
 enum class IoClass : std::uint8_t { weights, activations, states };
 inline constexpr std::size_t kIoClasses = 3;
 
+// A sync has no offset, no data, and as many "bytes" as its file has members.
 struct IoRequest {
   OpKind kind;
   IoClass io_class;

@@ -90,6 +90,12 @@ void SwapFile::put(std::uint64_t offset, const std::vector<PageChecksum>& sums) 
   if (checksums_) checksums_->put(offset / kPageBytes, sums);
 }
 
+std::vector<BlockSum> SwapFile::block_sums(std::uint64_t offset, std::uint64_t nbytes) const {
+  if (!checksums_) return {};
+  return checksums_->block_sums(static_cast<std::size_t>(offset / kPageBytes),
+                                static_cast<std::size_t>(nbytes / kPageBytes));
+}
+
 std::optional<Failure> SwapFile::check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const {
   if (!checksums_) return std::nullopt;
   const std::size_t page = checksums_->first_difference(offset / kPageBytes, data, nbytes / kPageBytes);

@@ -52,6 +52,8 @@ class SwapFile {
   void take(std::uint64_t offset, const std::byte* data, std::size_t nbytes);
   // As take, with the sums of the pages computed before.
   void put(std::uint64_t offset, const std::vector<PageChecksum>& sums);
+  // The sums of the blocks of whole pages, from what was remembered; empty without checksums.
+  [[nodiscard]] std::vector<BlockSum> block_sums(std::uint64_t offset, std::uint64_t nbytes) const;
   [[nodiscard]] std::optional<Failure> check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const;
 
  private:

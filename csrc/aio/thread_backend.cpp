@@ -1,5 +1,6 @@
 // preadv/pwritev on a few threads: for kernels and containers that refuse io_uring. Same semantics, more switches.
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <condition_variable>
@@ -68,6 +69,7 @@ class ThreadBackend final : public Backend {
   }
 
   static std::int32_t transfer(const BlockOp& op) {
+    if (op.kind == OpKind::sync) return fdatasync(op.file->fd()) == 0 ? 0 : -errno;
     const iovec piece{op.data, op.nbytes};
     const auto offset = static_cast<off_t>(op.offset);
     const int fd = op.file->fd();

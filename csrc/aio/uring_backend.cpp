@@ -60,8 +60,14 @@ class UringBackend final : public Backend {
   void submit(const BlockOp& op) override {
     const int slot = slot_of(*op.file);
     const int fd = slot >= 0 ? slot : op.file->fd();
-    const int buffer = buffer_of(op.data, op.nbytes);
     io_uring_sqe* sqe = next_sqe();
+    if (op.kind == OpKind::sync) {
+      io_uring_prep_fsync(sqe, fd, IORING_FSYNC_DATASYNC);
+      if (slot >= 0) sqe->flags |= IOSQE_FIXED_FILE;
+      sqe->user_data = op.token;
+      return;
+    }
+    const int buffer = buffer_of(op.data, op.nbytes);
     const bool read = op.kind == OpKind::read;
     const auto fixed = read ? IORING_OP_READ_FIXED : IORING_OP_WRITE_FIXED;
     const auto plain = read ? IORING_OP_READ : IORING_OP_WRITE;

@@ -7,6 +7,8 @@
 
 namespace infinity {
 
+std::uint64_t checksum_bytes(const void*, std::size_t);  // XXH3-64
+
 using Kernel = void (*)(const std::byte*, std::size_t, PageChecksum*);
 
 namespace baseline {
@@ -56,6 +58,17 @@ void ChecksumTable::take(std::size_t first, const std::byte* data, std::size_t c
 
 void ChecksumTable::put(std::size_t first, const std::vector<PageChecksum>& sums) {
   std::copy(sums.begin(), sums.end(), sums_.begin() + static_cast<std::ptrdiff_t>(first));
+}
+
+std::vector<BlockSum> ChecksumTable::block_sums(std::size_t first, std::size_t count) const {
+  constexpr std::size_t kPages = kSumBlockBytes / kPageBytes;
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the sums are of little-endian bytes");
+  std::vector<BlockSum> result;
+  for (std::size_t done = 0; done < count; done += kPages) {
+    result.push_back(
+        checksum_bytes(sums_.data() + first + done, std::min(kPages, count - done) * sizeof(PageChecksum)));
+  }
+  return result;
 }
 
 std::size_t ChecksumTable::first_difference(std::size_t first, const std::byte* data, std::size_t count) const {

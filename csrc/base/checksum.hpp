@@ -14,6 +14,10 @@ using PageChecksum = std::uint32_t;
 
 void checksum_pages(const std::byte* data, std::size_t pages, PageChecksum* sums);
 
+// A generation's manifest keeps one sum for so many bytes: XXH3-64 of the checksums of their pages, little-endian.
+inline constexpr std::size_t kSumBlockBytes = 256 * 1024;
+using BlockSum = std::uint64_t;
+
 // What every page of a swap file should hold, by its index. A page never taken reads as zeros.
 //
 // Pages are independent: several threads may take and check different pages at once.
@@ -27,6 +31,8 @@ class ChecksumTable {
   void take(std::size_t first, const std::byte* data, std::size_t count);
   // The same with sums that were computed before, one for each page.
   void put(std::size_t first, const std::vector<PageChecksum>& sums);
+  // The sums of `count` pages from `first` on, the last of them of fewer pages when `count` does not fill it.
+  [[nodiscard]] std::vector<BlockSum> block_sums(std::size_t first, std::size_t count) const;
   // The first page, counted from `first`, that differs from what was taken, or kNone.
   [[nodiscard]] std::size_t first_difference(std::size_t first, const std::byte* data, std::size_t count) const;
 

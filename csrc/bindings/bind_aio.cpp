@@ -17,20 +17,33 @@ IoClass class_from(const std::string& name) {
   throw py::value_error("unknown I/O class '" + name + "'; use weights, activations or states");
 }
 
-constexpr std::array<const char*, 7> kFaultNames = {"error", "cut", "flip", "stale", "misdirect", "delay", "lose"};
+constexpr std::array<const char*, 9> kFaultNames = {"error", "cut",  "flip", "stale",     "misdirect",
+                                                    "delay", "lose", "kill", "kill_after"};
 
-Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat) {
+std::optional<OpKind> operation_from(const std::string& name) {
+  if (name.empty()) return std::nullopt;
+  constexpr std::array<const char*, kOpKinds> kNames = {"read", "write", "sync"};
+  for (std::size_t index = 0; index < kOpKinds; ++index) {
+    if (name == kNames[index]) return static_cast<OpKind>(index);
+  }
+  throw py::value_error("unknown operation '" + name + "'; use read, write or sync");
+}
+
+Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat,
+                 const std::string& operation, std::uint64_t begin, std::uint64_t end) {
   for (std::size_t at = 0; at < kFaultNames.size(); ++at) {
     if (kind != kFaultNames[at]) continue;
     if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
-    return {index, static_cast<FaultKind>(at), error_number, repeat};
+    return {index, static_cast<FaultKind>(at), error_number, repeat, operation_from(operation), begin, end};
   }
-  throw py::value_error("unknown fault '" + kind + "'; use error, cut, flip, stale, misdirect, delay or lose");
+  throw py::value_error("unknown fault '" + kind +
+                        "'; use error, cut, flip, stale, misdirect, delay, lose, kill or "
+                        "kill_after");
 }
 
 std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t block_bytes, unsigned queue_depth,
                                       std::size_t in_flight_bytes, unsigned threads, double deadline_s,
-                                      std::vector<Fault> faults) {
+                                      std::vector<Fault> faults, std::string journal) {
   EngineOptions options;
   options.engine = engine;
   options.block_bytes = block_bytes;
@@ -41,6 +54,7 @@ std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t blo
   if (!(deadline_s > 0 && deadline_s < kLongestS)) throw py::value_error("deadline_s must be positive, in seconds");
   options.deadline = std::chrono::nanoseconds(static_cast<std::int64_t>(deadline_s * 1e9));
   options.faults = std::move(faults);
+  options.journal = std::move(journal);
   try {
     const py::gil_scoped_release unlocked;
     return std::make_unique<PyEngine>(std::make_shared<IoEngine>(std::move(options)));
@@ -51,9 +65,9 @@ std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t blo
 }
 
 std::unique_ptr<PyFuture> submit(const PyEngine& engine, OpKind kind, const PyFile& file, std::uint64_t offset,
-                                 const py::handle& buffer, const std::string& io_class) {
+                                 const py::handle& buffer, const std::string& io_class, bool verify = true) {
   Memory memory = memory_from(buffer, kind == OpKind::read, kind == OpKind::read ? "into" : "data");
-  const IoRequest request{kind, class_from(io_class), file.get(), offset, memory.data, memory.nbytes};
+  const IoRequest request{kind, class_from(io_class), file.get(), offset, memory.data, memory.nbytes, !verify};
   Future future = engine.get()->submit(request);
   return std::make_unique<PyFuture>(std::move(future), std::vector<Memory>{std::move(memory)});
 }
@@ -88,6 +102,15 @@ std::unique_ptr<PyFile> stripe(const std::vector<const PyFile*>& files, std::vec
     members.insert(members.end(), given.begin(), given.end());
   }
   return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(members), std::move(shares), stripe_bytes));
+}
+
+// ValueError unless these are whole pages whose checksums are kept, if any are.
+void require_pages(const SwapFile& file, std::uint64_t offset, std::uint64_t nbytes) {
+  const ChecksumTable* sums = file.checksums();
+  const std::uint64_t end = sums == nullptr ? ~std::uint64_t{0} : sums->pages() * kPageBytes;
+  if (offset % kPageBytes != 0 || nbytes % kPageBytes != 0 || offset > end || nbytes > end - offset) {
+    throw py::value_error("offset and length must be whole pages of 4 KiB within the file");
+  }
 }
 
 void bind_file(py::module_& module) {
@@ -130,6 +153,32 @@ void bind_file(py::module_& module) {
       .def(
           "keep_checksums", [](const PyFile& file, std::uint64_t nbytes) { file.get()->keep_checksums(nbytes); },
           py::arg("nbytes"))
+      .def(
+          "locate",
+          [](const PyFile& file, std::uint64_t offset) {
+            const Place place = file.get()->locate(offset);
+            return py::make_tuple(file.get()->members()[place.member]->path(), place.offset);
+          },
+          py::arg("offset"))
+      .def(
+          "remember",
+          [](const PyFile& file, std::uint64_t offset, const py::object& data) {
+            const Memory memory = memory_from(data, false, "data");
+            const auto held = file.get();
+            require_pages(*held, offset, memory.nbytes);
+            const py::gil_scoped_release unlocked;
+            held->take(offset, memory.data, memory.nbytes);
+          },
+          py::arg("offset"), py::arg("data"))
+      .def(
+          "block_sums",
+          [](const PyFile& file, std::uint64_t offset, std::uint64_t nbytes) {
+            const auto held = file.get();
+            require_pages(*held, offset, nbytes);
+            const std::vector<BlockSum> result = held->block_sums(offset, nbytes);
+            return py::bytes(reinterpret_cast<const char*>(result.data()), result.size() * sizeof(BlockSum));
+          },
+          py::arg("offset"), py::arg("nbytes"))
       .def("close", &PyFile::close);
 }
 
@@ -139,25 +188,34 @@ void bind_aio(py::module_& module) {
   bind_file(module);
 
   py::class_<Fault>(module, "Fault")
-      .def(py::init(&make_fault), py::arg("index"), py::arg("kind"), py::arg("errno") = 0, py::arg("repeat") = 1);
+      .def(py::init(&make_fault), py::arg("index"), py::arg("kind"), py::arg("errno") = 0, py::arg("repeat") = 1,
+           py::kw_only(), py::arg("operation") = "", py::arg("begin") = 0, py::arg("end") = ~std::uint64_t{0});
 
   py::class_<PyEngine>(module, "IOEngine")
       .def(py::init(&open_engine), py::arg("engine") = "auto", py::kw_only(),
            py::arg("block_bytes") = std::size_t{1} << 20, py::arg("queue_depth") = 128,
            py::arg("in_flight_bytes") = std::size_t{32} << 20, py::arg("threads") = 8, py::arg("deadline_s") = 300.0,
-           py::arg("faults") = std::vector<Fault>{})
+           py::arg("faults") = std::vector<Fault>{}, py::arg("journal") = "")
       .def_property_readonly("name", [](const PyEngine& engine) { return engine.get()->name(); })
       .def_property_readonly("reason", [](const PyEngine& engine) { return engine.get()->reason(); })
       .def(
           "read",
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& into,
-             const std::string& io_class) { return submit(engine, OpKind::read, file, offset, into, io_class); },
-          py::arg("file"), py::arg("offset"), py::arg("into"), py::arg("io_class") = "weights")
+             const std::string& io_class,
+             bool verify) { return submit(engine, OpKind::read, file, offset, into, io_class, verify); },
+          py::arg("file"), py::arg("offset"), py::arg("into"), py::arg("io_class") = "weights", py::kw_only(),
+          py::arg("verify") = true)
       .def(
           "write",
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& data,
              const std::string& io_class) { return submit(engine, OpKind::write, file, offset, data, io_class); },
           py::arg("file"), py::arg("offset"), py::arg("data"), py::arg("io_class") = "weights")
+      .def(
+          "sync",
+          [](const PyEngine& engine, const PyFile& file) {
+            return std::make_unique<PyFuture>(engine.get()->sync(file.get()), std::vector<Memory>{});
+          },
+          py::arg("file"))
       .def("register_memory", &register_memory, py::arg("memory"))
       .def(
           "latencies",

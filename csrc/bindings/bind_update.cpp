@@ -12,12 +12,14 @@ struct PyStream {
   Memory memory;
 };
 
-PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t offset) {
+PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t offset,
+                     std::optional<std::uint64_t> write_offset) {
   PyStream result;
   if (!memory.is_none()) result.memory = memory_from(memory, true, "memory");
   result.stream.memory = result.memory.data;
   if (file != nullptr) result.stream.file = file->get();
   result.stream.offset = offset;
+  result.stream.write_offset = write_offset.value_or(offset);
   return result;
 }
 
@@ -55,7 +57,7 @@ class PyUpdate : public PyFuture {
 
 std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
-                                 std::vector<Segment> segments, double grad_scale, bool arithmetic,
+                                 std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
                                  const PyStream* exp_avg_sq, const py::object& grad) {
   constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
@@ -65,6 +67,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   job.numel = numel;
   job.segments = std::move(segments);
   job.grad_scale = static_cast<float>(grad_scale);
+  job.whole = whole;
   job.arithmetic = arithmetic;
   job.not_finite = std::make_shared<std::atomic<bool>>(false);
   std::vector<Memory> kept;
@@ -108,7 +111,8 @@ py::dict counters_of(const PyPipeline& self) {
 
 void bind_update(py::module_& module) {
   py::class_<PyStream>(module, "StateStream")
-      .def(py::init(&make_stream), py::arg("memory") = py::none(), py::arg("file") = nullptr, py::arg("offset") = 0);
+      .def(py::init(&make_stream), py::arg("memory") = py::none(), py::arg("file") = nullptr, py::arg("offset") = 0,
+           py::arg("write_offset") = py::none());
 
   py::class_<PyUpdate, PyFuture>(module, "UpdateFuture").def_property_readonly("finite", &PyUpdate::finite);
 
@@ -133,8 +137,8 @@ void bind_update(py::module_& module) {
           py::arg("numel"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"), py::arg("moments"))
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
-           py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
-           py::arg("exp_avg_sq") = nullptr, py::arg("grad"))
+           py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
+           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"))
       .def("counters", &counters_of)
       .def("close", &PyPipeline::close);
 }

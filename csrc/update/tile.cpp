@@ -16,8 +16,8 @@ void check_stream(const StateStream& stream, const char* name) {
   if (stream.memory == nullptr && stream.file == nullptr) {
     throw std::invalid_argument(what + " is neither in memory nor in a file");
   }
-  if (stream.file != nullptr &&
-      (stream.offset % kPageBytes != 0 || reinterpret_cast<std::uintptr_t>(stream.memory) % kPageBytes != 0)) {
+  if (stream.file != nullptr && (stream.offset % kPageBytes != 0 || stream.write_offset % kPageBytes != 0 ||
+                                 reinterpret_cast<std::uintptr_t>(stream.memory) % kPageBytes != 0)) {
     throw std::invalid_argument(what + " is not aligned to 4 KiB");
   }
 }
@@ -47,10 +47,11 @@ bool checked(const Active& active, std::size_t index, Pages which) {
   return which == Pages::written || stream->memory == nullptr;
 }
 
-Span span_of(const Tile& tile, std::size_t index, std::size_t begin, std::size_t end) {
+Span span_of(const Tile& tile, std::size_t index, Pages which, std::size_t begin, std::size_t end) {
   const Active& active = *tile.owner;
   const StateStream& stream = *active.streams[index];
-  return {stream.file.get(), stream.offset + active.bytes(index, tile.first) + begin, tile.memory[index] + begin,
+  const std::uint64_t offset = which == Pages::read ? stream.offset : stream.write_offset;
+  return {stream.file.get(), offset + active.bytes(index, tile.first) + begin, tile.memory[index] + begin,
           round_up_to_page(end - begin)};
 }
 
@@ -61,7 +62,7 @@ std::vector<Span> pages(const Tile& tile, Pages which, std::size_t begin, std::s
     const Active& active = *tile.owner;
     if (!checked(active, index, which)) continue;
     const auto [from, to] = active.piece(index, begin, end);
-    result.push_back(span_of(tile, index, from, to));
+    result.push_back(span_of(tile, index, which, from, to));
   }
   return result;
 }
@@ -72,7 +73,7 @@ std::vector<Span> scale_pages(const Tile& tile, Pages which) {
     if (!tile.owner->int8(index) || !checked(*tile.owner, index, which)) continue;
     for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
       const std::size_t from = at / kChunkNumel * kChunkBytes;
-      result.push_back(span_of(tile, index, from, from + kScalesBytes));
+      result.push_back(span_of(tile, index, which, from, from + kScalesBytes));
     }
   }
   return result;

@@ -25,6 +25,7 @@ std::uint64_t now_ns() {
 }
 
 bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end) {
+  if (job.whole) return true;
   return std::any_of(job.segments.begin(), job.segments.end(), [&](const Segment& segment) {
     return !segment.skip && segment.begin < end && segment.end > first;
   });
@@ -182,10 +183,11 @@ struct UpdatePipeline::Impl {
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
     const Active& active = *tile->owner;
     const StateStream& stream = *active.streams[index];
+    const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;
     return {kind,
             IoClass::states,
             stream.file,
-            stream.offset + active.bytes(index, tile->first),
+            offset + active.bytes(index, tile->first),
             tile->memory[index],
             round_up_to_page(active.bytes(index, tile->numel)),
             true};

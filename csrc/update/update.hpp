@@ -16,11 +16,13 @@ namespace infinity {
 
 // Where one state of a job lives. Memory only: updated in place. File only: read into staging, written back. Both:
 // memory is current, is updated in place, and what was updated is written to the file too. Element 0 of the job is at
-// memory[0] and file offset `offset`; each is 4 KiB-aligned and has room for the last tile rounded up to 4 KiB.
+// memory[0], is read from file offset `offset` and written to `write_offset`, which may be the same place; each is 4
+// KiB-aligned and has room for the last tile rounded up to 4 KiB.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;
+  std::uint64_t write_offset = offset;
 };
 
 struct UpdateJob {
@@ -33,6 +35,7 @@ struct UpdateJob {
   StateStream exp_avg;   // both moments are moved only where a segment's rule uses them
   StateStream exp_avg_sq;
   const std::byte* grad = nullptr;  // in memory
+  bool whole = false;               // tiles that no segment touches are moved too: the states go to another place
   bool arithmetic = true;           // false: the states are read and written back as they are (replaying the traffic)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
 };
@@ -46,7 +49,8 @@ struct UpdateCounters {
 
 // Jobs are done in the order they were submitted; tiles flow across job borders, so the pipe does not drain between
 // units. One driver thread: keeps reads going as far as staging reaches, runs Adam on the oldest tile that is read,
-// starts its writes. A tile in which every element is skipped (or in no segment) is neither read nor written.
+// starts its writes. A tile in which every element is skipped (or in no segment) is neither read nor written, unless
+// the job is moved as a whole.
 //
 // A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
 // States of a failed job are partly new, partly old; of a tile with a damaged page nothing new reaches the file, but
