@@ -11,15 +11,19 @@ from infinity.checkpoint.save import save_pretrained
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
     ConfigError,
+    DirtyStoreError,
     ForkError,
     InfinityError,
+    ManifestError,
     ModelError,
     NonFiniteGradientError,
     NotAvailableError,
     PlanError,
     ReleasedParameterError,
+    ResumeError,
     StaleWeightsError,
     StoreLockedError,
+    StoreNotEmptyError,
     SwapCorruptionError,
     SwapIOError,
     SwapTimeoutError,
@@ -28,8 +32,9 @@ from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
 from infinity.optim.sgd import SGD
-from infinity.runtime.offload import close, offload
+from infinity.runtime.offload import close, offload, resume
 from infinity.runtime.statistics import Statistics, statistics
+from infinity.runtime.track import commit, track
 
 __all__ = [
     "SGD",
@@ -37,26 +42,33 @@ __all__ = [
     "Adam",
     "AdamW",
     "ConfigError",
+    "DirtyStoreError",
     "ForkError",
     "InfinityError",
     "Lion",
+    "ManifestError",
     "ModelError",
     "NonFiniteGradientError",
     "NotAvailableError",
     "PlanError",
     "ReleasedParameterError",
+    "ResumeError",
     "StaleWeightsError",
     "Statistics",
     "StoreLockedError",
+    "StoreNotEmptyError",
     "SwapConfig",
     "SwapCorruptionError",
     "SwapIOError",
     "SwapTimeoutError",
     "close",
+    "commit",
     "load_config",
     "load_pretrained",
     "offload",
+    "resume",
     "save_pretrained",
     "statistics",
+    "track",
 ]
 __version__ = "0.1.0"

@@ -78,6 +78,9 @@ class SwapConfig(_Section):
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     commit_every: int = Field(default=0, ge=0)
+    """Steps between durable generations; 0: never, states are updated in place."""
+    keep: int = Field(default=1, ge=1, le=64)
+    """Generations that stay; each takes the space of the states once, beside the slots that are written."""
     master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
 
@@ -94,7 +97,6 @@ class SwapConfig(_Section):
                 self.activations in ("host", "nvme"),
                 "activations: recompute or keep",
             ),
-            f"commit_every: {self.commit_every}": (self.commit_every != 0, "commit_every: 0"),
         }
         for key, (asked, instead) in refused.items():
             if asked:

@@ -49,6 +49,27 @@ class StoreLockedError(InfinityError):
     """The swap directory belongs to another run."""
 
 
+class StoreNotEmptyError(InfinityError):
+    """The swap directory holds the generations of an earlier run, which a new run would lose."""
+
+
+class ResumeError(InfinityError):
+    """There is nothing to resume, or it does not go with the model, the optimizer or the config. Says what differs."""
+
+
+class DirtyStoreError(ResumeError):
+    """The store was updated in place (commit_every: 0): its states are of no step."""
+
+
+class ManifestError(ResumeError):
+    """A file that says what a store holds is damaged, or not one."""
+
+    def __init__(self, path: object, problem: str) -> None:
+        super().__init__(f"{path} {problem}")
+        self.path = str(path)
+        self.problem = problem
+
+
 _RESTART = "The states in this store may be partly updated: start again from a saved model."
 _ADVICE = {
     5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",

@@ -79,8 +79,6 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Moments of every trained parameter, in fp32, by 'name.state'."""
-    from infinity.io.arena import Lease
-
     ledger, result = registry.ledger_of(model), {}
     for _, place in ledger.places():
         if not place.group.trainable:
@@ -89,12 +87,12 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
             if home is None:
                 continue
-            if isinstance(home, Lease):
-                flat = home.tensor().clone()
+            if home.in_memory:
+                flat = torch.frombuffer(home.view(), dtype=torch.uint8).clone()
             else:
                 lease = ledger.backing.arena.try_lease(home.nbytes)
                 view = lease.view(0, home.nbytes) if lease else ledger.backing.staging.view(0, home.nbytes)
-                ledger.backing.store.read(home, view).result()
+                ledger.backing.store.read(home.extent, view).result()
                 flat = torch.frombuffer(view, dtype=torch.uint8).clone()
                 if lease:
                     lease.release()

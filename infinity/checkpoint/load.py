@@ -9,14 +9,16 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ModelError
+from infinity.io.directory import generations_in
 from infinity.runtime.offload import offload
+from infinity.runtime.offload import resume as continue_run
 from infinity.schedule.ingest import Source
 from infinity.state.moments import OptimizerName
 
@@ -31,6 +33,7 @@ def load_pretrained(
     model_class: Any = None,
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
+    resume: bool | Literal["auto"] = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model that may be larger than memory and offload it.
@@ -44,6 +47,8 @@ def load_pretrained(
         dtype: of the weights.
         model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
         device, optimizer: as infinity.offload.
+        resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
+            weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew.
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -52,9 +57,11 @@ def load_pretrained(
     Raises:
         ModelError: there is no such model, it is not a causal language model (with the default class), or tensors
         are missing.
-        others: as infinity.offload.
+        others: as infinity.offload, and infinity.resume.
     """
     resolved = load_config(config)
+    if resume == "auto":
+        resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
     if model_class is None:
         from transformers import AutoModelForCausalLM
 
@@ -62,7 +69,10 @@ def load_pretrained(
         model_class = AutoModelForCausalLM
     with _scratch(resolved) as scratch:
         model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
-        offload(model, resolved, device=device, optimizer=optimizer, source=source)
+        if resume:
+            continue_run(model, resolved, device=device, optimizer=optimizer)
+        else:
+            offload(model, resolved, device=device, optimizer=optimizer, source=source)
     model.train()
     return model
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infinity.errors import InfinityError
+from infinity.runtime import buffers
 from infinity.schedule import registry
 from infinity.schedule.ledger import Ledger
 
@@ -171,14 +172,9 @@ def _parts(model: nn.Module, ledger: Ledger, *, meta: bool) -> Iterator[dict[str
             yield revert({name: parameter.detach() for name, parameter in record.parameters.items()})
         finally:
             ledger.release(record.unit.index)
-    buffers = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                full = f"{prefix}.{name}" if prefix else name
-                buffers[full] = buffer.to("meta") if meta else buffer
-    if buffers:
-        yield revert(buffers)
+    persistent = {name: buffer.to("meta") if meta else buffer for name, buffer in buffers.named(model)}
+    if persistent:
+        yield revert(persistent)
 
 
 def _revert_of(model: nn.Module) -> Any:

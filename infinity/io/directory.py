@@ -7,31 +7,42 @@ import errno
 import fcntl
 import logging
 import os
+import re
 from pathlib import Path
 
-from infinity.errors import ConfigError, StoreLockedError, SwapIOError
-from infinity.io import fork
+from infinity.errors import ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError
+from infinity.io import durable, fork
 from infinity.io.devices import describe_disk
+from infinity.io.manifest import read_header
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "infinity.lock"
 SWAP_NAME = "states.infinity-swap"
+HEADER_NAME = "store.infinity"
+_GENERATION = re.compile(r"generation-(\d{12})\.infinity")
 
 
 class SwapDirectory:
     """A directory held by one run, from construction to close().
 
-    Invariant: nothing is deleted that is not named as ours and under our lock.
+    Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room().
+
+    Args:
+        create: make it when it is missing; otherwise that is an error.
 
     Raises:
         StoreLockedError: another run holds it.
         ConfigError: it cannot be created or written.
+        ResumeError: it is missing.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path.expanduser().absolute()
         self._created = not self.path.exists()
+        self._ours = False  # what is in it was put there by this run
+        if self._created and not create:
+            raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -47,6 +58,26 @@ class SwapDirectory:
     @property
     def swap_path(self) -> Path:
         return self.path / SWAP_NAME
+
+    @property
+    def header_path(self) -> Path:
+        return self.path / HEADER_NAME
+
+    @staticmethod
+    def header_of(path: Path) -> Path:
+        """The header of the store in a directory that need not be held. Raises ResumeError when there is none."""
+        header = path / HEADER_NAME
+        if not header.is_file():
+            raise ResumeError(f"{path} holds no store of infinity (there is no {HEADER_NAME})")
+        return header
+
+    def generation_path(self, step: int) -> Path:
+        """The manifest of the generation after optimizer step `step`."""
+        return self.path / f"generation-{step:012d}.infinity"
+
+    def generations(self) -> dict[int, Path]:
+        """The manifests that are there, newest first."""
+        return generations_in(self.path)
 
     def _take_lock(self) -> None:
         try:
@@ -64,9 +95,64 @@ class SwapDirectory:
             ) from error
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def make_room(self) -> None:
+        """Remove what a run without generations left behind.
+
+        Raises:
+            StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of.
+        """
+        kept = self._kept_by()
+        if kept is not None:
+            newest = next(iter(kept.values()), None)
+            raise StoreNotEmptyError(
+                f"{self.path} holds a checkpoint of an earlier run{f' ({newest})' if newest else ''}. To go on from it "
+                "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code. To begin "
+                f"anew give this run another directory in nvme.paths, or remove the old one with `infinity checkpoint "
+                f"remove {self.path}`."
+            )
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
-            self.swap_path.unlink()
+        self._ours = True
+        self.remove_all()
+
+    def _kept_by(self) -> dict[int, Path] | None:
+        """The generations this directory's files belong to; None when they belong to none."""
+        found = self.generations()
+        if found:
+            return found
+        try:
+            header = read_header(self.header_path)
+        except ResumeError:
+            return None  # no header, or one of no use: nothing can be resumed with it
+        first = Path(header.members[0])
+        if header.mode != "generations" or first == self.path:
+            return None
+        if not first.exists():
+            return {}  # a disk that is not mounted now may hold them
+        try:
+            same = read_header(first / HEADER_NAME).run == header.run
+        except ResumeError:
+            return None
+        return (generations_in(first) or None) if same else None
+
+    def remove_all(self) -> None:
+        """Remove every file of a store. The manifests first: without their data they would promise too much."""
+        found = self.generations()
+        for path in found.values():
+            durable.remove(path)
+        if found:
+            durable.sync_directory(self.path)
+        for path in (self.header_path, self.swap_path):
+            durable.remove(path)
+        self.remove_asides()
+
+    def remove_asides(self) -> None:
+        """Remove what a crash left of a file that was being written."""
+        for entry in _entries(self.path):
+            name = entry.name.removesuffix(durable.ASIDE)
+            if name != entry.name and (name == HEADER_NAME or _GENERATION.fullmatch(name)):
+                durable.remove(entry)
 
     def _warn_if_memory(self) -> None:
         if describe_disk(self.path).filesystem in ("tmpfs", "ramfs"):
@@ -87,12 +173,14 @@ class SwapDirectory:
         info = os.statvfs(self.path)
         return info.f_bavail * info.f_frsize
 
-    def close(self) -> None:
-        """Remove what this run put there and let the directory go. Idempotent."""
+    def close(self, *, keep: bool = False) -> None:
+        """Let the directory go, and unless `keep` remove what this run put there first. Idempotent."""
         if self._lock_fd < 0:
             return
-        self.swap_path.unlink(missing_ok=True)
-        (self.path / LOCK_NAME).unlink(missing_ok=True)
+        if self._ours and not keep:
+            self.remove_all()
+        if not keep and not self.header_path.exists():
+            (self.path / LOCK_NAME).unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
         if self._created:
@@ -103,3 +191,16 @@ class SwapDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def _entries(path: Path) -> list[Path]:
+    try:
+        return list(path.iterdir())
+    except OSError:
+        return []
+
+
+def generations_in(path: Path) -> dict[int, Path]:
+    """The manifests in a directory, newest first, by their step."""
+    found = {int(match[1]): entry for entry in _entries(path) if (match := _GENERATION.fullmatch(entry.name))}
+    return dict(sorted(found.items(), reverse=True))

@@ -7,14 +7,19 @@ import logging
 import math
 import os
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Literal
 
 from infinity import _native
-from infinity.errors import ConfigError, SwapIOError, SwapTimeoutError
+from infinity.errors import ConfigError, DirtyStoreError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.io import durable
 from infinity.io.directory import SwapDirectory
 from infinity.io.engine import Transfer, error_of
+from infinity.io.manifest import Header, read_header, write_header
 from infinity.io.profile import profile_of
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
@@ -25,18 +30,19 @@ _SHARES_SUM = 32  # stripes in a cycle: shares are right to a few percent
 _PROBE_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Extent:
-    """A range of the swap file that holds one state of one unit.
+    """A place in the swap file for one state of one group of a unit's parameters.
 
     Attributes:
-        unit, state: what it holds.
+        unit, group, state: what it holds; `group` is an index.
         offsets: bytes from the start of the file, one per slot, each 4 KiB-aligned.
         nbytes: room in each slot, a multiple of 4 KiB.
-        slot: the slot in use.
+        slot: the slot that holds the newest values.
     """
 
     unit: str
+    group: int
     state: str
     offsets: tuple[int, ...]
     nbytes: int
@@ -52,12 +58,17 @@ class ExtentMap:
 
     def __init__(self) -> None:
         self.nbytes = 0
+        self.extents: list[Extent] = []
 
-    def add(self, unit: str, state: str, nbytes: int, *, slots: int = 1) -> Extent:
+    def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, slots: int = 1) -> Extent:
         nbytes = round_up(nbytes, PAGE_BYTES)
         offsets = tuple(self.nbytes + index * nbytes for index in range(slots))
         self.nbytes += slots * nbytes
-        return Extent(unit, state, offsets, nbytes)
+        self.extents.append(Extent(unit, group, state, offsets, nbytes))
+        return self.extents[-1]
+
+
+Mode = Literal["in place", "generations", "resume"]
 
 
 class SwapStore:
@@ -67,32 +78,90 @@ class SwapStore:
         paths: directories; at least one.
         nbytes: size, all paths together.
         checksums: check every page read against what was written.
+        mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
+            opens those that are there.
 
     Raises:
         SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
-        StoreLockedError, ConfigError: see SwapDirectory.
+        StoreLockedError, StoreNotEmptyError, ConfigError: see SwapDirectory.
+        ResumeError: what is there is not the whole store of one run, or was updated in place.
     """
 
-    def __init__(self, paths: Sequence[Path], nbytes: int, engine: _native.IOEngine, *, checksums: bool = True) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        nbytes: int,
+        engine: _native.IOEngine,
+        *,
+        checksums: bool = True,
+        mode: Mode = "in place",
+    ) -> None:
         self.engine = engine
         self.step = 0
+        self.nbytes = nbytes
+        self.checksums = checksums
         self.directories: list[SwapDirectory] = []
         self._members: list[_native.File] = []
+        self._mode = mode
         require_paths(paths)
         try:
             for path in paths:
-                self.directories.append(SwapDirectory(path))
-            self._members = [_create(directory) for directory in self.directories]
-            self.shares = self._measure_shares()
-            self.file = self._members[0]
-            if len(self._members) > 1:
-                self.file = _native.File.striped(self._members, self.shares, STRIPE_BYTES)
-            self._reserve(nbytes)
+                self.directories.append(SwapDirectory(path, create=mode != "resume"))
+            if mode == "resume":
+                self._reopen()
+            else:
+                self._create(mode)
             if checksums:
                 self.file.keep_checksums(nbytes)
         except BaseException:
             self._close_members()
             raise
+
+    def _create(self, mode: Literal["in place", "generations"]) -> None:
+        for directory in self.directories:
+            directory.make_room()
+        self._members = [_open(directory, create=True) for directory in self.directories]
+        self.shares = self._measure_shares()
+        self._stripe()
+        self._reserve(self.nbytes)
+        self.run = uuid.uuid4().hex
+        for index, directory in enumerate(self.directories):
+            header = Header(
+                run=self.run,
+                mode=mode,
+                created=now(),
+                member=index,
+                members=[str(other.path) for other in self.directories],
+                shares=self.shares,
+                stripe_bytes=STRIPE_BYTES,
+                nbytes=self.nbytes,
+            )
+            # The directory is synced with it, so what a manifest will name is there when the manifest is.
+            durable.write_file(directory.header_path, write_header(header))
+            if mode == "generations":
+                durable.sync_directory(directory.path.parent)
+
+    def _reopen(self) -> None:
+        headers = read_headers(self.directories)
+        self.shares, self.run = headers[0].shares, headers[0].run
+        if headers[0].nbytes != self.nbytes:
+            raise ResumeError(
+                f"{self.directories[0].path} holds a store of {format_bytes(headers[0].nbytes)}, and this model, "
+                f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with those it was made with, or "
+                "move the run with `infinity checkpoint export` and --from-checkpoint."
+            )
+        self._members = [_open(directory, create=False) for directory in self.directories]
+        self._stripe()
+        for index, directory in enumerate(self.directories):
+            directory.remove_asides()
+            expected, found = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
+            if found < expected:
+                raise ResumeError(f"{directory.swap_path} was cut: it has {found} of {expected} bytes")
+
+    def _stripe(self) -> None:
+        self.file = self._members[0]
+        if len(self._members) > 1:
+            self.file = _native.File.striped(self._members, self.shares, STRIPE_BYTES)
 
     def _measure_shares(self) -> list[int]:
         """How many stripes of a cycle each path holds: in proportion to its bandwidth, measured before or now."""
@@ -133,38 +202,97 @@ class SwapStore:
         return nodes.pop() if len(nodes) == 1 else -1
 
     def read(
-        self, extent: Extent, into: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights"
+        self,
+        extent: Extent,
+        into: _native.Buffer,
+        *,
+        at: int = 0,
+        io_class: _native.IOClassName = "weights",
+        verify: bool = True,
     ) -> Transfer:
-        """Start reading bytes [at, at + len(into)) of an extent.
+        """Start reading bytes [at, at + len(into)) of an extent's newest values.
 
         Args:
             into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
+            verify: compare every page with what was written there.
 
         Raises (from `Transfer.result`):
             SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
             SwapCorruptionError: a page differs from what was written there.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
-        future = self.engine.read(self.file, extent.offset + at, into, io_class)
+        future = self.engine.read(self.file, extent.offset + at, into, io_class, verify=verify)
         return Transfer(future, extent.unit, extent.state, self.step)
 
     def write(
-        self, extent: Extent, data: _native.Buffer, *, at: int = 0, io_class: _native.IOClassName = "weights"
+        self,
+        extent: Extent,
+        data: _native.Buffer,
+        *,
+        at: int = 0,
+        io_class: _native.IOClassName = "weights",
+        slot: int | None = None,
     ) -> Transfer:
-        """Start writing; as `read`."""
-        future = self.engine.write(self.file, extent.offset + at, data, io_class)
+        """Start writing, into `slot` or else over the newest values; as `read`."""
+        offset = extent.offset if slot is None else extent.offsets[slot]
+        future = self.engine.write(self.file, offset + at, data, io_class)
         return Transfer(future, extent.unit, extent.state, self.step)
 
+    def sync(self) -> Transfer:
+        """Start making what was written and completed before durable."""
+        return Transfer(self.engine.sync(self.file), "", "", self.step)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the files stay when the store is closed."""
+        return self._mode != "in place" and bool(self.directories[0].generations())
+
     def close(self) -> None:
-        """Remove the swap files and let the directories go; the engine must be idle. Idempotent."""
+        """Let the directories go; remove the files where there is no generation to keep. The engine must be idle.
+        Idempotent."""
         self.file.close()
         self._close_members()
 
     def _close_members(self) -> None:
         for member in self._members:
             member.close()
+        keep = bool(self.directories) and self.keeps
         for directory in self.directories:
-            directory.close()
+            directory.close(keep=keep)
+
+
+def read_headers(directories: Sequence[SwapDirectory]) -> list[Header]:
+    """The headers of a store's members, in their order.
+
+    Raises:
+        ResumeError: one is missing, damaged or of another run, or the paths are not all of the store's, in its order.
+        DirtyStoreError: the store was updated in place.
+    """
+    headers = []
+    for directory in directories:
+        if not directory.header_path.exists():
+            raise ResumeError(f"{directory.path} holds no store, so there is nothing to resume there")
+        headers.append(read_header(directory.header_path))
+    first = headers[0]
+    if first.mode == "in place":
+        raise DirtyStoreError(
+            f"the store in {directories[0].path} was updated in place (commit_every: 0): its states are of no step and "
+            "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
+        )
+    for index, (directory, header) in enumerate(zip(directories, headers, strict=True)):
+        if header.run != first.run or header.members != first.members or header.nbytes != first.nbytes:
+            raise ResumeError(f"{directory.path} and {directories[0].path} hold parts of different runs")
+        if header.member != index or len(header.members) != len(directories):
+            raise ResumeError(
+                f"{directory.path} is part {header.member + 1} of {len(header.members)} of its store, and nvme.paths "
+                f"names it as part {index + 1} of {len(directories)}. The store was made with {header.members}."
+            )
+    return headers
+
+
+def now() -> str:
+    """The time, as headers and manifests have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def shares_of(rates: Sequence[float]) -> list[int]:
@@ -174,12 +302,15 @@ def shares_of(rates: Sequence[float]) -> list[int]:
     return [part // divisor for part in parts]
 
 
-def _create(directory: SwapDirectory) -> _native.File:
+def _open(directory: SwapDirectory, *, create: bool) -> _native.File:
     try:
-        file = _native.File(str(directory.swap_path), create=True, numa_node=directory.numa_node)
+        file = _native.File(str(directory.swap_path), create=create, numa_node=directory.numa_node)
     except OSError as error:
         raise SwapIOError(
-            "creating", path=str(directory.swap_path), errno=error.errno or 0, detail=str(error)
+            "creating" if create else "opening",
+            path=str(directory.swap_path),
+            errno=error.errno or 0,
+            detail=str(error),
         ) from error
     if not file.direct:
         logger.warning(

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, ResumeError, SwapIOError
 from infinity.optim.handles import StateHandle
-from infinity.optim.interrupt import interrupts_deferred
 from infinity.schedule import registry
 from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.interrupt import interrupts_deferred
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.update import UpdateTransfer, submit_update
 from infinity.state.moments import Moment
+from infinity.state.records import OptimizerRecord, ParameterProgress
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
+        self._index = 0
         super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
+        if self._ledger is not None:
+            self._index = self._ledger.commits.enter(self)
+            self._take_up()
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
@@ -212,16 +217,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> list[int]:
         segments: dict[tuple[int, int], list[_native.Segment]] = {}
+        used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
         for parameter, place, group in active:
             segment, after[parameter] = self._segment(parameter, place, group)
             if place.spec.numel:
-                segments.setdefault((place.unit.index, place.group_index), []).append(segment)
+                where = place.unit.index, place.group_index
+                segments.setdefault(where, []).append(segment)
+                used.setdefault(where, set()).update(self.moments(group).values())
         transfers: list[UpdateTransfer] = []
         try:
-            for index, group_index in sorted(segments):
-                ordered = sorted(segments[index, group_index], key=lambda segment: segment.begin)
-                transfers.append(submit_update(self.ledger, index, group_index, ordered, grad_scale))
+            for where in sorted(segments):
+                ordered = sorted(segments[where], key=lambda segment: segment.begin)
+                transfers.append(submit_update(self.ledger, *where, ordered, grad_scale, moments=used[where]))
         except BaseException as error:
             if transfers:
                 self.ledger.failed = InfinityError(f"a step was begun and not finished: {error}")
@@ -267,6 +275,64 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
         if isinstance(self.ledger.failed, InfinityError):
             raise self.ledger.failed
+        for transfer in transfers:
+            transfer.land()
+
+    def checkpoint(self) -> OptimizerRecord:
+        """What a generation keeps of this optimizer beside the states in the store."""
+        names: dict[Any, str] = {parameter: place.spec.name for parameter, place in self._places.items()}
+        return OptimizerRecord(
+            class_name=type(self).__name__,
+            param_groups=[
+                {key: value for key, value in group.items() if key != "params"}
+                | {"params": [names[parameter] for parameter in group["params"]]}
+                for group in self.param_groups
+            ],
+            state={names[parameter]: ParameterProgress(**state) for parameter, state in self.state.items()},
+            last_grad_norm=self.last_grad_norm,
+            skipped_steps=self.skipped_steps,
+            skips_in_a_row=self._skips_in_a_row,
+        )
+
+    def _take_up(self) -> None:
+        """In a resumed run: which step each parameter is at, as the states in the store are.
+
+        Raises:
+            ResumeError: the run had another optimizer, or not these parameters.
+        """
+        saved = self.ledger.commits.resumed_optimizer(self._index)
+        if saved is None:
+            return
+        name = type(self).__name__
+        if saved.class_name != name:
+            raise ResumeError(f"the run was trained with infinity.{saved.class_name}; it cannot go on with {name}")
+        by_name = {place.spec.name: parameter for parameter, place in self._places.items()}
+        missing = sorted(saved.state.keys() - by_name.keys())
+        if missing:
+            raise ResumeError(f"the run trained '{missing[0]}', which is not among the parameters of this {name}")
+        for key, progress in saved.state.items():
+            self.state[by_name[key]] = progress.model_dump()
+        self.last_grad_norm, self.skipped_steps = saved.last_grad_norm, saved.skipped_steps
+        self._skips_in_a_row = saved.skips_in_a_row
+
+    def take_up_hyperparameters(self) -> None:
+        """In a resumed run: learning rates and the like as they were, as torch's load_state_dict does.
+
+        Raises:
+            ResumeError: the param groups are not those of the run.
+        """
+        saved = self.ledger.commits.resumed_optimizer(self._index)
+        if saved is None:
+            return
+        mine = [[self._places[parameter].spec.name for parameter in group["params"]] for group in self.param_groups]
+        if mine != [group.get("params") for group in saved.param_groups]:
+            raise ResumeError(
+                f"the param groups of infinity.{type(self).__name__} are not those of the run that is resumed: give "
+                "the same parameters in the same groups and order"
+            )
+        for group, values in zip(self.param_groups, saved.param_groups, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+            self._check(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with

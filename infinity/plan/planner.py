@@ -33,6 +33,7 @@ _TASKS_PER_THREAD = 4
 @dataclass(frozen=True)
 class _Totals:
     weight: int
+    trained_weight: int
     state: int
     gradient_native: int
     gradient_fp32: int
@@ -74,7 +75,7 @@ def make_plan(
     fixed = staging_bytes + upload + (totals.weight if weights == "host" or (weights == "device" and not on_cpu) else 0)
     states = _place_optimizer(config, totals, host_budget - fixed)
     fixed += totals.state if states == "host" else 0
-    swap = (totals.weight if weights == "nvme" else 0) + (totals.state if states == "nvme" else 0)
+    swap = _swap_bytes(config, totals, weights, states)
     fixed += swap // PAGE_BYTES * CHECKSUM_BYTES if config.nvme.checksums else 0
     gradient_fp32 = fixed + totals.gradient_fp32 <= host_budget
     gradient = totals.gradient_fp32 if gradient_fp32 else totals.gradient_native
@@ -89,6 +90,8 @@ def make_plan(
         master=config.master,
         moments=config.moments,
         stored=stored,
+        commit_every=config.commit_every,
+        keep=config.keep,
         gradient_fp32=gradient_fp32,
         numel=totals.numel,
         trainable_numel=totals.trainable_numel,
@@ -106,9 +109,16 @@ def make_plan(
         device_budget=device_budget,
         host_budget=host_budget,
         swap_bytes=swap,
-        step_bytes=_step_bytes(units, totals, weights, states),
+        step_bytes=_step_bytes(config, totals, weights, states),
         swap_rate=_swap_rate(config) if swap else None,
     )
+
+
+def _swap_bytes(config: SwapConfig, totals: _Totals, weights: str, optimizer: str) -> int:
+    """With generations everything has a place in the store, RAM-held or not, and what changes a slot more than stay."""
+    if config.commit_every:
+        return totals.weight - totals.trained_weight + (totals.trained_weight + totals.state) * (config.keep + 1)
+    return (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
 
 
 def _swap_rate(config: SwapConfig) -> float | None:
@@ -123,6 +133,7 @@ def _total(units: Sequence[Unit], config: SwapConfig, moments: int) -> _Totals:
     by_size = sorted(units, key=lambda unit: unit.weight_bytes, reverse=True)
     return _Totals(
         weight=sum(unit.weight_bytes for unit in units),
+        trained_weight=sum(group.weight_bytes for group in groups),
         state=sum(
             moments * group.moment_bytes
             + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
@@ -231,6 +242,11 @@ def _host_error(
 
 
 def _require_paths(config: SwapConfig, weights: str, optimizer: str) -> None:
+    if config.commit_every and not config.nvme.paths:
+        raise ConfigError(
+            f"commit_every: {config.commit_every} needs a directory for the generations: add nvme: {{paths: "
+            "[/a/directory/on/an/ssd]} to the swap config, or set commit_every: 0"
+        )
     if "nvme" in (weights, optimizer) and not config.nvme.paths:
         raise ConfigError(
             "states on nvme need a directory: add nvme: {paths: [/a/directory/on/an/ssd]} to the swap config"
@@ -249,16 +265,19 @@ def _activations(config: SwapConfig, can_recompute: bool) -> str:
     return config.activations
 
 
-def _step_bytes(units: Sequence[Unit], totals: _Totals, weights: str, optimizer: str) -> int:
+def _step_bytes(config: SwapConfig, totals: _Totals, weights: str, optimizer: str) -> int:
     """One micro-batch, nothing cached (design §4, with the weights read once more where the update is a phase of its
-    own)."""
-    trained_weights = sum(group.weight_bytes for unit in units for group in unit.trainable_groups)
-    moved = 0
+    own), and what commits write of the states in RAM."""
+    moved = committed = 0
     if weights == "nvme":
-        moved += 2 * totals.weight + 2 * trained_weights
+        moved += 2 * totals.weight + 2 * totals.trained_weight
+    else:
+        committed += totals.trained_weight
     if optimizer == "nvme":
         moved += 2 * totals.state
-    return moved
+    else:
+        committed += totals.state
+    return moved + (committed // config.commit_every if config.commit_every else 0)
 
 
 def _megabytes(nbytes: int) -> str:

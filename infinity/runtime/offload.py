@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,8 @@ from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, ModelError
 from infinity.io.fork import refuse_in_forked_child
 from infinity.plan.planner import make_plan
+from infinity.runtime import buffers
+from infinity.runtime.description import describe
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,
@@ -31,6 +34,7 @@ from infinity.schedule import registry
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest
 from infinity.schedule.ledger import Ledger
+from infinity.schedule.restore import restore
 from infinity.schedule.slots import nan_placeholder
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
@@ -72,16 +76,68 @@ def offload(
         PlanError: a budget is too small; nothing was moved.
         ModelError: the model is offloaded already, or cannot be.
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
+        StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
+    return _offload(model, config, device, optimizer, source, faults)
+
+
+def resume(
+    model: Model,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    optimizer: OptimizerName = "adamw",
+    step: int | None = None,
+    faults: Sequence[_native.Fault] = (),
+) -> Model:
+    """infinity.offload for a run that ended, well or not: weights and states come from its swap directory.
+
+    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
+    infinity.track, which returns how many steps are done. What follows has the bits of a run that never stopped.
+
+    Everything is read once and compared with its checksums before the run goes on; where the newest generation is
+    damaged the one before is taken, if the config keeps one, and a warning says so.
+
+    Args:
+        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
+            the meta device. Its persistent buffers are restored.
+        config: with the nvme.paths of the run, and its master, moments and keep; everything else may have changed.
+        device, optimizer, faults: as infinity.offload.
+        step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ResumeError: there is nothing to resume, it is damaged, or it does not go with the model or the config.
+        DirtyStoreError: the run was made with commit_every: 0.
+        others: as infinity.offload.
+    """
+    return _offload(model, config, device, optimizer, None, faults, Resume(step))
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Weights and states come from the store: from generation `step`, or the newest."""
+
+    step: int | None = None
+
+
+def _offload(
+    model: Model,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None,
+    device: torch.device | str | None,
+    optimizer: OptimizerName,
+    source: Source | None,
+    faults: Sequence[_native.Fault],
+    resumed: Resume | None = None,
+) -> Model:
     refuse_in_forked_child()
     resolved = load_config(config)
-    if registry.is_offloaded(model):
-        raise ModelError("this model is offloaded already; infinity.close(model) ends that")
+    _require_offloadable(model, resolved, optimizer, resumed)
     target = torch.device(device) if device is not None else _default_device()
-    if source is not None:
+    if source is not None or resumed is not None:
         _leave_meta(model, target)
-    if optimizer not in STORED:
-        raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
     found = discover(model, resolved.moments)
     for named in found.parameters:
         for name, parameter in named.items():
@@ -92,10 +148,14 @@ def offload(
     logger.info("plan:\n%s", plan.describe())
     if not plan.gradient_fp32 and any(group.dtype != torch.float32 for group in _trainable(found)):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
-    backing = Backing(found.units, plan, resolved, target, faults)
+    backing = Backing(found.units, plan, resolved, target, faults, resume=resumed is not None)
     ledger = Ledger(found.units, found.parameters, backing)
     try:
-        ingest(ledger, source)
+        if resumed is None:
+            ingest(ledger, source)
+        else:
+            body = restore(ledger, resumed.step)
+            buffers.restore(model, body.buffers)
         _move_buffers(model, target)
         if plan.activations == "recompute":
             _recompute(model)
@@ -103,15 +163,32 @@ def offload(
     except BaseException:
         ledger.close()
         raise
+    ledger.commits.buffers = buffers.reader(model)
+    ledger.commits.model = describe(model, found, plan)
     registry.enter(model, ledger)
     return model
 
 
-def close(model: nn.Module) -> None:
-    """End offloading: wait for what is in flight, stop the threads, remove the swap file. The model cannot be used
-    afterwards.
+def _require_offloadable(
+    model: nn.Module, config: SwapConfig, optimizer: OptimizerName, resumed: Resume | None
+) -> None:
+    if registry.is_offloaded(model):
+        raise ModelError("this model is offloaded already; infinity.close(model) ends that")
+    if optimizer not in STORED:
+        raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
+    if resumed is not None and not config.commit_every:
+        raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 
-    Idempotent. Raises ModelError when the model was never offloaded.
+
+def close(model: nn.Module) -> None:
+    """End offloading: wait for what is in flight, finish the last commit, stop the threads. The swap file is removed,
+    unless it has generations: then the run can be resumed. The model cannot be used afterwards.
+
+    Idempotent.
+
+    Raises:
+        ModelError: the model was never offloaded.
+        InfinityError: the last commit failed.
     """
     registry.ledger_of(model).close()
 

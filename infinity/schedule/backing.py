@@ -4,7 +4,7 @@ every state."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import open_engine
-from infinity.io.store import Extent, ExtentMap, SwapStore
+from infinity.io.generations import Generations
+from infinity.io.store import Extent, ExtentMap, Mode, SwapStore
 from infinity.schedule.device import Device, open_device, pin
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.plan import Plan
@@ -21,8 +22,51 @@ from infinity.state.unit import Group, Unit
 
 logger = logging.getLogger(__name__)
 
-Home = Lease | Extent
-"""Where a state lives for good: RAM or the swap file."""
+
+@dataclass(eq=False)
+class Home:
+    """Where one state of a group lives for good: RAM, or the store.
+
+    Attributes:
+        lease, start, nbytes: bytes [start, start + nbytes) of a lease, when it lives in RAM.
+        extent: its place in the store; for what lives in RAM only where generations are kept.
+        dirty: what is in RAM is newer than what is in the extent.
+    """
+
+    lease: Lease | None
+    start: int
+    nbytes: int
+    extent: Extent | None
+    dirty: bool = False
+
+    @property
+    def in_memory(self) -> bool:
+        return self.lease is not None
+
+    def view(self) -> memoryview:
+        """Its bytes in RAM."""
+        if self.lease is None:
+            raise AssertionError("a state that lives in the store has no memory")
+        return self.lease.view(self.start, self.nbytes)
+
+    def stored(self) -> Extent:
+        """Its place in the store."""
+        if self.extent is None:
+            raise AssertionError("a state without a place in the store")
+        return self.extent
+
+
+@dataclass(frozen=True)
+class UnitWeights:
+    """The home of a unit's weights, group by group: one lease, or an extent for each group.
+
+    Attributes:
+        nbytes: of all groups; they lie one after the other.
+    """
+
+    lease: Lease | None
+    groups: tuple[Home, ...]
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +79,17 @@ class GroupStates:
     exp_avg_sq: Home | None
     gradient: Lease
 
+    def homes(self) -> list[Home]:
+        return [home for home in (self.residual, self.exp_avg, self.exp_avg_sq) if home is not None]
+
 
 class Backing:
     """Built from a plan, in order: extents → engine and store → arena → homes. Closed in reverse.
 
     Raises:
-        SwapIOError, StoreLockedError, ConfigError: the swap file cannot be made; nothing is left behind.
+        SwapIOError, StoreLockedError, StoreNotEmptyError, ConfigError: the swap file cannot be made; nothing is left
+        behind.
+        ResumeError: with `resume`, there is no store to resume, or it is another one.
     """
 
     def __init__(
@@ -50,25 +99,33 @@ class Backing:
         config: SwapConfig,
         device: torch.device,
         faults: Sequence[_native.Fault] = (),
+        *,
+        resume: bool = False,
     ) -> None:
         self.plan = plan
         self.device: Device = open_device(device)
-        extents = ExtentMap()
-        planned = [_plan_homes(unit, plan, extents) for unit in units]
+        layout = ExtentMap()
+        planned = [_plan_homes(unit, plan, layout) for unit in units]
         self.engine = open_engine(config.nvme, faults)
         self.store: SwapStore | None = None
+        self.generations: Generations | None = None
         try:
-            if extents.nbytes:
-                self.store = SwapStore(config.nvme.paths, extents.nbytes, self.engine, checksums=config.nvme.checksums)
+            if layout.nbytes:
+                mode: Mode = "resume" if resume else "generations" if plan.commit_every else "in place"
+                self.store = SwapStore(
+                    config.nvme.paths, layout.nbytes, self.engine, checksums=config.nvme.checksums, mode=mode
+                )
+            if self.store is not None and plan.commit_every:
+                self.generations = Generations(self.store, layout.extents, plan.keep)
             node = -1 if self.store is None else self.store.numa_node
             self.arena = PinnedArena(plan.arena_bytes, numa_node=node)
             refused = pin(self.arena, self.device)
             if refused:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
-            self.weights: list[Home] = []
+            self.weights: list[UnitWeights] = []
             self.states: list[dict[int, GroupStates]] = []
-            for unit, (weight, groups) in zip(units, planned, strict=True):
-                self.weights.append(weight or self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'"))
+            for unit, (weights, groups) in zip(units, planned, strict=True):
+                self.weights.append(self._settle_weights(unit, weights))
                 self.states.append({index: self._settle(unit, index, homes) for index, homes in groups.items()})
             self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
             self._register()
@@ -81,6 +138,18 @@ class Backing:
             if self.store is not None:
                 self.store.close()
             raise
+
+    def homes(self) -> Iterator[Home]:
+        """Every state of every unit."""
+        for weights, groups in zip(self.weights, self.states, strict=True):
+            yield from weights.groups
+            for states in groups.values():
+                yield from states.homes()
+
+    def require_store(self) -> SwapStore:
+        if self.store is None:
+            raise AssertionError("an extent without a store")
+        return self.store
 
     def _register(self) -> None:
         """Have the kernel keep the memory at hand that transfers use: the tiles, and what is left for weights.
@@ -95,6 +164,16 @@ class Backing:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
                 return
 
+    def _settle_weights(self, unit: Unit, extents: list[Extent | None]) -> UnitWeights:
+        lease = None
+        if self.plan.weights != "nvme":
+            lease = self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
+        groups = tuple(
+            Home(lease, group.weight_offset, group.weight_bytes, extent, dirty=lease is not None)
+            for group, extent in zip(unit.groups, extents, strict=True)
+        )
+        return UnitWeights(lease, groups, unit.weight_bytes)
+
     def _settle(self, unit: Unit, index: int, homes: _PlannedHomes) -> GroupStates:
         group = unit.groups[index]
         gradient_itemsize = 4 if self.plan.gradient_fp32 else group.dtype.itemsize
@@ -103,7 +182,9 @@ class Backing:
             nbytes = _state_bytes(group, homes.master, self.plan, state)
             if nbytes == 0:
                 return None
-            return extent or self.arena.lease(nbytes, f"{state} of '{unit.name}'")
+            in_memory = self.plan.optimizer == "host"
+            lease = self.arena.lease(nbytes, f"{state} of '{unit.name}'") if in_memory else None
+            return Home(lease, 0, nbytes, extent)
 
         return GroupStates(
             master=homes.master,
@@ -113,18 +194,8 @@ class Backing:
             gradient=self.arena.lease(group.state_bytes(gradient_itemsize), f"gradients of '{unit.name}'"),
         )
 
-    def stream(self, home: Home | None) -> _native.StateStream | None:
-        """A state as the update pipeline takes it; None where there is none."""
-        if home is None:
-            return None
-        if isinstance(home, Lease):
-            return _native.StateStream(memory=home.view())
-        if self.store is None:
-            raise AssertionError("an extent without a store")
-        return _native.StateStream(file=self.store.file, offset=home.offset)
-
     def close(self) -> None:
-        """Stop the threads and remove the swap file. Idempotent."""
+        """Stop the threads and remove the swap file, unless it has generations. Idempotent."""
         self.pipeline.close()
         self.engine.close()
         if self.store is not None:
@@ -139,28 +210,29 @@ class _PlannedHomes:
     exp_avg_sq: Extent | None
 
 
-def _plan_homes(unit: Unit, plan: Plan, extents: ExtentMap) -> tuple[Extent | None, dict[int, _PlannedHomes]]:
-    """Extents for what lives on NVMe; None for what lives in RAM. A unit's extents lie side by side."""
-    weight = extents.add(unit.name, "weight", unit.weight_bytes) if plan.weights == "nvme" else None
+def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent | None], dict[int, _PlannedHomes]]:
+    """Extents for what lives on NVMe, and for everything where generations are kept. A unit's lie side by side."""
+    kept = plan.commit_every > 0
+    slots = plan.keep + 1 if kept else 1
+    weights: list[Extent | None] = []
+    for index, group in enumerate(unit.groups):
+        extent = None
+        if kept or plan.weights == "nvme":
+            of_group = slots if group.trainable else 1
+            extent = layout.add(unit.name, "weight", group.weight_bytes, group=index, slots=of_group)
+        weights.append(extent)
     groups = {}
     for index, group in enumerate(unit.groups):
         if not group.trainable:
             continue
         master = master_format(group.dtype, plan.master)
-        groups[index] = _PlannedHomes(
-            master,
-            _extent(extents, plan, unit, group, master, "residual"),
-            _extent(extents, plan, unit, group, master, "exp_avg"),
-            _extent(extents, plan, unit, group, master, "exp_avg_sq"),
-        )
-    return weight, groups
-
-
-def _extent(
-    extents: ExtentMap, plan: Plan, unit: Unit, group: Group, master: _native.MasterName, state: str
-) -> Extent | None:
-    nbytes = _state_bytes(group, master, plan, state)
-    return extents.add(unit.name, state, nbytes) if plan.optimizer == "nvme" and nbytes else None
+        extents: dict[str, Extent | None] = {}
+        for state in ("residual", "exp_avg", "exp_avg_sq"):
+            nbytes = _state_bytes(group, master, plan, state)
+            stored = nbytes > 0 and (kept or plan.optimizer == "nvme")
+            extents[state] = layout.add(unit.name, state, nbytes, group=index, slots=slots) if stored else None
+        groups[index] = _PlannedHomes(master, extents["residual"], extents["exp_avg"], extents["exp_avg_sq"])
+    return weights, groups
 
 
 def _state_bytes(group: Group, master: _native.MasterName, plan: Plan, state: str) -> int:

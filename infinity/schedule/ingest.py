@@ -39,17 +39,16 @@ def ingest(ledger: Ledger, source: Source | None) -> None:
 
 def _ingest_unit(ledger: Ledger, record: UnitRecord, source: Source | None) -> None:
     backing = ledger.backing
-    home = backing.weights[record.unit.index]
-    if isinstance(home, Lease):
-        _fill(ledger, record, home, source)
+    weights = backing.weights[record.unit.index]
+    if weights.lease is not None:
+        _fill(ledger, record, weights.lease, source)
         return
-    if backing.store is None:
-        raise AssertionError("an extent without a store")
+    store = backing.require_store()
     # Nothing is fetched yet, so the space for slots (or uploads) is free.
     lease = backing.arena.lease(record.unit.weight_bytes, f"loading unit '{record.unit.name}'")
     try:
         _fill(ledger, record, lease, source)
-        backing.store.write(home, lease.view()).result()
+        wait_all([store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in weights.groups])
     finally:
         lease.release()
 
@@ -119,18 +118,18 @@ def _write_state(
     for begin in range(0, spec.numel, room):
         part = convert(value[begin : begin + room])
         at = (spec.offset + begin) * itemsize
-        if isinstance(home, Lease):
-            torch.frombuffer(home.view(at, part.numel()), dtype=torch.uint8).copy_(part)
+        if home.in_memory:
+            torch.frombuffer(home.view()[at : at + part.numel()], dtype=torch.uint8).copy_(part)
+            home.dirty = True
             continue
-        if backing.store is None:
-            raise AssertionError("an extent without a store")
+        store, extent = backing.require_store(), home.stored()
         first = at // PAGE_BYTES * PAGE_BYTES
         nbytes = round_up(at + part.numel(), PAGE_BYTES) - first
         # The staging of the update is idle while a model is loaded.
         page = backing.staging.view(0, nbytes)
-        wait_all([backing.store.read(home, page, at=first, io_class="states")])
+        wait_all([store.read(extent, page, at=first, io_class="states")])
         torch.frombuffer(page, dtype=torch.uint8)[at - first : at - first + part.numel()].copy_(part)
-        wait_all([backing.store.write(home, page, at=first, io_class="states")])
+        wait_all([store.write(extent, page, at=first, io_class="states")])
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:

@@ -21,18 +21,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.errors import InfinityError, ModelError, PlanError, SwapTimeoutError
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
+from infinity.io.manifest import Manifest
+from infinity.schedule import rng
 from infinity.schedule.backing import Backing
+from infinity.schedule.commits import Commits
 from infinity.schedule.device import Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
 from infinity.schedule.trace import Trace
 from infinity.sizes import format_bytes
+from infinity.state.records import Body, parse_body
 from infinity.state.unit import Unit
 
 
@@ -95,6 +100,8 @@ class Ledger:
                     record.unit, group, states.gradient, backing.device, backing.pool
                 )
         self.gradients = Gradients(groups, backing.device)
+        self.commits = Commits(backing)
+        self._rng_before_forward: dict[str, Any] | None = None
 
     # -- what runtime calls -------------------------------------------------------------------------------------------
 
@@ -106,13 +113,19 @@ class Ledger:
         self._hide(record)
 
     def begin_forward(self, *, training: bool) -> None:
-        """The outermost module of a forward is entered.
+        """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
 
         Raises:
             ForkError, ModelError: see `require_usable` and `require_untouched`.
+            InfinityError: the commit failed.
         """
         self.require_usable()
         self.require_untouched()
+        if training:
+            self.finish_commit(before_forward=True)
+            if self._rng_before_forward is not None:
+                states, self._rng_before_forward = self._rng_before_forward, None
+                rng.restore(states)
         with self._lock:
             self._training = training
             if not training:
@@ -175,9 +188,11 @@ class Ledger:
     # -- what optim calls ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Bring everything to rest: no fetch under way, gradients landed, parameters as infinity left them."""
+        """Bring everything to rest: no commit or fetch under way, gradients landed, parameters as infinity left
+        them."""
         self.require_usable()
         self.require_untouched()
+        self.finish_commit()
         with self._lock:
             self.end_backward()
             for record in self.records:
@@ -199,7 +214,41 @@ class Ledger:
             self.steps += 1
             if self.backing.store is not None:
                 self.backing.store.step = self.steps
+            if self.commits.due(self.steps):
+                self.begin_commit()
             self._prefetch()
+
+    def begin_commit(self) -> None:
+        """Start making the states as they are now a generation (Commits.begin)."""
+        with self._lock:
+            try:
+                self.commits.begin(self.steps)
+            except InfinityError as error:
+                self.failed = self.failed or error
+                raise
+
+    def finish_commit(self, *, before_forward: bool = False) -> None:
+        """Finish the commit under way, if there is one (Commits.finish).
+
+        Raises:
+            InfinityError: the generation does not exist, and the model refuses to go on.
+        """
+        with self._lock:
+            try:
+                self.commits.finish(before_forward=before_forward)
+            except InfinityError as error:
+                self.failed = self.failed or error
+                raise
+
+    def resume_at(self, manifest: Manifest) -> Body:
+        """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
+        self.steps = manifest.step
+        if self.backing.store is not None:
+            self.backing.store.step = self.steps
+        self.commits.resumed = body = parse_body(manifest.body, f"generation {manifest.step}")
+        rng.restore(body.rng)
+        self._rng_before_forward = body.rng_before_forward or body.rng
+        return body
 
     def resident_memory(self, index: int) -> torch.Tensor | None:
         """The slot of a unit when the update may work in it, else None."""
@@ -353,9 +402,18 @@ class Ledger:
                     yield record.parameters[spec.name], Place(record.unit, index, spec)
 
     def close(self) -> None:
-        """Release everything; the swap file is removed. Idempotent; does nothing in a forked child."""
+        """Finish the commit under way and release everything; the swap file is removed unless it has generations.
+        Idempotent; does nothing in a forked child.
+
+        Raises:
+            InfinityError: the last generation could not be made. Everything is released all the same.
+        """
         if self.closed or in_forked_child():
             return
         with self._lock:
             self.closed = True
-            self.backing.close()
+            try:
+                if self.failed is None:
+                    self.commits.finish()
+            finally:
+                self.backing.close()

@@ -39,5 +39,10 @@ def ledger_of(model: nn.Module) -> Ledger:
     return ledger
 
 
+def ledgers() -> list[Ledger]:
+    """Of all offloaded models that are alive."""
+    return list(_ledgers.values())
+
+
 def is_offloaded(model: nn.Module) -> bool:
     return model in _ledgers

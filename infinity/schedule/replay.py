@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from infinity import _native
 from infinity.errors import SwapIOError
-from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.schedule.ledger import Ledger
-from infinity.schedule.update import submit_update
+from infinity.schedule.update import UpdateTransfer, submit_update
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def _replay_passes(ledger: Ledger) -> None:
 
 def _replay_update(ledger: Ledger) -> None:
     ledger.begin_step()
-    transfers: list[Transfer] = []
+    transfers: list[UpdateTransfer] = []
     updated = []
     for record in ledger.records:
         for group_index in ledger.backing.states[record.unit.index]:
@@ -80,6 +79,8 @@ def _replay_update(ledger: Ledger) -> None:
     except SwapIOError as error:
         ledger.failed = ledger.failed or error
         raise
+    for transfer in transfers:
+        transfer.land()
     ledger.end_step(sorted(set(updated)))
 
 

@@ -9,8 +9,8 @@ import torch
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
-from infinity.io.store import Extent, SwapStore
-from infinity.schedule.backing import Backing, Home
+from infinity.io.store import SwapStore, wait_all
+from infinity.schedule.backing import Backing, UnitWeights
 from infinity.schedule.device import CpuDevice, CudaDevice, CudaSlot, HostSlot, Slot
 
 
@@ -26,7 +26,7 @@ class Fetch(Protocol):
 class SlotPool(Protocol):
     """Where slots come from. `start` returns None when there is no room: evicting is the ledger's business."""
 
-    def start(self, home: Home) -> Fetch | None: ...
+    def start(self, home: UnitWeights) -> Fetch | None: ...
 
     def free(self, slot: Slot) -> None: ...
 
@@ -34,10 +34,10 @@ class SlotPool(Protocol):
 class HomeSlots:
     """Weights in RAM, used on the CPU: the slot is their home."""
 
-    def start(self, home: Home) -> Fetch | None:
-        if not isinstance(home, Lease):
+    def start(self, home: UnitWeights) -> Fetch | None:
+        if home.lease is None:
             raise AssertionError("weights on NVMe in a pool of homes")
-        return _Landed(HostSlot(home.tensor(), None))
+        return _Landed(HostSlot(home.lease.tensor(), None))
 
     def free(self, slot: Slot) -> None:
         slot.free()
@@ -65,27 +65,29 @@ class LeaseSlots:
         self._store = store
         self._long_bytes = arena.free_bytes // 4
 
-    def start(self, home: Home) -> Fetch | None:
-        if not isinstance(home, Extent):
-            raise AssertionError("weights in RAM in a pool of leases")
+    def start(self, home: UnitWeights) -> Fetch | None:
         lease = self._arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
-        return None if lease is None else _LeaseFetch(lease, self._store.read(home, lease.view()))
+        return None if lease is None else _LeaseFetch(lease, _read(self._store, home, lease))
 
     def free(self, slot: Slot) -> None:
         slot.free()
 
 
+def _read(store: SwapStore, home: UnitWeights, lease: Lease) -> list[Transfer]:
+    return [store.read(group.stored(), lease.view(group.start, group.nbytes)) for group in home.groups]
+
+
 class _LeaseFetch:
-    def __init__(self, lease: Lease, transfer: Transfer) -> None:
+    def __init__(self, lease: Lease, transfers: list[Transfer]) -> None:
         self._lease = lease
-        self._transfer = transfer
+        self._transfers = transfers
 
     def advance(self) -> None:
         return
 
     def finish(self) -> Slot:
         try:
-            self._transfer.result()
+            wait_all(self._transfers)
         except SwapTimeoutError:
             raise  # the device may still write to the lease
         except Exception:
@@ -102,17 +104,17 @@ class CudaSlots:
         self._device = device
         self._free_bytes = backing.plan.slot_bytes
 
-    def start(self, home: Home) -> Fetch | None:
+    def start(self, home: UnitWeights) -> Fetch | None:
         if home.nbytes > self._free_bytes:
             return None
-        if isinstance(home, Lease):
+        if home.lease is not None:
             self._free_bytes -= home.nbytes
-            return _Landed(self._device.upload(home.tensor(), lambda: None))
+            return _Landed(self._device.upload(home.lease.tensor(), lambda: None))
         lease = self._landing(home.nbytes)
-        if lease is None or self._backing.store is None:
+        if lease is None:
             return None
         self._free_bytes -= home.nbytes
-        return _UploadFetch(self, self._device, lease, self._backing.store.read(home, lease.view()))
+        return _UploadFetch(self, self._device, lease, _read(self._backing.require_store(), home, lease))
 
     def _landing(self, nbytes: int) -> Lease | None:
         arena = self._backing.arena
@@ -132,15 +134,15 @@ class CudaSlots:
 
 
 class _UploadFetch:
-    def __init__(self, pool: CudaSlots, device: CudaDevice, lease: Lease, transfer: Transfer) -> None:
+    def __init__(self, pool: CudaSlots, device: CudaDevice, lease: Lease, transfers: list[Transfer]) -> None:
         self._pool = pool
         self._device = device
         self._lease = lease
-        self._transfer = transfer
+        self._transfers = transfers
         self._slot: CudaSlot | None = None
 
     def advance(self) -> None:
-        if self._slot is None and self._transfer.done():
+        if self._slot is None and all(transfer.done() for transfer in self._transfers):
             self._start_upload()
 
     def finish(self) -> Slot:
@@ -148,7 +150,7 @@ class _UploadFetch:
 
     def _start_upload(self) -> CudaSlot:
         try:
-            self._transfer.result()
+            wait_all(self._transfers)
         except SwapTimeoutError:
             raise  # the device may still write to the lease
         except Exception:

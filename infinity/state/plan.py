@@ -18,6 +18,8 @@ class Plan:
         master: of bf16 weights.
         moments: how exp_avg and exp_avg_sq are kept, where they may be.
         stored: which of exp_avg and exp_avg_sq there are.
+        commit_every: steps between durable generations; 0: none, states are updated in place.
+        keep: generations that stay.
         gradient_fp32: host memory is reserved for fp32 gradients, so several backward passes may add up before a step.
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
@@ -26,9 +28,9 @@ class Plan:
             optimizer's: residual and moments.
         device_bytes, host_bytes: what the plan takes of each budget.
         device_budget, host_budget: the budgets.
-        swap_bytes: size of the swap file.
+        swap_bytes: size of the swap file, all slots.
         step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written; every moment there is
-            room for is used.
+            room for is used. Over `commit_every` steps, what a commit writes beside is shared out.
         swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
             None where it has not.
     """
@@ -40,6 +42,8 @@ class Plan:
     master: _native.MasterName
     moments: _native.MomentsName
     stored: tuple[str, ...]
+    commit_every: int
+    keep: int
     gradient_fp32: bool
     numel: int
     trainable_numel: int
@@ -73,6 +77,12 @@ class Plan:
         states = self.state_bytes if self.optimizer == "host" else 0
         return home + states + self.gradient_bytes + self.staging_bytes + self.upload_bytes + on_device
 
+    def _describe_generations(self) -> str:
+        if not self.commit_every:
+            return "none (commit_every: 0): a run that dies starts again from a saved model"
+        when = "every step" if self.commit_every == 1 else f"every {self.commit_every} steps"
+        return f"{when}, {self.keep} kept, each state in {self.keep + 1} slots: all of it reserved now"
+
     def describe(self) -> str:
         """A few lines for the log: every tier, every budget, and what is predicted."""
         accumulation = "fp32, any number of micro-batches" if self.gradient_fp32 else "one backward pass per step"
@@ -93,5 +103,6 @@ class Plan:
                 f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about "
                 f"{format_bytes(self.step_bytes)} "
                 f"({per_parameter:.1f} B per trained parameter{predicted})",
+                f"  generations   {self._describe_generations()}",
             ]
         )

@@ -64,7 +64,6 @@ def test_a_trained_model_saved_is_the_model_plain_transformers_loads(
 def test_fp32_files_loaded_as_bf16_keep_their_fp32_master(tier: str, loaded: Any, tmp_path: Path) -> None:
     """A step with lr 0 and decay leaves master · (1 − lr·wd): read it back from weight + rest."""
     from infinity import _native
-    from infinity.io.arena import Lease
     from infinity.schedule import registry
 
     plain, _ = llama()
@@ -75,11 +74,11 @@ def test_fp32_files_loaded_as_bf16_keep_their_fp32_master(tier: str, loaded: Any
     for _, place in ledger.places():
         states = ledger.backing.states[place.unit.index][place.group_index]
         home, nbytes = states.residual, place.group.state_bytes(2)
-        if isinstance(home, Lease):
-            rest = home.tensor()
+        if home.in_memory:
+            rest = torch.frombuffer(home.view(), dtype=torch.uint8)
         else:
             view = ledger.backing.staging.view(0, nbytes)
-            ledger.backing.store.read(home, view).result()
+            ledger.backing.store.read(home.extent, view).result()
             rest = torch.frombuffer(view, dtype=torch.uint8)
         part = rest.view(torch.int16)[place.spec.offset : place.spec.offset + place.spec.numel].clone()
         master = torch.empty(place.spec.numel)

@@ -54,6 +54,7 @@ def test_a_killed_run_leaves_no_lock_and_its_file_is_replaced(tmp_path: Path) ->
     process.wait()
     process.stdout.close()
     directory = SwapDirectory(tmp_path / "swap")
+    directory.make_room()
     assert not directory.swap_path.exists()
     directory.close()
 

@@ -185,9 +185,9 @@ def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, mon
 
     from infinity.optim import offloaded
 
-    def submit_and_interrupt(*args: Any) -> Any:
+    def submit_and_interrupt(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return submit(*args)
+        return submit(*args, **options)
 
     model, batch, optim = trained
     submit = offloaded.submit_update

@@ -364,7 +364,6 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("commit_every", 1),
         ("gradients", "nvme"),
         ("activations", "host"),
         ("optimizer", "device"),

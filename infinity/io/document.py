@@ -1,0 +1,266 @@
+"""What infinity keeps in small files: nested values, strictly read, without pickle.
+
+[Note: the form of a document]
+
+    {"infinity": KIND, "version": 1, "json_bytes": J, "data_bytes": D, "blake2b": DIGEST}\n   one line of JSON
+    J bytes of JSON: the value
+    D bytes: what tensors, arrays and bytes in the value refer to
+
+DIGEST is of everything after the line, and the line is compared with what it must be, byte for byte, so no damage goes
+unseen. Values are those of JSON and, as objects with the key "$": tensors, numpy arrays and scalars, bytes, tuples,
+dicts whose keys are no strings, Counter, numbers that are not finite, dtypes and devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.errors import ManifestError
+
+VERSION = 1
+_HEADER_BYTES_MAX = 512
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+    )
+}
+_NUMPY_KINDS = "biuf"
+_TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
+
+
+def write(kind: str, value: Any) -> list[bytes]:
+    """The bytes of a document.
+
+    Raises:
+        TypeError: names the place in `value` of what has no form here.
+    """
+    packer = _Packer()
+    text = json.dumps(packer.pack(value, ""), allow_nan=False, separators=(",", ":")).encode()
+    digest = hashlib.blake2b(text, digest_size=32)
+    for blob in packer.blobs:
+        digest.update(blob)
+    data_bytes = sum(len(blob) for blob in packer.blobs)
+    return [_header(kind, len(text), data_bytes, digest.hexdigest()), text, *packer.blobs]
+
+
+def require_writable(value: Any) -> None:
+    """Raises TypeError, as write() would."""
+    _Packer().pack(value, "")
+
+
+def read(path: Path, kind: str) -> Any:
+    """The value of a document.
+
+    Raises:
+        ManifestError: it cannot be read, is damaged, of another kind or of a newer version; names the path.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ManifestError(path, f"cannot be read: {error.strerror}") from error
+    return parse(data, path, kind)
+
+
+def parse(data: bytes, path: Path, kind: str) -> Any:
+    """As read(), of bytes that came from `path`."""
+    end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
+    header = _json(data[:end], path) if end else None
+    if not isinstance(header, dict) or header.get("infinity") != kind:
+        raise ManifestError(path, f"is no {kind} of infinity, or its first line is damaged")
+    if header.get("version") != VERSION:
+        raise ManifestError(path, f"has version {header.get('version')}; this infinity reads version {VERSION}")
+    json_bytes, data_bytes = header.get("json_bytes"), header.get("data_bytes")
+    if not (isinstance(json_bytes, int) and isinstance(data_bytes, int) and json_bytes >= 0 and data_bytes >= 0):
+        raise ManifestError(path, "has a damaged first line")
+    digest = hashlib.blake2b(data[end:], digest_size=32).hexdigest()
+    if data[:end] != _header(kind, json_bytes, data_bytes, digest):
+        raise ManifestError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
+    if end + json_bytes + data_bytes != len(data):
+        raise ManifestError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
+    unpacker = _Unpacker(path, memoryview(data)[end + json_bytes :])
+    try:
+        return unpacker.unpack(_json(data[end : end + json_bytes], path))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ManifestError(path, f"has a value that cannot be read: {error}") from error
+
+
+def _header(kind: str, json_bytes: int, data_bytes: int, digest: str) -> bytes:
+    header = {
+        "infinity": kind,
+        "version": VERSION,
+        "json_bytes": json_bytes,
+        "data_bytes": data_bytes,
+        "blake2b": digest,
+    }
+    return json.dumps(header).encode() + b"\n"
+
+
+def _json(data: bytes, path: Path) -> Any:
+    def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ManifestError(path, "has a key twice")
+        return result
+
+    try:
+        return json.loads(data, object_pairs_hook=refuse, parse_constant=lambda name: _refuse_constant(path, name))
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(path, f"is not valid JSON: {error}") from error
+
+
+def _refuse_constant(path: Path, name: str) -> None:
+    raise ManifestError(path, f"has the number {name}")
+
+
+class _Packer:
+    """Values to JSON, and the data beside it."""
+
+    def __init__(self) -> None:
+        self.blobs: list[bytes] = []
+        self._at = 0
+
+    def pack(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if isinstance(value, Counter):
+            return {"$": "counter", "items": self._items(value, where)}
+        if isinstance(value, Mapping):
+            if all(type(key) is str and key != "$" for key in value):
+                return {key: self.pack(item, f"{where}.{key}") for key, item in value.items()}
+            return {"$": "dict", "items": self._items(value, where)}
+        if type(value) is list:
+            return [self.pack(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"$": "tuple", "items": [self.pack(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+        return self._pack_data(value, where)
+
+    def _items(self, value: Mapping[Any, Any], where: str) -> list[list[Any]]:
+        return [[self.pack(key, f"{where} (a key)"), self.pack(item, f"{where}.{key}")] for key, item in value.items()]
+
+    def _pack_data(self, value: Any, where: str) -> Any:
+        if isinstance(value, bytes):
+            return {"$": "bytes", **self._blob(value)}
+        if isinstance(value, torch.Tensor) and value.dtype in _TORCH_NAMES and value.layout == torch.strided:
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            return {
+                "$": "tensor",
+                "dtype": _TORCH_NAMES[value.dtype],
+                "shape": list(value.shape),
+                **self._blob(data),
+            }
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _NUMPY_KINDS:
+            array = np.asarray(value)
+            return {
+                "$": "array" if isinstance(value, np.ndarray) else "scalar",
+                "dtype": array.dtype.newbyteorder("<").str,
+                "shape": list(array.shape),
+                **self._blob(array.astype(array.dtype.newbyteorder("<")).tobytes()),
+            }
+        if isinstance(value, torch.dtype) and value in _TORCH_NAMES:
+            return {"$": "dtype", "name": _TORCH_NAMES[value]}
+        if isinstance(value, torch.device):
+            return {"$": "device", "name": str(value)}
+        raise TypeError(
+            f"{where.lstrip('.') or 'the value'} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, "
+            "strings, lists, tuples, dicts, bytes, tensors and numpy arrays can"
+        )
+
+    def _blob(self, data: bytes) -> dict[str, int]:
+        self.blobs.append(data)
+        self._at += len(data)
+        return {"at": self._at - len(data), "nbytes": len(data)}
+
+
+class _Unpacker:
+    """The way back. Every size is checked before memory is taken for it."""
+
+    def __init__(self, path: Path, data: memoryview) -> None:
+        self._path = path
+        self._data = data
+
+    def unpack(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.unpack(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kind = value.get("$")
+        if kind is None:
+            return {key: self.unpack(item) for key, item in value.items()}
+        readers = {
+            "float": self._float,
+            "counter": lambda tagged: Counter(self._items(tagged)),
+            "dict": self._items,
+            "tuple": lambda tagged: tuple(self.unpack(item) for item in self._list(tagged, "items")),
+            "bytes": lambda tagged: bytes(self._blob(tagged)),
+            "tensor": self._tensor,
+            "array": lambda tagged: self._array(tagged),
+            "scalar": lambda tagged: self._array(tagged)[()],
+            "dtype": lambda tagged: _TORCH_DTYPES[tagged["name"]],
+            "device": lambda tagged: torch.device(str(tagged["name"])),
+        }
+        if not isinstance(kind, str) or kind not in readers:
+            raise ValueError(f"unknown form {kind!r}")
+        return readers[kind](value)
+
+    @staticmethod
+    def _list(tagged: dict[str, Any], key: str) -> list[Any]:
+        if not isinstance(tagged.get(key), list):
+            raise ValueError(f"{key} is no list")
+        result: list[Any] = tagged[key]
+        return result
+
+    def _items(self, tagged: dict[str, Any]) -> dict[Any, Any]:
+        return {self.unpack(key): self.unpack(item) for key, item in self._list(tagged, "items")}
+
+    @staticmethod
+    def _float(tagged: dict[str, Any]) -> float:
+        if tagged["value"] not in ("inf", "-inf", "nan"):
+            raise ValueError(f"{tagged['value']!r} is no number")
+        return float(tagged["value"])
+
+    def _blob(self, tagged: dict[str, Any]) -> memoryview:
+        at, nbytes = tagged["at"], tagged["nbytes"]
+        if type(at) is not int or type(nbytes) is not int or at < 0 or nbytes < 0 or at + nbytes > len(self._data):
+            raise ValueError("data outside the file")
+        return self._data[at : at + nbytes]
+
+    def _shape(self, tagged: dict[str, Any], itemsize: int, nbytes: int) -> list[int]:
+        shape = self._list(tagged, "shape")
+        if any(type(size) is not int or size < 0 for size in shape) or math.prod(shape) * itemsize != nbytes:
+            raise ValueError(f"{nbytes} bytes for shape {shape}")
+        return shape
+
+    def _tensor(self, tagged: dict[str, Any]) -> torch.Tensor:
+        dtype, data = _TORCH_DTYPES[tagged["dtype"]], self._blob(tagged)
+        shape = self._shape(tagged, dtype.itemsize, len(data))
+        if not len(data):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+    def _array(self, tagged: dict[str, Any]) -> Any:
+        dtype, data = np.dtype(str(tagged["dtype"])), self._blob(tagged)
+        if dtype.kind not in _NUMPY_KINDS:
+            raise ValueError(f"an array of {dtype}")
+        return np.frombuffer(bytes(data), dtype=dtype).reshape(self._shape(tagged, dtype.itemsize, len(data))).copy()

@@ -1,0 +1,308 @@
+"""Generations: which slots hold all states after the same step, the act of making one durable, and finding the newest
+that is whole.
+
+[Note: why no crash loses a generation]
+1. What a generation's manifest names is never written again while that manifest counts (`Generations.destination`).
+2. A manifest is written only after an fdatasync of the swap files that began when all its data had been written.
+3. It appears under its name only whole: written aside, fsynced, renamed; then the directory is fsynced.
+4. Only then are older manifests removed, and only then may the next step write (Commits.finish).
+A manifest that was removed and comes back with a power cut names slots that were written since: it is older than one
+that is whole, and its checksums tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.io import durable
+from infinity.io.manifest import SUM_BLOCK_BYTES, ExtentRecord, Manifest, read_manifest, write_manifest
+from infinity.io.store import Extent, SwapStore, now
+from infinity.sizes import PAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+_SUM = 8
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A piece of a generation that is not what was written.
+
+    Attributes:
+        unit, group, state: what it holds.
+        step: the generation.
+        path, offset, nbytes: the file, and bytes in it.
+        cause: in words.
+    """
+
+    unit: str
+    group: int
+    state: str
+    step: int
+    path: str
+    offset: int
+    nbytes: int
+    cause: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.state} of unit '{self.unit}' (group {self.group}), generation {self.step}: {self.path}, offset "
+            f"{self.offset}, {self.nbytes} bytes: {self.cause}"
+        )
+
+
+class Generations:
+    """What a store keeps beyond the running step.
+
+    Args:
+        extents: of all states, in layout order.
+        keep: generations that stay; each extent has keep + 1 slots, or one where its state never changes.
+    """
+
+    def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int) -> None:
+        self._store = store
+        self._extents = list(extents)
+        self._index = {id(extent): index for index, extent in enumerate(self._extents)}
+        self._keep = keep
+        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the slot of each extent
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest generation; None before the first."""
+        return max(self._kept, default=None)
+
+    def destination(self, extent: Extent) -> int:
+        """The slot that new values of a state go to: never one that a generation names."""
+        index = self._index[id(extent)]
+        named = {slots[index] for slots in self._kept.values()}
+        if extent.slot not in named:
+            return extent.slot
+        free = [slot for slot in range(len(extent.offsets)) if slot not in named]
+        if not free:
+            raise AssertionError(f"no free slot for {extent.state} of unit '{extent.unit}'")
+        return free[0]
+
+    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
+        """Write the manifest of the newest values as generation `step`. What they are must be durable already.
+
+        Raises:
+            SwapIOError: the generation does not exist; those before do.
+            TypeError: `body` holds what a document cannot.
+        """
+        file = self._store.file
+        sums = [file.block_sums(extent.offset, extent.nbytes) for extent in self._extents]
+        manifest = Manifest(
+            run=self._store.run,
+            step=step,
+            created=now(),
+            extents=[
+                ExtentRecord(
+                    unit=extent.unit,
+                    group=extent.group,
+                    state=extent.state,
+                    slot=extent.slot,
+                    offset=extent.offset,
+                    nbytes=extent.nbytes,
+                )
+                for extent in self._extents
+            ],
+            sums=b"".join(sums) if self._store.checksums else None,
+            facts=facts,
+            body=body,
+        )
+        directory = self._store.directories[0]
+        path = directory.generation_path(step)
+        durable.write_file(path, write_manifest(manifest))
+        self._kept.pop(step, None)
+        self._kept[step] = [extent.slot for extent in self._extents]
+        for old in sorted(self._kept)[: -self._keep]:
+            durable.remove(directory.generation_path(old))
+            del self._kept[old]
+        return path
+
+    def recover(self, memory: memoryview, step: int | None = None) -> Manifest:
+        """Find the newest generation that is whole, point the extents to it, and have the store check against it.
+
+        Every byte of it is read once. Newer ones that are damaged are reported and removed; older ones stay.
+
+        Args:
+            memory: 4 KiB-aligned, for reading.
+            step: take this one instead of the newest.
+
+        Raises:
+            ResumeError: there is none that is whole, or no such step; says what is wrong with each.
+        """
+        directory = self._store.directories[0]
+        found = directory.generations()
+        if step is not None and step not in found:
+            there = ", ".join(map(str, found)) or "none"
+            raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
+        problems: list[str] = []
+        chosen: Manifest | None = None
+        for number, path in found.items():
+            if step is not None and number > step:
+                problems.append(f"generation {number} is not the one that was asked for")
+                continue
+            try:
+                manifest = self._read(path, number)
+                self._adopt(manifest, memory)
+            except ResumeError as error:
+                problems.append(f"generation {number} cannot be used: {error}")
+                logger.warning("%s", problems[-1])
+                if step is not None:
+                    break
+                continue
+            chosen = manifest
+            break
+        if chosen is None:
+            wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+            raise ResumeError(f"nothing to resume in {directory.path}: {wrong}")
+        logger.info("resuming generation %d of %s, committed %s", chosen.step, directory.path, chosen.created)
+        self._forget_newer(chosen, found)
+        return chosen
+
+    def _read(self, path: Path, number: int) -> Manifest:
+        """A manifest that fits this store's layout."""
+        manifest = read_manifest(path)
+        if manifest.run != self._store.run or manifest.step != number:
+            raise ManifestError(path, "belongs to another run or step")
+        if len(manifest.extents) != len(self._extents):
+            raise ManifestError(path, f"names {len(manifest.extents)} extents, the model has {len(self._extents)}")
+        for extent, record in zip(self._extents, manifest.extents, strict=True):
+            mine, its = (extent.unit, extent.group, extent.state), (record.unit, record.group, record.state)
+            if mine != its or extent.nbytes != record.nbytes:
+                raise ManifestError(
+                    path,
+                    f"has {its[2]} of unit '{its[0]}' (group {its[1]}, {record.nbytes} bytes) where the model has "
+                    f"{mine[2]} of unit '{mine[0]}' (group {mine[1]}, {extent.nbytes} bytes)",
+                )
+            if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
+                raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
+        return manifest
+
+    def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
+        """Point the extents to a generation, once all of it has been read and is what was written.
+
+        Raises:
+            ResumeError: names what is damaged.
+        """
+        before = [extent.slot for extent in self._extents]
+        for extent, record in zip(self._extents, manifest.extents, strict=True):
+            extent.slot = record.slot
+        damage = list(verify(self._store, self._extents, manifest, memory))
+        if damage:
+            for extent, slot in zip(self._extents, before, strict=True):
+                extent.slot = slot
+            more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+            raise ResumeError("; ".join(map(str, damage[:3])) + more)
+        self._kept = {manifest.step: [extent.slot for extent in self._extents]}
+
+    def _forget_newer(self, chosen: Manifest, found: dict[int, Path]) -> None:
+        """Newer manifests go, for what they name will be written; older ones that can be read count as kept."""
+        newer = [path for number, path in found.items() if number > chosen.step]
+        for path in newer:
+            logger.warning("removing %s: the run goes on from generation %d", path, chosen.step)
+            durable.remove(path)
+        if newer:
+            durable.sync_directory(self._store.directories[0].path)
+        for number, path in found.items():
+            if number >= chosen.step:
+                continue
+            try:
+                older = self._read(path, number)
+            except ResumeError:
+                continue  # what it named cannot be known, and may be written
+            if len(self._kept) < self._keep:
+                self._kept[number] = [record.slot for record in older.extents]
+        self._kept = dict(sorted(self._kept.items()))
+
+
+def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+    """Read all of a generation and yield what is not as it was written; without checksums, what cannot be read.
+
+    Args:
+        extents: those of the manifest, each in the slot that it names.
+        memory: 4 KiB-aligned, cut into pieces that are read at the same time.
+    """
+    pieces = _Pieces(store, memory)
+    for extent, sums in zip(extents, manifest.sums_by_extent(), strict=True):
+        cause = pieces.read(extent)
+        if cause is not None:
+            yield _damage(store, extent, manifest.step, 0, extent.nbytes, cause)
+            continue
+        found = store.file.block_sums(extent.offset, extent.nbytes)
+        if sums is None or not found or found == sums:
+            continue
+        for at in range(0, len(sums), _SUM):
+            if found[at : at + _SUM] != sums[at : at + _SUM]:
+                start = at // _SUM * SUM_BLOCK_BYTES
+                nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
+                yield _damage(
+                    store, extent, manifest.step, start, nbytes, "does not have the checksum of what was written"
+                )
+
+
+def _damage(store: SwapStore, extent: Extent, step: int, start: int, nbytes: int, cause: str) -> Damage:
+    path, offset = store.file.locate(extent.offset + start)
+    return Damage(extent.unit, extent.group, extent.state, step, path, offset, nbytes, cause)
+
+
+class _Pieces:
+    """Reads extents piece by piece, several at a time, and has the store remember the checksums of what came."""
+
+    _COUNT = 8
+
+    def __init__(self, store: SwapStore, memory: memoryview) -> None:
+        self._store = store
+        nbytes = max(len(memory) // self._COUNT // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
+        self._free = [memory[at : at + nbytes] for at in range(0, len(memory) - nbytes + 1, nbytes)]
+        self._nbytes = nbytes
+
+    def read(self, extent: Extent) -> str | None:
+        """All of an extent; why not, when a part of it cannot be read.
+
+        Raises:
+            SwapTimeoutError: the device was given up; the memory is lost.
+        """
+        cause: str | None = None
+        reading: deque[tuple[int, memoryview, Any]] = deque()
+        at = 0
+        while at < extent.nbytes or reading:
+            if at < extent.nbytes and self._free and cause is None:
+                piece = self._free.pop()
+                view = piece[: min(self._nbytes, extent.nbytes - at)]
+                reading.append((at, piece, self._store.read(extent, view, at=at, io_class="states", verify=False)))
+                at += len(view)
+                continue
+            if not reading:
+                break
+            start, piece, transfer = reading.popleft()
+            try:
+                transfer.result()
+                view = piece[: min(self._nbytes, extent.nbytes - start)]
+                if self._store.checksums:
+                    self._store.file.remember(extent.offset + start, view)
+            except SwapTimeoutError:
+                raise
+            except SwapIOError as error:
+                cause = cause or f"cannot be read ({error.strerror or error})"
+            self._free.append(piece)
+        return cause
+
+
+def read_kept(found: Mapping[int, Path], run: str) -> Iterator[tuple[int, Manifest | ManifestError]]:
+    """Every manifest among `found` (by step) of a store's run, or what is wrong with it."""
+    for number, path in found.items():
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != number or manifest.run != run:
+                raise ManifestError(path, "belongs to another run or step")
+            yield number, manifest
+        except ManifestError as error:
+            yield number, error

@@ -1,0 +1,50 @@
+"""A model's persistent buffers (running means of norms, say) in generations: what changes must come back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ResumeError
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The persistent buffers by their full names, a shared one once for each name."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
+    """Gives their values as they are when it is called; does not keep the model alive."""
+    reference = weakref.ref(model)
+
+    def read() -> dict[str, torch.Tensor]:
+        alive = reference()
+        return {} if alive is None else dict(named(alive))
+
+    return read
+
+
+def restore(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Put the values of a generation into the model's buffers.
+
+    Raises:
+        ResumeError: the model has other buffers than the one of the run.
+    """
+    mine = dict(named(model))
+    if mine.keys() != saved.keys():
+        name = sorted(mine.keys() ^ saved.keys())[0]
+        raise ResumeError(f"buffer '{name}' is only in {'the model' if name in mine else 'the run that is resumed'}")
+    for name, buffer in mine.items():
+        if not isinstance(saved[name], torch.Tensor) or buffer.shape != saved[name].shape:
+            raise ResumeError(
+                f"buffer '{name}' has another shape in the run than {tuple(buffer.shape)}, its shape here"
+            )
+        with torch.no_grad():
+            buffer.copy_(saved[name])

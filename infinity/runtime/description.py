@@ -1,0 +1,57 @@
+"""What a generation says of its model, so that its states can be read without the program that trained it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from infinity.state.discover import Discovery
+from infinity.state.dtypes import master_format
+from infinity.state.plan import Plan
+from infinity.state.records import GroupRecord, ModelRecord, ParameterRecord
+
+
+def describe(model: nn.Module, found: Discovery, plan: Plan) -> ModelRecord:
+    """The model's class and configuration, and where each parameter lies."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    groups, parameters = [], []
+    for unit in found.units:
+        for index, group in enumerate(unit.groups):
+            dtype: Any = str(group.dtype).removeprefix("torch.")
+            groups.append(
+                GroupRecord(
+                    unit=unit.name,
+                    group=index,
+                    dtype=dtype,
+                    trainable=group.trainable,
+                    master=master_format(group.dtype, plan.master),
+                    moments=group.moments,
+                    numel=group.numel,
+                )
+            )
+            for spec in group.specs:
+                same = names[id(found.parameters[unit.index][spec.name])]
+                parameters.append(
+                    ParameterRecord(
+                        name=spec.name,
+                        aliases=[name for name in same if name != spec.name],
+                        shape=list(spec.shape),
+                        unit=unit.name,
+                        group=index,
+                        offset=spec.offset,
+                    )
+                )
+    return ModelRecord(
+        class_name=type(model).__name__,
+        config=_json(getattr(model, "config", None)),
+        generation_config=_json(getattr(model, "generation_config", None)),
+        groups=groups,
+        parameters=parameters,
+    )
+
+
+def _json(config: Any) -> str | None:
+    return str(config.to_json_string()) if hasattr(config, "to_json_string") else None

@@ -1,0 +1,41 @@
+"""Bringing a generation's states home: what lives in RAM is read, what lives in the store is where it is."""
+
+from __future__ import annotations
+
+from infinity.errors import ResumeError
+from infinity.io.store import wait_all
+from infinity.schedule.commits import facts_of
+from infinity.schedule.ledger import Ledger
+from infinity.state.records import Body
+
+
+def restore(ledger: Ledger, step: int | None = None) -> Body:
+    """Find the newest generation that is whole (or `step`), take it over, and leave placeholders. Returns its body.
+
+    Raises:
+        ResumeError: there is none, or its states have another form than the config asks for.
+        SwapIOError: the device failed.
+    """
+    backing = ledger.backing
+    if backing.generations is None:
+        raise AssertionError("resuming without generations")
+    manifest = backing.generations.recover(backing.staging.view(), step)
+    expected = facts_of(backing.plan)
+    if manifest.facts != expected:
+        differ = ", ".join(
+            f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
+            for key, value in expected.items()
+            if manifest.facts.get(key) != value
+        )
+        raise ResumeError(
+            f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "
+            "them with `infinity checkpoint export` and --from-checkpoint."
+        )
+    store = backing.require_store()
+    held = [home for home in backing.homes() if home.in_memory]
+    wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
+    for home in held:
+        home.dirty = False
+    for record in ledger.records:
+        ledger.adopt(record)
+    return ledger.resume_at(manifest)
