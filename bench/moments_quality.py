@@ -101,8 +101,8 @@ def prepare(directory: Path, tokens: int) -> tuple[PackedData, PackedData]:
     apart.mkdir()
     for file in files[::20]:
         file.rename(apart / file.name)
-    data = PackedData([text], tokenizer, tokens, directory / "train.u32")
-    return data, PackedData([apart], tokenizer, tokens, directory / "held_out.u32")
+    data = PackedData([text], tokenizer, tokens, directory)
+    return data, PackedData([apart], tokenizer, tokens, directory)
 
 
 def summarise(runs: list[dict[str, Any]]) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +82,27 @@ class PackedData:
     """Documents as one run of tokens, with the end-of-text token between them, cut into sequences of equal length.
 
     Args:
-        spill: a file for the tokens, created here and removed by `close`.
+        directory: where the tokens are spilled to, into a file without a name that is gone with the process.
 
     Raises:
         ConfigError: there are fewer tokens than one sequence.
     """
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Any, sequence_length: int, spill: Path) -> None:
-        self._spill = spill
+    def __init__(self, paths: Sequence[Path], tokenizer: Any, sequence_length: int, directory: Path) -> None:
+        self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
         separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
         self.tokens = 0
-        with spill.open("xb") as file:
-            for text in documents(paths, tokenizer):
-                if not text.strip():
-                    continue
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"] + separator
-                np.asarray(ids, dtype=np.uint32).tofile(file)
-                self.tokens += len(ids)
+        digest = hashlib.blake2b(digest_size=16)
+        for text in documents(paths, tokenizer):
+            if not text.strip():
+                continue
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + separator
+            packed = np.asarray(ids, dtype=np.uint32).tobytes()
+            self._spill.write(packed)
+            digest.update(packed)
+            self.tokens += len(ids)
+        self._spill.flush()
+        self.digest = digest.hexdigest()
         self.sequence_length = sequence_length
         self.sequences = self.tokens // sequence_length
         if not self.sequences:
@@ -107,18 +113,59 @@ class PackedData:
                 "smaller --sequence-length."
             )
 
-    def batches(self, batch_size: int, seed: int) -> Iterator[torch.Tensor]:
-        """int64 [batch_size, sequence_length], shuffled anew each pass, without end."""
-        data = np.memmap(self._spill, dtype=np.uint32, mode="r")
-        epoch, queue = 0, np.empty(0, dtype=np.int64)
-        while True:
-            while len(queue) < batch_size:
-                order = np.random.default_rng((seed, epoch)).permutation(self.sequences)
-                queue, epoch = np.concatenate([queue, order]), epoch + 1
-            chosen, queue = queue[:batch_size], queue[batch_size:]
-            length = self.sequence_length
-            rows = [data[index * length : (index + 1) * length].astype(np.int64) for index in chosen]
-            yield torch.from_numpy(np.stack(rows))
+    def batches(self, batch_size: int, seed: int) -> Batches:
+        """Endless, shuffled anew each pass."""
+        return Batches(self, batch_size, seed)
+
+    def rows(self, indices: Iterable[int]) -> torch.Tensor:
+        """int64 [len(indices), sequence_length]."""
+        data, length = np.memmap(self._spill, dtype=np.uint32, mode="r"), self.sequence_length
+        rows = [data[index * length : (index + 1) * length].astype(np.int64) for index in indices]
+        return torch.from_numpy(np.stack(rows))
 
     def close(self) -> None:
-        self._spill.unlink(missing_ok=True)
+        self._spill.close()
+
+
+class Batches:
+    """An endless iterator over batches, int64 [batch_size, sequence_length], that can be continued where it was.
+
+    The sequences of pass 0, 1, … lie one after the other, each pass in an order of its own that (seed, pass) gives;
+    batch k is the k-th `batch_size` of them.
+    """
+
+    def __init__(self, data: PackedData, batch_size: int, seed: int) -> None:
+        self._data = data
+        self._batch_size = batch_size
+        self._seed = seed
+        self._given = 0
+        self._pass = -1
+        self._order = np.empty(0, dtype=np.int64)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        first = self._given * self._batch_size
+        chosen = [self._sequence(first + position) for position in range(self._batch_size)]
+        self._given += 1
+        return self._data.rows(chosen)
+
+    def _sequence(self, position: int) -> int:
+        number, within = divmod(position, self._data.sequences)
+        if number != self._pass:
+            self._pass = number
+            self._order = np.random.default_rng((self._seed, number)).permutation(self._data.sequences)
+        return int(self._order[within])
+
+    def _identity(self) -> dict[str, Any]:
+        return {"batch_size": self._batch_size, "seed": self._seed, "tokens": self._data.digest}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self._given, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError when it is of other data or batches."""
+        if {key: state.get(key) for key in self._identity()} != self._identity():
+            raise ConfigError("the text, the tokenizer or the batches are not those of the run: give the same --data")
+        self._given = int(state["given"])

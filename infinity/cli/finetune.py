@@ -9,8 +9,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,16 +19,16 @@ import torch
 
 from infinity.checkpoint.load import load_pretrained
 from infinity.checkpoint.save import save_pretrained
+from infinity.cli import job
 from infinity.cli.data import PackedData
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.report import make_report, write_report
-from infinity.config import load_config
+from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import Statistics, statistics
-
-INTERRUPTED = 130
+from infinity.runtime.track import commit, finish_commit, track
 
 
 def finetune(options: argparse.Namespace) -> int:
@@ -37,38 +37,57 @@ def finetune(options: argparse.Namespace) -> int:
     Raises:
         InfinityError, OSError: nothing is left behind in the output directory.
     """
+    options, config, resuming = job.resolve(options)
     _check(options)
-    config = load_config(options.config)
-    output: Path = options.output.expanduser().absolute()
+    output: Path = options.output
     tokenizer = _load_tokenizer(options.model)
     torch.manual_seed(options.seed)
     if options.threads:
         torch.set_num_threads(options.threads)
-    work = _working_directory(output)
-    try:
-        data = PackedData(options.data, tokenizer, options.sequence_length, work / "tokens.u32")
+    with closing(_read_data(options, tokenizer)) as data:
         print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
-        model = load_pretrained(options.model, config, optimizer=options.optimizer)
+        model = load_pretrained(options.model, config, optimizer=options.optimizer, resume=resuming)
         try:
-            run = _Run(model, data, options)
-            interrupted = run.train()
+            run = _Run(model, data, options, config)
+            stopped = run.train()
+            if stopped and config.commit_every:
+                return _leave(model, config, stopped, run.done)
             batch = next(data.batches(1, options.seed))
             logits = _logits(model, batch) if options.verify_output else None
             report = run.report()
-            result = work / "model"
-            save_pretrained(model, result)
+            with _working_directory(output) as work:
+                save_pretrained(model, work / "model")
+                close(model)
+                tokenizer.save_pretrained(work / "model")
+                write_report(report, run.facts, work / "model")
+                _publish(work / "model", output)
         finally:
             close(model)
-        tokenizer.save_pretrained(result)
-        write_report(report, run.facts, result)
-        _publish(result, output)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)  # ours, made above
     print(report.text())
     print(f"model, report and loss curve: {output}")
+    if config.commit_every:
+        swap = config.nvme.paths[0]
+        print(f"checkpoint of step {run.done}: {swap} (`infinity checkpoint` exports or removes it)")
     if logits is not None:
         _verify(output, batch, logits)
-    return INTERRUPTED if interrupted else 0
+    return stopped
+
+
+def _read_data(options: argparse.Namespace, tokenizer: Any) -> PackedData:
+    """The tokens are spilled beside the output, which shows that one can write there."""
+    parent = options.output.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return PackedData(options.data, tokenizer, options.sequence_length, parent)
+    except OSError as error:
+        raise ConfigError(f"--output {options.output}: cannot write to {parent}: {error.strerror}") from error
+
+
+def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
+    """End a run that was asked to stop: it goes on from here another time."""
+    commit(model)
+    print(f"stopped after step {step}; go on with: infinity finetune --resume {config.nvme.paths[0]}")
+    return code
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -90,13 +109,14 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--output {output}: exists and is not an empty directory; choose another")
 
 
-def _working_directory(output: Path) -> Path:
-    """Beside the output, so that the result is renamed into place and a full disk shows here."""
+@contextmanager
+def _working_directory(output: Path) -> Iterator[Path]:
+    """Beside the output, so that the result is renamed into place."""
+    work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    except OSError as error:
-        raise ConfigError(f"--output {output}: cannot write to {output.parent}: {error.strerror}") from error
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)  # ours, made above
 
 
 def _publish(result: Path, output: Path) -> None:
@@ -116,35 +136,62 @@ def _load_tokenizer(name: str) -> Any:
 
 @dataclass
 class _Stop:
-    """Set by the first Ctrl-C; the second one interrupts at once."""
+    """Set by the first Ctrl-C or SIGTERM, to the exit code; a second one interrupts at once."""
 
-    asked: bool = False
+    asked: int = 0
 
 
 @contextmanager
-def _stop_at_a_step(say: Callable[[str], None]) -> Iterator[_Stop]:
+def _stop_at_a_step(say: Callable[[str], None], *, resumable: bool) -> Iterator[_Stop]:
     stop = _Stop()
+    if resumable:
+        promise = "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
+    else:
+        promise = "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             raise KeyboardInterrupt
-        stop.asked = True
-        say("stopping after this step; the model is saved as it is then (Ctrl-C again: stop at once, save nothing)")
+        stop.asked = 128 + number
+        say(f"stopping after this step; {promise}")
 
-    previous = signal.signal(signal.SIGINT, handle)
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _History:
+    """The steps of a run, as generations keep them: a table."""
+
+    def __init__(self) -> None:
+        self.facts: list[StepFacts] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": torch.tensor([astuple(fact) for fact in self.facts], dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        whole = {"step", "tokens", "read_bytes", "written_bytes"}
+        names = [field.name for field in fields(StepFacts)]
+        for row in state["steps"].tolist():
+            values = {name: int(value) if name in whole else value for name, value in zip(names, row, strict=True)}
+            self.facts.append(StepFacts(**values))
 
 
 class _Run:
-    """The training loop and what it records."""
+    """The training loop and what it records.
 
-    def __init__(self, model: Any, data: PackedData, options: argparse.Namespace) -> None:
-        self.facts: list[StepFacts] = []
+    Attributes:
+        facts: of every step, those before a resume included.
+        done: optimizer steps, likewise.
+    """
+
+    def __init__(self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig) -> None:
         self._model = model
         self._options = options
+        self._resumable = config.commit_every > 0
         model.config.use_cache = False
         vocabulary = model.get_input_embeddings().num_embeddings
         self._batches = data.batches(options.batch_size, options.seed)
@@ -159,6 +206,18 @@ class _Run:
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
+        history = _History()
+        self.facts = history.facts
+        self.done = track(
+            model=model,
+            scheduler=self._scheduler,
+            batches=self._batches,
+            history=history,
+            **{job.NAME: job.Job(options, config)},
+        )
+        self._before = self.done
+        if self.done:
+            print(f"resumed after step {self.done} of {self._steps}", flush=True)
         self._now: Statistics = statistics(model)
         self._first = self._now
         self._vocabulary = vocabulary
@@ -174,16 +233,20 @@ class _Run:
             return 0.5 * (1.0 + math.cos(math.pi * progress))
         return 1.0
 
-    def train(self) -> bool:
-        """All steps; True when Ctrl-C ended it early."""
-        with open_progress(self._steps) as progress, _stop_at_a_step(progress.say) as stop:
-            for step in range(1, self._steps + 1):
+    def train(self) -> int:
+        """All steps; 0, or the exit code when a signal ended it early."""
+        with (
+            open_progress(self._steps) as progress,
+            _stop_at_a_step(progress.say, resumable=self._resumable) as stop,
+        ):
+            for step in range(self.done + 1, self._steps + 1):
                 self._step(step, progress)
-                if step == 1:
+                self.done = step
+                if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
                 if stop.asked:
-                    return True
-        return False
+                    return stop.asked
+        return 0
 
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:
         began = time.perf_counter()
@@ -214,6 +277,7 @@ class _Run:
         )
         self._now = now
         self.facts.append(facts)
+        finish_commit(self._model)  # what is shown as done is done
         progress.update(facts)
 
     def _check_tokens(self, batch: torch.Tensor) -> None:
@@ -224,7 +288,8 @@ class _Run:
             )
 
     def report(self) -> Any:
-        measured = self.facts[1:] or self.facts
+        mine = self.facts[self._before :]
+        measured = mine[1:] or mine
         before = self._first
         losses = [fact.loss for fact in self.facts]
         return make_report(measured, before, self._now, self._optim.skipped_steps, losses)

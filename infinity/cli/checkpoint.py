@@ -1,0 +1,139 @@
+"""`infinity checkpoint`: what generations a swap directory has, whether they are whole, a copy of one, or their end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from infinity import _native
+from infinity.config import NvmeConfig
+from infinity.errors import ManifestError, ResumeError
+from infinity.io.directory import SwapDirectory, generations_in
+from infinity.io.engine import open_engine
+from infinity.io.generations import Damage, read_kept, verify
+from infinity.io.manifest import Manifest, read_header
+from infinity.io.store import Extent, SwapStore
+from infinity.sizes import format_bytes
+
+_BUFFER_BYTES = 32 << 20
+
+
+def checkpoint(options: argparse.Namespace) -> int:
+    """Run one of list, verify, export and remove; returns the exit code: 1 when something is damaged.
+
+    Raises:
+        ResumeError: the directory holds no store.
+        StoreLockedError: a run is using it.
+    """
+    paths = [path.expanduser() for path in options.directory]
+    if options.act == "list":
+        return _list(paths[0])
+    if options.act == "verify":
+        return _verify(paths, options.step)
+    if options.act == "export":
+        from infinity.checkpoint.export import export_checkpoint
+
+        export_checkpoint(paths, options.output, step=options.step)
+        print(f"exported to {options.output}")
+        return 0
+    return _remove(paths)
+
+
+def _list(path: Path) -> int:
+    """Only the manifests are read, and a run may be using the store meanwhile."""
+    header = read_header(SwapDirectory.header_of(path))
+    print(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
+    if header.mode == "in place":
+        print("updated in place (commit_every: 0): nothing can be resumed")
+        return 0
+    damaged = 0
+    for number, found in read_kept(generations_in(path), header.run):
+        if isinstance(found, ManifestError):
+            damaged += 1
+            print(f"generation {number:>8}  damaged: {found}")
+        else:
+            nbytes = sum(extent.nbytes for extent in found.extents)
+            print(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states")
+    if not generations_in(path):
+        print("no generation was committed yet")
+    return 1 if damaged else 0
+
+
+def _verify(paths: list[Path], step: int | None) -> int:
+    with opened(paths) as store:
+        memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
+        damaged = checked = 0
+        for number, found in read_kept(store.directories[0].generations(), store.run):
+            if step is not None and number != step:
+                continue
+            checked += 1
+            problems = (
+                [str(found)] if isinstance(found, ManifestError) else list(map(str, _damage(store, found, memory)))
+            )
+            damaged += bool(problems)
+            for problem in problems:
+                print(f"damaged: {problem}")
+            if not problems and isinstance(found, Manifest):
+                nbytes = sum(extent.nbytes for extent in found.extents)
+                with_sums = (
+                    "every byte as it was written" if found.sums is not None else "readable; it has no checksums"
+                )
+                print(f"generation {number}: {format_bytes(nbytes)} in {len(found.extents)} extents, {with_sums}")
+        if not checked:
+            raise ResumeError(f"{paths[0]} has no generation{'' if step is None else f' {step}'} to verify")
+    return 1 if damaged else 0
+
+
+def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+    outside = [record for record in manifest.extents if record.offset + record.nbytes > store.nbytes]
+    if outside:
+        record = outside[0]
+        yield Damage(
+            record.unit, record.group, record.state, manifest.step, store.file.path, record.offset, record.nbytes,
+            "lies outside the store",
+        )  # fmt: skip
+        return
+    yield from verify(store, extents_of(manifest), manifest, memory)
+
+
+def extents_of(manifest: Manifest) -> list[Extent]:
+    """The extents a manifest names, each with the one slot it names."""
+    return [
+        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
+    ]
+
+
+@contextmanager
+def opened(paths: list[Path]) -> Iterator[SwapStore]:
+    """A store, its directories locked, for reading.
+
+    Raises:
+        ResumeError: there is none, or `paths` are not all of its directories.
+        StoreLockedError: a run is using it.
+    """
+    header = read_header(SwapDirectory.header_of(paths[0]))
+    engine = open_engine(NvmeConfig(paths=paths))
+    try:
+        store = SwapStore(paths, header.nbytes, engine, mode="resume")
+        try:
+            yield store
+        finally:
+            engine.close()
+            store.close()
+    finally:
+        engine.close()
+
+
+def _remove(paths: list[Path]) -> int:
+    for path in paths:
+        SwapDirectory.header_of(path)
+        directory = SwapDirectory(path, create=False)
+        try:
+            freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
+            directory.remove_all()
+            print(f"{path}: {format_bytes(freed)} freed")
+        finally:
+            directory.close()
+    return 0

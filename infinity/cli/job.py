@@ -1,0 +1,156 @@
+"""The options of `infinity finetune`, given on the command line or taken from the run that is resumed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from infinity.config import SwapConfig, load_config
+from infinity.errors import ConfigError, ManifestError, ResumeError
+from infinity.io.directory import generations_in
+from infinity.io.manifest import read_manifest
+from infinity.state.records import parse_body
+
+NAME = "finetune"
+"""Under which a run's options are tracked."""
+
+_REQUIRED = ("model", "data", "config", "output")
+_FREE: dict[str, Any] = {"output": None, "config": None, "threads": None, "verify_output": False, "verbose": False}
+"""What may differ when a run is resumed, and the defaults."""
+_TRAINING: dict[str, Any] = {
+    "model": None,
+    "data": None,
+    "steps": None,
+    "batch_size": 1,
+    "gradient_accumulation": 1,
+    "sequence_length": 1024,
+    "optimizer": "adamw",
+    "lr": 1e-5,
+    "schedule": "cosine",
+    "warmup_steps": 0,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "seed": 0,
+}
+"""What decides the bits of the result, and the defaults."""
+
+
+class Job:
+    """A run's options as generations keep them.
+
+    Attributes:
+        saved: those of the run that is resumed; None in a new run.
+    """
+
+    def __init__(self, options: argparse.Namespace, config: SwapConfig) -> None:
+        self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, "output")}
+        self._config = config.model_dump(mode="json")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"options": self._values, "config": self._config}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """They were taken over, and compared, before the model was made."""
+
+
+def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, bool]:
+    """All options of a job, its swap config, and whether there is a run to resume.
+
+    With --resume what is not given comes from the run: found in the directory named, or in the first of nvme.paths.
+
+    Raises:
+        ConfigError: something is missing, or given and not as it was in the run; names the option.
+        ResumeError: --resume names a directory without generations.
+    """
+    config = load_config(options.config) if options.config is not None else None
+    saved = _saved(options, config)
+    if saved is None:
+        _require(options)
+        for name, default in (_FREE | _TRAINING).items():
+            if getattr(options, name, None) is None:
+                setattr(options, name, default)
+        _make_absolute(options)
+        if config is None:
+            raise AssertionError("a job without a config")
+        return options, config, False
+    _make_absolute(options)
+    values = saved["options"]
+    for name in _TRAINING:
+        given = _plain(getattr(options, name, None))
+        if given is not None and given != values[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}: leave it out, "
+                "or begin a new run"
+            )
+        value = values[name]
+        setattr(options, name, [Path(path) for path in value] if name == "data" else value)
+    for name, default in _FREE.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, Path(values[name]) if name == "output" else default)
+    return options, config or _saved_config(saved, options), True
+
+
+def _require(options: argparse.Namespace) -> None:
+    missing = [f"--{name}" for name in _REQUIRED if getattr(options, name, None) is None]
+    if missing:
+        raise ConfigError(f"the following arguments are required: {', '.join(missing)}")
+
+
+def _make_absolute(options: argparse.Namespace) -> None:
+    """A run may be resumed from another working directory."""
+    if options.output is not None:
+        options.output = options.output.expanduser().absolute()
+    if options.data is not None:
+        options.data = [path.expanduser().absolute() for path in options.data]
+    if options.model is not None and Path(options.model).expanduser().is_dir():
+        options.model = str(Path(options.model).expanduser().absolute())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, Any] | None:
+    """What the newest generation that can be read says of its run; None when there is nothing to resume."""
+    if options.resume is None:
+        return None
+    if options.resume:
+        directory = Path(options.resume)
+    elif config is not None and config.nvme.paths:
+        directory = config.nvme.paths[0]
+    else:
+        raise ConfigError("--resume needs the swap directory of the run: --resume DIR, or --config with nvme.paths")
+    problem = "no generation was committed there"
+    for path in generations_in(directory.expanduser()).values():
+        try:
+            tracked = parse_body(read_manifest(path).body, path).tracked
+        except ManifestError as error:
+            problem = str(error)
+            continue
+        return checked(tracked, path)
+    if options.resume:
+        raise ResumeError(f"nothing to resume in {directory}: {problem}")
+    print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
+    return None
+
+
+def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
+    """The options among what a run tracked. Raises ResumeError when it was not made by `infinity finetune`."""
+    saved = tracked.get(NAME)
+    known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
+    if not known or saved is None or set(saved["options"]) != {*_TRAINING, "output"}:
+        raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
+    result: dict[str, Any] = saved
+    return result
+
+
+def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:
+    """The run's config. A directory that was named and is not where it was then was moved."""
+    values = dict(saved["config"])
+    paths = list(values["nvme"]["paths"])
+    if options.resume and len(paths) == 1:
+        values["nvme"] = values["nvme"] | {"paths": [str(Path(options.resume).expanduser().absolute())]}
+    return load_config(values)

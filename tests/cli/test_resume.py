@@ -1,0 +1,169 @@
+"""`infinity finetune --resume` goes on to the bits of a run that never stopped; `infinity checkpoint` says what there
+is."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from infinity.cli.main import main
+from infinity.io.directory import SWAP_NAME, generations_in
+from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.models import llama
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, Any]:
+    """A small run with generations, dropout in the model and a schedule."""
+    model = llama(attention_dropout=0.1)[0].bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return _job(tmp_path, "a")
+
+
+def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "8MiB", "host": "64MiB"},
+        "nvme": {"paths": [str(tmp_path / f"swap-{name}")]},
+        "commit_every": 1,
+    }
+    (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config | overrides))
+    return {
+        "--model": tmp_path / "model",
+        "--data": tmp_path / "text.txt",
+        "--config": tmp_path / f"{name}.yaml",
+        "--output": tmp_path / f"out-{name}",
+        "--steps": 12,
+        "--sequence-length": 16,
+        "--batch-size": 2,
+        "--lr": 3e-3,
+        "--warmup-steps": 2,
+    }
+
+
+def _stop_after(job: dict[str, Any], number: int) -> subprocess.CompletedProcess[str]:
+    """Start the job in a process of its own and send it a signal after its first step."""
+    command = [
+        sys.executable,
+        "-m",
+        "infinity.cli.main",
+        "finetune",
+        *(str(part) for item in job.items() for part in item),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if line.startswith("step "):
+            break
+    process.send_signal(number)
+    rest, _ = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(command, process.returncode, seen + rest)
+
+
+def _losses(output: Path) -> list[str]:
+    with (output / "loss.csv").open() as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+def _same(one: Path, other: Path) -> bool:
+    mine, others = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_ends_in_the_bits_of_one_that_was_not(number: int, job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job) == 0
+    other = _job(tmp_path, "b") | {"--steps": 12}
+    stopped = _stop_after(other, number)
+    assert stopped.returncode == (-9 if number == signal.SIGKILL else 128 + number), stopped.stdout
+    if number != signal.SIGKILL:
+        assert f"infinity finetune --resume {tmp_path / 'swap-b'}" in stopped.stdout
+    assert not (tmp_path / "out-b").exists()
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert _same(tmp_path / "out-a", tmp_path / "out-b")
+    left = {name for name in os.listdir(tmp_path) if name.startswith(".")}
+    assert not left, "nothing is left beside the output"
+
+
+def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_none(
+    job: dict[str, Any], capsys: Any
+) -> None:
+    assert run(job | {"--steps": 2}, "--resume") == 0
+    assert "beginning anew" in capsys.readouterr().out
+    job["--output"] = job["--output"].with_name("again")
+    assert run(job | {"--steps": 2}, "--resume") == 0
+    assert "resumed after step 2 of 2" in capsys.readouterr().out
+
+
+def test_an_option_that_would_change_the_run_is_named(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job | {"--steps": 2}) == 0
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--lr", "0.5"]) == 2
+    assert "--lr is 0.5, and the run that is resumed has 0.003" in capsys.readouterr().err
+    (tmp_path / "text.txt").write_text(TEXT + "one more line\n")
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--output", str(tmp_path / "new")]) == 2
+    assert "give the same --data" in capsys.readouterr().err
+
+
+def test_a_new_run_does_not_replace_generations(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job | {"--steps": 2}) == 0
+    before = sorted(os.listdir(tmp_path / "swap-a"))
+    assert run(job | {"--output": tmp_path / "new"}) == 2
+    assert "infinity checkpoint remove" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path / "swap-a")) == before
+    assert main(["checkpoint", "remove", str(tmp_path / "swap-a")]) == 0
+    assert run(job | {"--output": tmp_path / "new", "--steps": 2}) == 0
+
+
+def test_nothing_to_resume_says_why(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert main(["finetune", "--resume", str(tmp_path / "nowhere")]) == 2
+    assert "nothing to resume" in capsys.readouterr().err
+    assert main(["finetune"]) == 2
+    assert "required: --model, --data, --config, --output" in capsys.readouterr().err
+
+
+def test_list_and_verify_name_what_is_there_and_what_is_damaged(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    config = yaml.safe_load(job["--config"].read_text()) | {"keep": 2}
+    job["--config"].write_text(yaml.safe_dump(config))
+    assert run(job | {"--steps": 3}) == 0
+    swap = tmp_path / "swap-a"
+    capsys.readouterr()
+    assert main(["checkpoint", "list", str(swap)]) == 0
+    listed = capsys.readouterr().out
+    assert [int(line.split()[1]) for line in listed.splitlines() if line.startswith("generation")] == [3, 2]
+    assert main(["checkpoint", "verify", str(swap)]) == 0
+    assert capsys.readouterr().out.count("every byte as it was written") == 2
+    newest = next(iter(generations_in(swap)))
+    from infinity.io.manifest import read_manifest
+
+    record = next(e for e in read_manifest(generations_in(swap)[newest]).extents if e.state == "exp_avg")
+    with (swap / SWAP_NAME).open("r+b") as file:
+        file.seek(record.offset + 5000)
+        byte = file.read(1)
+        file.seek(record.offset + 5000)
+        file.write(bytes([byte[0] ^ 1]))
+    assert main(["checkpoint", "verify", str(swap)]) == 1
+    out = capsys.readouterr().out
+    assert f"damaged: exp_avg of unit '{record.unit}' (group {record.group}), generation 3: {swap / SWAP_NAME}" in out
+    assert "generation 2: " in out
+    path = generations_in(swap)[2]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert main(["checkpoint", "list", str(swap)]) == 1
+    assert "damaged" in capsys.readouterr().out
