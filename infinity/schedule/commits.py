@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from infinity.errors import InfinityError, ResumeError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ResumeError, SwapIOError
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.schedule import rng
@@ -141,7 +141,8 @@ class Commits:
             before_forward: a training forward follows at once.
 
         Raises:
-            SwapIOError: an fsync or a write failed, and with it this generation. The newest one before stays.
+            InfinityError: an fsync or a write failed, and with it this generation. The newest one before stays.
+            ConfigError: what is tracked cannot be kept.
         """
         if self._begun is None:
             return
@@ -154,6 +155,8 @@ class Commits:
                     f"generation {step} could not be made durable: {error.message} The newest that can be resumed is "
                     f"{self.newest if self.newest is not None else 'none'}."
                 ) from error
+            except TypeError as error:
+                raise ConfigError(f"generation {step} could not be made: {error}") from error
 
     def _finish(self, step: int, before_forward: bool) -> None:
         generations = self._backing.generations
@@ -170,6 +173,13 @@ class Commits:
         sync, self._sync = self._sync, None
         sync.result()
         generations.make(step, facts_of(self._backing.plan), body.model_dump())
+
+    def end(self, step: int) -> None:
+        """The run ends well after `step`: make that a generation, if it is none."""
+        if self._backing.generations is None or step == (self.newest or 0):
+            return
+        self.begin(step)
+        self.finish()
 
     def _states(self, *, iterable: bool) -> dict[str, Any]:
         return {

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -402,8 +403,11 @@ class Ledger:
                     yield record.parameters[spec.name], Place(record.unit, index, spec)
 
     def close(self) -> None:
-        """Finish the commit under way and release everything; the swap file is removed unless it has generations.
-        Idempotent; does nothing in a forked child.
+        """Commit what is not committed and release everything; the swap file is removed unless it has generations.
+
+        While an exception is on its way nothing is committed: the loop may have stopped between its optimizer and its
+        scheduler, and a generation of that would not be one of a run that never stopped. Idempotent; does nothing in a
+        forked child.
 
         Raises:
             InfinityError: the last generation could not be made. Everything is released all the same.
@@ -413,7 +417,12 @@ class Ledger:
         with self._lock:
             self.closed = True
             try:
-                if self.failed is None:
-                    self.commits.finish()
+                if self.failed is None and not _raised():
+                    self.commits.end(self.steps)
             finally:
                 self.backing.close()
+
+
+def _raised() -> bool:
+    """Whether an exception is on its way, or has ended the program: then a loop was left in the middle."""
+    return sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
