@@ -22,7 +22,6 @@ from infinity.errors import (
     StoreNotEmptyError,
 )
 from infinity.io.directory import generations_in
-from infinity.schedule import registry
 from tests.conftest import states_of, weights_of
 from tests.models import VOCABULARY, gpt2, llama
 
@@ -291,12 +290,9 @@ def test_a_new_run_refuses_a_directory_with_generations(config: Any) -> None:
     Run(infinity.offload(model(), swap)).train(1).ended()
     with pytest.raises(StoreNotEmptyError, match="finetune --resume"):
         infinity.offload(model(), swap)
-    assert Run(infinity.resume(model(), swap)).done == 1
-    infinity.close(registry_model())
-
-
-def registry_model() -> nn.Module:
-    return next(iter(registry._ledgers.keys()))
+    run = Run(infinity.resume(model(), swap))
+    assert run.done == 1
+    infinity.close(run.model)
 
 
 def test_what_does_not_fit_the_run_is_named(config: Any, tmp_path: Path) -> None:
