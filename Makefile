@@ -14,6 +14,7 @@ demo: bootstrap
 	$(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
 	  --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
+	$(BIN)/infinity checkpoint verify demo/swap
 
 test: bootstrap
 	$(BIN)/pytest -q -m "not gpu"
