@@ -26,7 +26,8 @@ _GENERATION = re.compile(r"generation-(\d{12})\.infinity")
 class SwapDirectory:
     """A directory held by one run, from construction to close().
 
-    Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room().
+    Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room() or
+    take_over().
 
     Args:
         create: make it when it is missing; otherwise that is an error.
@@ -95,6 +96,10 @@ class SwapDirectory:
             ) from error
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+
+    def take_over(self) -> None:
+        """What is in it is this run's from now on, as if it had put it there."""
+        self._ours = True
 
     def make_room(self) -> None:
         """Remove what a run without generations left behind.

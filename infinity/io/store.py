@@ -154,6 +154,7 @@ class SwapStore:
         self._stripe()
         for index, directory in enumerate(self.directories):
             directory.remove_asides()
+            directory.take_over()
             expected, found = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if found < expected:
                 raise ResumeError(f"{directory.swap_path} was cut: it has {found} of {expected} bytes")
@@ -245,18 +246,18 @@ class SwapStore:
     @property
     def keeps(self) -> bool:
         """Whether the files stay when the store is closed."""
-        return self._mode != "in place" and bool(self.directories[0].generations())
+        return self._mode == "resume" or (self._mode == "generations" and bool(self.directories[0].generations()))
 
-    def close(self) -> None:
-        """Let the directories go; remove the files where there is no generation to keep. The engine must be idle.
-        Idempotent."""
+    def close(self, *, discard: bool = False) -> None:
+        """Let the directories go; remove the files where there is no generation to keep, or all of them to `discard`.
+        The engine must be idle. Idempotent."""
         self.file.close()
-        self._close_members()
+        self._close_members(discard=discard)
 
-    def _close_members(self) -> None:
+    def _close_members(self, *, discard: bool = False) -> None:
         for member in self._members:
             member.close()
-        keep = bool(self.directories) and self.keeps
+        keep = bool(self.directories) and self.keeps and not discard
         for directory in self.directories:
             directory.close(keep=keep)
 

@@ -180,17 +180,20 @@ def _require_offloadable(
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 
 
-def close(model: nn.Module) -> None:
+def close(model: nn.Module, *, discard: bool = False) -> None:
     """End offloading: wait for what is in flight, finish the last commit, stop the threads. The swap file is removed,
     unless it has generations: then the run can be resumed. The model cannot be used afterwards.
 
     Idempotent.
 
+    Args:
+        discard: remove the generations, too: the run is over and nobody will go on from it.
+
     Raises:
         ModelError: the model was never offloaded.
         InfinityError: the last commit failed.
     """
-    registry.ledger_of(model).close()
+    registry.ledger_of(model).close(discard=discard)
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:

@@ -23,7 +23,8 @@ class Statistics:
         gradient_s: time taken by landing gradients in host memory.
         update_s: time inside optim.step.
         adam_s: time of the arithmetic inside it.
-        steps: optimizer steps, skipped ones included.
+        steps: optimizer steps, skipped ones and those before a resume included.
+        committed: the step of the newest durable generation; None where there is none.
         cached_bytes: optimizer states kept in RAM.
         arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.
         engine: io_uring or threads.
@@ -42,6 +43,7 @@ class Statistics:
     update_s: float
     adam_s: float
     steps: int
+    committed: int | None
     cached_bytes: int
     arena_bytes: int
     slot_bytes: int
@@ -69,6 +71,7 @@ def statistics(model: nn.Module) -> Statistics:
         update_s=ledger.clock.update_ns / 1e9,
         adam_s=update["adam_ns"] / 1e9,
         steps=ledger.steps,
+        committed=ledger.commits.newest,
         cached_bytes=plan.state_bytes if plan.optimizer == "host" else 0,
         arena_bytes=backing.arena.nbytes,
         slot_bytes=plan.slot_bytes,

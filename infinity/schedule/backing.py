@@ -194,12 +194,13 @@ class Backing:
             gradient=self.arena.lease(group.state_bytes(gradient_itemsize), f"gradients of '{unit.name}'"),
         )
 
-    def close(self) -> None:
-        """Stop the threads and remove the swap file, unless it has generations. Idempotent."""
+    def close(self, *, discard: bool = False) -> None:
+        """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
+        Idempotent."""
         self.pipeline.close()
         self.engine.close()
         if self.store is not None:
-            self.store.close()
+            self.store.close(discard=discard)
 
 
 @dataclass(frozen=True)

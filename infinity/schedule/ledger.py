@@ -402,12 +402,15 @@ class Ledger:
                 for spec in group.specs:
                     yield record.parameters[spec.name], Place(record.unit, index, spec)
 
-    def close(self) -> None:
+    def close(self, *, discard: bool = False) -> None:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.
 
         While an exception is on its way nothing is committed: the loop may have stopped between its optimizer and its
         scheduler, and a generation of that would not be one of a run that never stopped. Idempotent; does nothing in a
         forked child.
+
+        Args:
+            discard: commit nothing and remove the generations, too.
 
         Raises:
             InfinityError: the last generation could not be made. Everything is released all the same.
@@ -417,10 +420,10 @@ class Ledger:
         with self._lock:
             self.closed = True
             try:
-                if self.failed is None and not _raised():
+                if self.failed is None and not discard and not _raised():
                     self.commits.end(self.steps)
             finally:
-                self.backing.close()
+                self.backing.close(discard=discard)
 
 
 def _raised() -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from infinity.config import load_config
+from infinity.config import SwapConfig, load_config
 from infinity.errors import BenchError, ModelError
 from infinity.io.devices import describe_disk
 from infinity.runtime.offload import close, offload
@@ -86,6 +88,26 @@ def run_step(options: argparse.Namespace, console: Console) -> StepReport:
     config = load_config(options.config)
     model = _model_on_meta(options.model, options.dtype)
     device = "cpu" if options.cpu else None
+    with _scratch(config) as scratch:
+        return _replay(model, scratch, options, console, device)
+
+
+@contextmanager
+def _scratch(config: SwapConfig) -> Iterator[SwapConfig]:
+    """The config with directories of its own on the same disks: those it names may hold a run's generations."""
+    missing = [path for path in (each.expanduser() for each in config.nvme.paths) if not path.exists()]
+    paths = [path.expanduser() / f".infinity-bench-{os.getpid()}" for path in config.nvme.paths]
+    try:
+        yield config.model_copy(update={"nvme": config.nvme.model_copy(update={"paths": paths})})
+    finally:
+        for path in missing:
+            with suppress(OSError):  # not empty, or never made
+                path.rmdir()
+
+
+def _replay(
+    model: Any, config: SwapConfig, options: argparse.Namespace, console: Console, device: str | None
+) -> StepReport:
     offload(model, config, source=_constant_values(model), device=device, optimizer=options.optimizer)
     try:
         ledger = registry.ledger_of(model)
@@ -103,7 +125,7 @@ def run_step(options: argparse.Namespace, console: Console) -> StepReport:
                 console.print(f"step {number + 1 - _WARM_UP_STEPS} of {options.steps}: {step.seconds:.3f} s")
         return _report(steps[_WARM_UP_STEPS:], plan, options, config.nvme.paths)
     finally:
-        close(model)
+        close(model, discard=True)
 
 
 def _report(steps: list[ReplayedStep], plan: Plan, options: argparse.Namespace, paths: list[Path]) -> StepReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,22 @@ def test_a_config_with_nothing_on_nvme_has_nothing_to_replay(
     (tmp_path / "swap.yaml").write_text("{weights: host, optimizer: host, memory: {host: 64MiB, device: 64MiB}}")
     assert main(["step", "--model", str(tmp_path / "model"), "--config", str(tmp_path / "swap.yaml"), "--cpu"]) == 1
     assert "nothing is on NVMe" in capsys.readouterr().err
+
+
+def test_a_run_that_is_in_the_directory_is_left_alone(tmp_path: Path) -> None:
+    """A config with generations, whose directory holds some: what the bench writes is beside them, and goes."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    (swap / "generation-000000000003.infinity").write_text("somebody's")
+    (swap / "store.infinity").write_text("somebody's")
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "nvme": {"paths": [str(swap)]},
+        "commit_every": 1,
+        "memory": {"device": "64MiB", "host": "256MiB"},
+    }
+    (tmp_path / "swap.yaml").write_text(json.dumps(config))
+    llama()[0].save_pretrained(tmp_path / "model")
+    assert main(["step", "--model", str(tmp_path / "model"), "--config", str(tmp_path / "swap.yaml"), "--cpu"]) == 0
+    assert sorted(os.listdir(swap)) == ["generation-000000000003.infinity", "store.infinity"]
