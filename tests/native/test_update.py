@@ -76,7 +76,9 @@ class Bench:
         file = self.file if where == "both" else None
         return _native.StateStream(memory=view, file=file, offset=self.offsets[name])
 
-    def submit(self, streams: dict[str, _native.StateStream], segments: list[_native.Segment]) -> _native.IOFuture:
+    def submit(
+        self, streams: dict[str, _native.StateStream], segments: list[_native.Segment], *, whole: bool = False
+    ) -> _native.IOFuture:
         return self.pipeline.submit(
             numel=NUMEL,
             weight_dtype="bf16",
@@ -84,6 +86,7 @@ class Bench:
             grad_dtype="bf16",
             segments=segments,
             grad_scale=0.5,
+            whole=whole,
             grad=self.grad,
             **streams,
         )
@@ -129,6 +132,46 @@ def test_wherever_the_states_are_the_bits_are_the_same(
             assert bench.result(name, from_file=True) == expected[name], name
         if place != "file":
             assert bench.result(name, from_file=False) == expected[name], name
+    bench.close()
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("tile", [4096, 1 << 17])
+@pytest.mark.parametrize("where", ["file", "both"])
+def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
+    where: str, tile: int, checksums: bool, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """What was read stays as it was; what no segment touches is there, too; checksums are those of the new place."""
+    bench = Bench(tmp_path, "io_uring", tile, 2)
+    if checksums:
+        bench.file.keep_checksums(8 << 20)
+    for name in STATES:
+        bench.stream(name, where)
+    there = 4 << 20
+    streams = {
+        name: _native.StateStream(
+            memory=bench.memory.get(name),
+            file=bench.file,
+            offset=bench.offsets[name],
+            write_offset=bench.offsets[name] + there,
+        )
+        for name in STATES
+    }
+    before = {name: bench.result(name, from_file=True) for name in STATES}
+    written = bench.engine.counters()["write_bytes_states"]
+    future = bench.submit(streams, [segment(0, 20_000)], whole=True)
+    assert future.wait(60)
+    assert future.failure() is None
+    moved = bench.engine.counters()["write_bytes_states"] - written
+    assert moved == sum(-(-NUMEL * ITEM[name] // 4096) * 4096 for name in STATES)
+    assert {name: bench.result(name, from_file=True) for name in STATES} == before
+    for name in STATES:
+        bench.offsets[name] += there
+    touched = 20_000
+    for name in STATES:
+        found = bench.result(name, from_file=True)
+        assert found[: touched * ITEM[name]] == expected[name][: touched * ITEM[name]], name
+        assert found[touched * ITEM[name] :] == before[name][touched * ITEM[name] :], name
     bench.close()
 
 
