@@ -6,6 +6,8 @@ optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 infinity.save_pretrained(model, "out/")
 """
 
+from infinity.checkpoint.carry_on import offload_from_checkpoint
+from infinity.checkpoint.export import export_checkpoint
 from infinity.checkpoint.load import load_pretrained
 from infinity.checkpoint.save import save_pretrained
 from infinity.config import SwapConfig, load_config
@@ -63,9 +65,11 @@ __all__ = [
     "SwapTimeoutError",
     "close",
     "commit",
+    "export_checkpoint",
     "load_config",
     "load_pretrained",
     "offload",
+    "offload_from_checkpoint",
     "resume",
     "save_pretrained",
     "statistics",

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from infinity.checkpoint.carry_on import carry_on
+from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ModelError
 from infinity.io.directory import generations_in
@@ -34,6 +36,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
     resume: bool | Literal["auto"] = False,
+    from_checkpoint: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model that may be larger than memory and offload it.
@@ -49,6 +52,8 @@ def load_pretrained(
         device, optimizer: as infinity.offload.
         resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
             weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew.
+        from_checkpoint: `path` is what `infinity checkpoint export` wrote: go on with that run
+            (infinity.offload_from_checkpoint), unless `resume` finds a later one.
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -57,11 +62,12 @@ def load_pretrained(
     Raises:
         ModelError: there is no such model, it is not a causal language model (with the default class), or tensors
         are missing.
-        others: as infinity.offload, and infinity.resume.
+        others: as infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
     if resume == "auto":
         resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
+    copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
     if model_class is None:
         from transformers import AutoModelForCausalLM
 
@@ -71,6 +77,8 @@ def load_pretrained(
         model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
         if resume:
             continue_run(model, resolved, device=device, optimizer=optimizer)
+        elif copy is not None:
+            carry_on(model, copy, source, resolved, device=device, optimizer=optimizer)
         else:
             offload(model, resolved, device=device, optimizer=optimizer, source=source)
     model.train()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from infinity import _native
-from infinity.config import NvmeConfig
+from infinity.checkpoint.generation import opened
 from infinity.errors import ManifestError, ResumeError
 from infinity.io.directory import SwapDirectory, generations_in
-from infinity.io.engine import open_engine
 from infinity.io.generations import Damage, read_kept, verify
 from infinity.io.manifest import Manifest, read_header
 from infinity.io.store import Extent, SwapStore
@@ -35,8 +33,8 @@ def checkpoint(options: argparse.Namespace) -> int:
     if options.act == "export":
         from infinity.checkpoint.export import export_checkpoint
 
-        export_checkpoint(paths, options.output, step=options.step)
-        print(f"exported to {options.output}")
+        step = export_checkpoint(paths, options.output, step=options.step)
+        print(f"generation {step} exported to {options.output}")
         return 0
     return _remove(paths)
 
@@ -103,27 +101,6 @@ def extents_of(manifest: Manifest) -> list[Extent]:
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]
-
-
-@contextmanager
-def opened(paths: list[Path]) -> Iterator[SwapStore]:
-    """A store, its directories locked, for reading.
-
-    Raises:
-        ResumeError: there is none, or `paths` are not all of its directories.
-        StoreLockedError: a run is using it.
-    """
-    header = read_header(SwapDirectory.header_of(paths[0]))
-    engine = open_engine(NvmeConfig(paths=paths))
-    try:
-        store = SwapStore(paths, header.nbytes, engine, mode="resume")
-        try:
-            yield store
-        finally:
-            engine.close()
-            store.close()
-    finally:
-        engine.close()
 
 
 def _remove(paths: list[Path]) -> int:

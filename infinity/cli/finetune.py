@@ -46,7 +46,7 @@ def finetune(options: argparse.Namespace) -> int:
         torch.set_num_threads(options.threads)
     with closing(_read_data(options, tokenizer)) as data:
         print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
-        model = load_pretrained(options.model, config, optimizer=options.optimizer, resume=resuming)
+        model = _load_model(options, config, resuming)
         try:
             run = _Run(model, data, options, config)
             stopped = run.train()
@@ -71,6 +71,13 @@ def finetune(options: argparse.Namespace) -> int:
     if logits is not None:
         _verify(output, batch, logits)
     return stopped
+
+
+def _load_model(options: argparse.Namespace, config: SwapConfig, resuming: bool) -> Any:
+    if options.from_checkpoint is not None:
+        source = options.from_checkpoint.expanduser()
+        return load_pretrained(source, config, optimizer=options.optimizer, from_checkpoint=True)
+    return load_pretrained(options.model, config, optimizer=options.optimizer, resume=resuming)
 
 
 def _read_data(options: argparse.Namespace, tokenizer: Any) -> PackedData:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
@@ -16,11 +17,11 @@ NAME = "finetune"
 """Under which a run's options are tracked."""
 
 _REQUIRED = ("model", "data", "config", "output")
-_FREE: dict[str, Any] = {"output": None, "config": None, "threads": None, "verify_output": False, "verbose": False}
-"""What may differ when a run is resumed, and the defaults."""
+_FREE: dict[str, Any] = {"config": None, "threads": None, "verify_output": False, "verbose": False}
+"""What a run does not keep, and the defaults."""
+_PLACES: tuple[str, ...] = ("model", "data", "output")
+"""What may have moved when a run is resumed. The text is compared by its tokens, the model by its layout."""
 _TRAINING: dict[str, Any] = {
-    "model": None,
-    "data": None,
     "steps": None,
     "batch_size": 1,
     "gradient_accumulation": 1,
@@ -44,7 +45,7 @@ class Job:
     """
 
     def __init__(self, options: argparse.Namespace, config: SwapConfig) -> None:
-        self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, "output")}
+        self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, *_PLACES)}
         self._config = config.model_dump(mode="json")
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +58,8 @@ class Job:
 def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, bool]:
     """All options of a job, its swap config, and whether there is a run to resume.
 
-    With --resume what is not given comes from the run: found in the directory named, or in the first of nvme.paths.
+    With --resume what is not given comes from the run, found in the directory named or in the first of nvme.paths; with
+    --from-checkpoint from its copy.
 
     Raises:
         ConfigError: something is missing, or given and not as it was in the run; names the option.
@@ -83,11 +85,13 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
                 f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}: leave it out, "
                 "or begin a new run"
             )
-        value = values[name]
-        setattr(options, name, [Path(path) for path in value] if name == "data" else value)
+        setattr(options, name, values[name])
+    for name in _PLACES:
+        if getattr(options, name, None) is None:
+            setattr(options, name, _as_paths(values[name]) if name != "model" else values[name])
     for name, default in _FREE.items():
         if getattr(options, name, None) is None:
-            setattr(options, name, Path(values[name]) if name == "output" else default)
+            setattr(options, name, default)
     return options, config or _saved_config(saved, options), True
 
 
@@ -107,6 +111,10 @@ def _make_absolute(options: argparse.Namespace) -> None:
         options.model = str(Path(options.model).expanduser().absolute())
 
 
+def _as_paths(value: Any) -> Any:
+    return [Path(path) for path in value] if isinstance(value, list) else Path(value)
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
@@ -115,6 +123,9 @@ def _plain(value: Any) -> Any:
 
 def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, Any] | None:
     """What the newest generation that can be read says of its run; None when there is nothing to resume."""
+    if options.from_checkpoint is not None:
+        copy = Portable(options.from_checkpoint.expanduser())
+        return checked(copy.body.tracked, copy.directory)
     if options.resume is None:
         return None
     if options.resume:
@@ -141,7 +152,7 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     """The options among what a run tracked. Raises ResumeError when it was not made by `infinity finetune`."""
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
-    if not known or saved is None or set(saved["options"]) != {*_TRAINING, "output"}:
+    if not known or saved is None or set(saved["options"]) != {*_TRAINING, *_PLACES}:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
     result: dict[str, Any] = saved
     return result

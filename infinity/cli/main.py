@@ -39,7 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--config", type=Path, help="swap config: where states live (YAML or JSON)")
     where.add_argument("--output", type=Path, help="directory for the trained model and the report")
-    where.add_argument(
+    past = where.add_mutually_exclusive_group()
+    past.add_argument(
+        "--from-checkpoint",
+        type=Path,
+        metavar="EXPORT_DIR",
+        help="go on with the run that `infinity checkpoint export` wrote there, on any disks and with any swap config; "
+        "its other options need not be given again",
+    )
+    past.add_argument(
         "--resume",
         nargs="?",
         const="",

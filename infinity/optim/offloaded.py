@@ -70,11 +70,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
-        self._index = 0
         super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
         if self._ledger is not None:
-            self._index = self._ledger.commits.enter(self)
-            self._take_up()
+            self._take_up(self._ledger.commits.enter(self))
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
@@ -294,13 +292,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             skips_in_a_row=self._skips_in_a_row,
         )
 
-    def _take_up(self) -> None:
+    def names(self) -> set[str]:
+        """Of the parameters."""
+        return {place.spec.name for place in self._places.values()}
+
+    def _take_up(self, saved: OptimizerRecord | None) -> None:
         """In a resumed run: which step each parameter is at, as the states in the store are.
 
         Raises:
             ResumeError: the run had another optimizer, or not these parameters.
         """
-        saved = self.ledger.commits.resumed_optimizer(self._index)
         if saved is None:
             return
         name = type(self).__name__
@@ -321,7 +322,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ResumeError: the param groups are not those of the run.
         """
-        saved = self.ledger.commits.resumed_optimizer(self._index)
+        saved = self.ledger.commits.resumed_optimizer(self)
         if saved is None:
             return
         mine = [[self._places[parameter].spec.name for parameter in group["params"]] for group in self.param_groups]

@@ -55,9 +55,8 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         if ledger.commits.resumed is not None:
             _give_back(name, item, ledger.commits.resumed.tracked)
         ledger.commits.tracked[name] = item
-    for optimizer in ledger.commits.optimizers():
-        if optimizer is not None:
-            optimizer.take_up_hyperparameters()
+    for optimizer in ledger.commits.optimizers:
+        optimizer.take_up_hyperparameters()
     return ledger.steps
 
 

@@ -13,7 +13,6 @@ infinity.commit(model) where its iteration ends.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -40,6 +39,8 @@ class Stateful(Protocol):
 class Checkpointed(Protocol):
     """An optimizer, as commits see it."""
 
+    def names(self) -> set[str]: ...
+
     def checkpoint(self) -> OptimizerRecord: ...
 
     def take_up_hyperparameters(self) -> None: ...
@@ -59,36 +60,51 @@ class Commits:
         self._backing = backing
         self._every = backing.plan.commit_every
         self._begun: int | None = None
+        self._abandoned = False
         self._sync: Transfer | None = None
         self._early: dict[str, Any] = {}
         self.tracked: dict[str, Stateful] = {}
-        self._optimizers: list[weakref.ref[Checkpointed]] = []
+        self._optimizers: list[Checkpointed] = []
+        self._taken: set[int] = set()
         self.buffers: Callable[[], dict[str, Any]] = dict
         self.model = ModelRecord(class_name="", config=None, generation_config=None, groups=[], parameters=[])
         self.resumed: Body | None = None
 
-    def enter(self, optimizer: Checkpointed) -> int:
-        """Have an optimizer's state in every commit; returns which one it is, counted from 0."""
-        self._optimizers.append(weakref.ref(optimizer))
-        return len(self._optimizers) - 1
+    def enter(self, optimizer: Checkpointed) -> OptimizerRecord | None:
+        """Have an optimizer's state in every commit, in place of one that had the same parameters.
 
-    def optimizers(self) -> list[Checkpointed | None]:
-        """In the order they were made; None for one that is gone."""
-        return [reference() for reference in self._optimizers]
+        Returns:
+            In a resumed run, what its generation has of this one, the first time it is asked for; else None.
 
-    def resumed_optimizer(self, index: int) -> OptimizerRecord | None:
-        """What the generation this run began with has of its `index`-th optimizer; None in a run that was not resumed.
+        Raises:
+            ResumeError: the run had fewer optimizers.
+        """
+        names = optimizer.names()
+        self._optimizers = [other for other in self._optimizers if not names & other.names()]
+        index = len(self._optimizers)
+        self._optimizers.append(optimizer)
+        if self.resumed is None or index in self._taken:
+            return None
+        self._taken.add(index)
+        return self.resumed_optimizer(optimizer)
+
+    def resumed_optimizer(self, optimizer: Checkpointed) -> OptimizerRecord | None:
+        """What the generation this run began with has of an optimizer; None in a run that was not resumed.
 
         Raises:
             ResumeError: it has none.
         """
         if self.resumed is None:
             return None
-        saved = self.resumed.optimizers
-        found = saved[index] if index < len(saved) else None
-        if found is None:
+        index, saved = self._optimizers.index(optimizer), self.resumed.optimizers
+        if index >= len(saved):
             raise ResumeError(f"the run that is resumed had {len(saved)} optimizers, and this is number {index + 1}")
-        return found
+        return saved[index]
+
+    @property
+    def optimizers(self) -> list[Checkpointed]:
+        """In the order they were made."""
+        return list(self._optimizers)
 
     def due(self, step: int) -> bool:
         """Whether optimizer step `step`, counted from 1, is committed."""
@@ -163,7 +179,7 @@ class Commits:
         if generations is None or self._sync is None:
             raise AssertionError("a commit that was not begun")
         body = Body(
-            optimizers=[None if optimizer is None else optimizer.checkpoint() for optimizer in self.optimizers()],
+            optimizers=[optimizer.checkpoint() for optimizer in self._optimizers],
             tracked=self._early["tracked"] | self._states(iterable=False),
             model=self.model,
             buffers=self.buffers(),
@@ -174,9 +190,13 @@ class Commits:
         sync.result()
         generations.make(step, facts_of(self._backing.plan), body.model_dump())
 
+    def abandon(self) -> None:
+        """Make no generation any more."""
+        self._abandoned, self._begun = True, None
+
     def end(self, step: int) -> None:
         """The run ends well after `step`: make that a generation, if it is none."""
-        if self._backing.generations is None or step == (self.newest or 0):
+        if self._backing.generations is None or self._abandoned or step == (self.newest or 0):
             return
         self.begin(step)
         self.finish()

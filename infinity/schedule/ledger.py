@@ -420,12 +420,7 @@ class Ledger:
         with self._lock:
             self.closed = True
             try:
-                if self.failed is None and not discard and not _raised():
+                if self.failed is None and not discard and sys.exc_info()[0] is None:
                     self.commits.end(self.steps)
             finally:
                 self.backing.close(discard=discard)
-
-
-def _raised() -> bool:
-    """Whether an exception is on its way, or has ended the program: then a loop was left in the middle."""
-    return sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
 
 from torch import nn
@@ -10,6 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import ModelError
 from infinity.schedule.gradients import Place
 from infinity.schedule.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _ledgers: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
@@ -20,7 +24,16 @@ def enter(model: nn.Module, ledger: Ledger) -> None:
     _ledgers[model] = ledger
     for parameter, place in ledger.places():
         _places[parameter] = (ledger, place)
-    weakref.finalize(model, ledger.close)
+    weakref.finalize(model, _end, ledger, weakref.ref(model))
+
+
+def _end(ledger: Ledger, model: weakref.ref[nn.Module]) -> None:
+    """The model is collected, or the process ends while it lives: then its loop may have been left in the middle."""
+    if model() is not None and getattr(sys, "last_value", None) is not None:
+        if ledger.commits.newest != ledger.steps and not ledger.closed:
+            logger.warning("the program was ended by an exception: what came after the last commit is not committed")
+        ledger.commits.abandon()
+    ledger.close()
 
 
 def find(parameter: nn.Parameter) -> tuple[Ledger, Place] | None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
 import numpy as np
 import torch
+
+from infinity.errors import ResumeError
+
+logger = logging.getLogger(__name__)
 
 
 def snapshot() -> dict[str, Any]:
@@ -23,14 +28,28 @@ def snapshot() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what snapshot() returned.
+    """Put back what snapshot() returned. Of GPUs that are not here, nothing, with a warning.
 
     Raises:
-        ValueError, KeyError, TypeError, RuntimeError: it is no such thing, or of more GPUs than there are.
+        ResumeError: it is no such thing.
     """
+    try:
+        _restore(states)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ResumeError(f"the states of the random number generators do not fit this machine: {error}") from error
+
+
+def _restore(states: dict[str, Any]) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(states["cuda"]) > here:
+        logger.warning(
+            "the run drew random numbers on %d GPUs, and %d are here: what it draws on others begins anew",
+            len(states["cuda"]),
+            here,
+        )
+    for index, state in enumerate(states["cuda"][:here]):
+        torch.cuda.set_rng_state(state, index)

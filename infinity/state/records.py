@@ -92,14 +92,14 @@ class Body(_Record):
     """The body of a generation.
 
     Attributes:
-        optimizers: in the order they were made; None for one that was gone.
+        optimizers: in the order they were made.
         tracked: by name, the state_dict of what was given to infinity.track.
         buffers: the model's persistent ones.
         rng: random number generators when the step ended; `rng_before_forward`: when the next forward began, None when
             none has.
     """
 
-    optimizers: list[OptimizerRecord | None]
+    optimizers: list[OptimizerRecord]
     tracked: dict[str, Any]
     model: ModelRecord
     buffers: dict[str, Any]

@@ -133,8 +133,33 @@ def test_a_new_run_does_not_replace_generations(job: dict[str, Any], tmp_path: P
 def test_nothing_to_resume_says_why(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert main(["finetune", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "nothing to resume" in capsys.readouterr().err
+    assert main(["finetune", "--from-checkpoint", str(tmp_path)]) == 2
+    assert "no portable copy" in capsys.readouterr().err
     assert main(["finetune"]) == 2
     assert "required: --model, --data, --config, --output" in capsys.readouterr().err
+
+
+def test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    """Exported after a stop, continued elsewhere, with the states in RAM: the bits of the run that never stopped."""
+    assert run(job) == 0
+    other = _job(tmp_path, "b")
+    stopped = _stop_after(other, signal.SIGINT)
+    assert stopped.returncode == 130, stopped.stdout
+    copy = tmp_path / "copy"
+    assert main(["checkpoint", "export", str(tmp_path / "swap-b"), "--output", str(copy)]) == 0
+    assert "exported to" in capsys.readouterr().out
+    third = _job(tmp_path, "c", weights="host", optimizer="host")
+    given = {"--from-checkpoint": copy, "--config": third["--config"], "--output": third["--output"]}
+    assert run(given) == 0
+    assert "resumed after step" in capsys.readouterr().out
+    assert _losses(tmp_path / "out-c") == _losses(tmp_path / "out-a")
+    assert _same(tmp_path / "out-a", tmp_path / "out-c")
+    converted = _job(tmp_path, "d", moments="int8")
+    given = {"--from-checkpoint": copy, "--config": converted["--config"], "--output": converted["--output"]}
+    assert run(given) == 0
+    assert len(_losses(tmp_path / "out-d")) == 12
 
 
 def test_list_and_verify_name_what_is_there_and_what_is_damaged(

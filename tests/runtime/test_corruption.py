@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.cli.checkpoint import extents_of, opened
+from infinity.checkpoint.generation import opened
+from infinity.cli.checkpoint import extents_of
 from infinity.errors import ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.manifest import ExtentRecord, Manifest, read_manifest

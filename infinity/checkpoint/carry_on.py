@@ -1,0 +1,141 @@
+"""offload_from_checkpoint: a run goes on from its portable copy, on other disks, with another swap config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.checkpoint.portable import Portable, master_name, moment_name, scales_name, stored_name
+from infinity.config import SwapConfig
+from infinity.errors import ResumeError
+from infinity.runtime import buffers
+from infinity.runtime.offload import close, offload
+from infinity.schedule import registry
+from infinity.schedule.ingest import Source
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.moments import GivenMoment, MomentSource, fill_moments
+from infinity.state.int8 import blocks_of
+from infinity.state.moments import Moment, OptimizerName
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def offload_from_checkpoint(
+    model: Model,
+    directory: str | Path,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    optimizer: OptimizerName = "adamw",
+    faults: Sequence[_native.Fault] = (),
+) -> Model:
+    """infinity.offload for a run that goes on from what `infinity checkpoint export` wrote.
+
+    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
+    infinity.track, which returns how many steps are done. Where the config keeps masters and moments as the run did,
+    what follows has the bits of a run that never stopped, wherever they are placed.
+
+    Args:
+        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
+            the meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored.
+        directory: the portable copy.
+        config, device, optimizer, faults: as infinity.offload.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ResumeError: the directory is no portable copy, is damaged or incomplete, or is of another model.
+        others: as infinity.offload.
+    """
+    copy = Portable(Path(directory).expanduser())
+    return carry_on(model, copy, copy.weight, config, device=device, optimizer=optimizer, faults=faults)
+
+
+def carry_on(
+    model: Model,
+    copy: Portable,
+    weights: Source,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None,
+    *,
+    device: torch.device | str | None,
+    optimizer: OptimizerName,
+    faults: Sequence[_native.Fault] = (),
+) -> Model:
+    """As offload_from_checkpoint.
+
+    Args:
+        weights: gives the value of a parameter by its name, where there is no fp32 master of it.
+    """
+    _require_same_model(model, copy)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def source(name: str) -> torch.Tensor:
+        master = master_name(name)
+        return copy.state(master, shapes[name]) if copy.has(master) else weights(name)
+
+    offload(model, config, device=device, optimizer=optimizer, source=source, faults=faults)
+    try:
+        ledger = registry.ledger_of(model)
+        _require_trained(ledger, copy)
+        fill_moments(ledger, _moments_of(copy, shapes))
+        buffers.restore(model, copy.body.buffers)
+        ledger.resume_at(copy.manifest)
+    except BaseException:
+        close(model)
+        raise
+    return model
+
+
+def _require_same_model(model: nn.Module, copy: Portable) -> None:
+    saved = {
+        name: tuple(parameter.shape)
+        for parameter in copy.body.model.parameters
+        for name in (parameter.name, *parameter.aliases)
+    }
+    mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    for name in [*mine, *saved]:
+        if saved.get(name) != mine.get(name):
+            raise ResumeError(
+                f"{copy.directory} is of a {copy.body.model.class_name} whose '{name}' is "
+                f"{saved.get(name, 'missing')}; in this {type(model).__name__} it is {mine.get(name, 'missing')}. "
+                "Build the model the run was made with."
+            )
+
+
+def _require_trained(ledger: Ledger, copy: Portable) -> None:
+    trained = {place.spec.name for _, place in ledger.places() if place.group.trainable}
+    for record in copy.body.optimizers:
+        for name, progress in record.state.items():
+            if progress.step and name not in trained:
+                raise ResumeError(
+                    f"the run trained '{name}', which is frozen here; set requires_grad before offloading"
+                )
+
+
+def _moments_of(copy: Portable, shapes: Mapping[str, torch.Size]) -> MomentSource:
+    """By parameter and the store's name of the moment."""
+    begun = {
+        (name, stored_name(moment)): moment
+        for record in copy.body.optimizers
+        for name, progress in record.state.items()
+        for moment, there in progress.begun.items()
+        if there
+    }
+
+    def source(name: str, state: Moment) -> GivenMoment | None:
+        moment = begun.get((name, state))
+        if moment is None:
+            return None
+        scales = scales_name(name, moment)
+        return GivenMoment(
+            values=copy.state(moment_name(name, moment), shapes[name]),
+            scales=copy.state(scales, [blocks_of(shapes[name].numel())]) if copy.has(scales) else None,
+        )
+
+    return source

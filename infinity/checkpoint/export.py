@@ -1,0 +1,256 @@
+"""export_checkpoint: a generation as a portable copy (checkpoint/portable.py), a chunk in memory at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.checkpoint import portable
+from infinity.checkpoint.aside import put_in_place, written_aside
+from infinity.checkpoint.generation import StoredGeneration, chunks, dtype_of, newest_whole, numel_of, opened
+from infinity.checkpoint.save import Tensors, revert_of, write_configs, write_weights
+from infinity.checkpoint.shards import Piece, write_index, write_shards
+from infinity.config import SwapConfig, load_config
+from infinity.errors import InfinityError
+from infinity.state.int8 import blocks_of, scales_of
+from infinity.state.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
+
+logger = logging.getLogger(__name__)
+
+
+def export_checkpoint(
+    store_directory: str | Path | Sequence[str | Path],
+    out: str | Path,
+    *,
+    step: int | None = None,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    max_shard_size: str = "5GB",
+) -> int:
+    """Write a generation of a run as a portable copy: model and optimizer states as safetensors.
+
+    The model loads with transformers' `from_pretrained`; infinity.load_pretrained(out, from_checkpoint=True) and
+    infinity.offload_from_checkpoint go on with the run, on any disks and with any swap config;
+    examples/to_torch_adamw.py goes on in plain PyTorch.
+
+    All of the generation is read and compared with its checksums first. Then one unit's weights, or a chunk of a
+    state, are in memory at a time. Everything is written aside and renamed when it is complete and on disk.
+
+    Args:
+        store_directory: the swap directory of the run, or all of them.
+        out: a directory that is missing or empty.
+        step: the generation; default: the newest that is whole.
+        config: whose `nvme` section says how the disks are driven; the paths are those of the store.
+        max_shard_size: such as "5GB".
+
+    Returns:
+        The step of the generation.
+
+    Raises:
+        ResumeError: there is no such generation, or it is damaged; names the unit and the state.
+        StoreLockedError: a run is using the store.
+        InfinityError: `out` is not empty, or the disk is full; nothing is left behind.
+        SwapIOError: the store could not be read.
+    """
+    target = Path(out).expanduser().absolute()
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise InfinityError(f"{target} is there and not empty; export to another directory, or remove it first")
+    directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
+    nvme = load_config(config).nvme
+    with opened([Path(path) for path in directories], nvme) as store, written_aside(target, "exporting to") as aside:
+        generation = newest_whole(store, step)
+        _warn_without_optimizer(generation)
+        _write_model(aside, generation, max_shard_size)
+        folder = aside / portable.OPTIMIZER
+        folder.mkdir()
+        _write_states(folder, generation, max_shard_size)
+        portable.write_training_state(aside, generation.manifest)
+        put_in_place(aside, target)
+    return generation.manifest.step
+
+
+def _warn_without_optimizer(generation: StoredGeneration) -> None:
+    if not generation.body.optimizers:
+        logger.warning(
+            "generation %d was committed before there was an optimizer: the copy has the weights and no states",
+            generation.manifest.step,
+        )
+
+
+def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
+    record = generation.body.model
+    model = _on_meta(record)
+    parts = _Parts(generation, model)
+    numel = sum(numel_of(parameter) for parameter in record.parameters)
+    write_weights(directory, parts.meta, parts.values, numel, max_shard_size)
+    if model is not None:
+        write_configs(model, directory)
+        return
+    for name, text in (("config", record.config), ("generation_config", record.generation_config)):
+        if text is not None:
+            (directory / f"{name}.json").write_text(text)
+
+
+class _Parts:
+    """The tensors of a generation's model, unit by unit and then the buffers."""
+
+    def __init__(self, generation: StoredGeneration, model: nn.Module | None) -> None:
+        self._generation = generation
+        self._revert = revert_of(model)
+        self._buffers: Tensors = generation.body.buffers
+
+    def meta(self) -> Iterator[Tensors]:
+        groups = {(group.unit, group.group): group for group in self._generation.body.model.groups}
+        units: dict[str, Tensors] = {unit: {} for unit in self._generation.units}
+        for parameter in self._generation.body.model.parameters:
+            dtype = dtype_of(groups[parameter.unit, parameter.group])
+            units[parameter.unit][parameter.name] = _empty(parameter.shape, dtype)
+        for part in units.values():
+            yield self._revert(part)
+        if self._buffers:
+            yield self._revert({name: buffer.to("meta") for name, buffer in self._buffers.items()})
+
+    def values(self) -> Iterator[Tensors]:
+        for unit in self._generation.units:
+            yield self._revert(self._generation.weights(unit))
+        if self._buffers:
+            yield self._revert(self._buffers)
+
+
+def _on_meta(record: ModelRecord) -> nn.Module | None:
+    """The model a generation is of, on the meta device; None when it is not one of transformers' own."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = json.loads(record.config) if record.config is not None else {}
+    model_class: Any = getattr(transformers, record.class_name, None)
+    if values.get("model_type") not in CONFIG_MAPPING or not isinstance(model_class, type):
+        return None
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    with torch.device("meta"):
+        model: nn.Module = model_class(config)
+    if record.generation_config is not None:
+        generation = transformers.GenerationConfig.from_dict(json.loads(record.generation_config))
+        model.generation_config = generation
+    dtypes = {(group.unit, group.group): dtype_of(group) for group in record.groups}
+    trained = {
+        name: dtypes[parameter.unit, parameter.group]
+        for parameter in record.parameters
+        for name in (parameter.name, *parameter.aliases)
+    }
+    for name, weight in model.named_parameters():
+        weight.data = weight.data.to(trained.get(name, weight.dtype))
+    return model
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the optimizer's to write.
+
+    Attributes:
+        state: where it comes from: "master", or the store's name of a moment.
+        scales: it is the scales of that moment's blocks.
+    """
+
+    name: str
+    parameter: ParameterRecord
+    state: str
+    scales: bool = False
+
+    @property
+    def shape(self) -> list[int]:
+        return [blocks_of(numel_of(self.parameter))] if self.scales else self.parameter.shape
+
+
+def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
+    optimizers = generation.body.optimizers
+    wanted = [(group, _tensors(generation, group, optimizers)) for group in generation.trained_groups()]
+    shapes = {tensor.name: _empty(tensor.shape, torch.float32) for _, tensors in wanted for tensor in tensors}
+    pieces = (
+        piece
+        for group, tensors in wanted
+        for begin, numel in chunks(group.numel)
+        for piece in _pieces(generation, group, tensors, begin, numel)
+    )
+    placed = write_shards(directory, portable.OPTIMIZER, shapes, pieces, max_shard_size) if shapes else {}
+    described = [_describe(optimizer) for optimizer in optimizers]
+    write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
+
+
+def _tensors(generation: StoredGeneration, group: GroupRecord, optimizers: Sequence[OptimizerRecord]) -> list[_Tensor]:
+    """What is written of a group: masters that are not the weights, and moments that have begun."""
+    found = []
+    for parameter in generation.parameters(group):
+        name = parameter.name
+        if group.master in ("split16", "fp32"):
+            found.append(_Tensor(portable.master_name(name), parameter, "master"))
+        for optimizer in optimizers:
+            progress = optimizer.state.get(name)
+            begun = [key for key, there in progress.begun.items() if there] if progress is not None else []
+            for moment in begun:
+                state = portable.stored_name(moment)
+                found.append(_Tensor(portable.moment_name(name, moment), parameter, state))
+                if group.moments == "int8":
+                    found.append(_Tensor(portable.scales_name(name, moment), parameter, state, scales=True))
+    return found
+
+
+def _pieces(
+    generation: StoredGeneration, group: GroupRecord, tensors: Sequence[_Tensor], begin: int, numel: int
+) -> Iterator[Piece]:
+    """The parts of these tensors that lie in elements [begin, begin + numel) of their group."""
+    here = [
+        tensor
+        for tensor in tensors
+        if tensor.parameter.offset < begin + numel and begin < tensor.parameter.offset + numel_of(tensor.parameter)
+    ]
+    for state in sorted({tensor.state for tensor in here}):
+        values, scales = _decode(generation, group, state, begin, numel)
+        for tensor in here:
+            if tensor.state != state:
+                continue
+            offset = tensor.parameter.offset
+            first, last = max(begin, offset), min(begin + numel, offset + numel_of(tensor.parameter))
+            if tensor.scales:
+                blocks = slice(blocks_of(first - begin), blocks_of(last - begin))
+                yield tensor.name, blocks_of(first - offset), scales[blocks]
+            else:
+                yield tensor.name, first - offset, values[first - begin : last - begin]
+
+
+def _decode(
+    generation: StoredGeneration, group: GroupRecord, state: str, begin: int, numel: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A chunk of a state in fp32, and the scales of its blocks where it is an int8 moment."""
+    if state == "master":
+        return generation.master(group, begin, numel), torch.empty(0)
+    encoded = generation.moment(group, state, begin, numel)
+    values = torch.empty(numel)
+    _native.decode_moments(encoded.numpy(), group.moments, is_signed=state == "exp_avg", values=values.numpy())
+    return values, scales_of(encoded, numel) if group.moments == "int8" else torch.empty(0)
+
+
+def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:
+    """What a reader of the index needs to go on with the tensors."""
+    return {
+        "class_name": optimizer.class_name,
+        "param_groups": [{key: _plain(value) for key, value in group.items()} for group in optimizer.param_groups],
+        "steps": {name: progress.step for name, progress in optimizer.state.items()},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return value.tolist() if isinstance(value, torch.Tensor | np.generic | np.ndarray) else value
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(list(shape), dtype=dtype, device="meta")

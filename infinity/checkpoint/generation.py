@@ -1,0 +1,208 @@
+"""A generation in a swap directory, read without the program that trained it: weights by unit, states by chunk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from infinity import _native
+from infinity.config import NvmeConfig
+from infinity.errors import ManifestError, ResumeError
+from infinity.io.directory import SwapDirectory
+from infinity.io.engine import open_engine
+from infinity.io.generations import read_kept, verify
+from infinity.io.manifest import Manifest, read_header
+from infinity.io.store import Extent, SwapStore
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.dtypes import residual_itemsize
+from infinity.state.records import GroupRecord, ParameterRecord, parse_body
+
+logger = logging.getLogger(__name__)
+
+CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
+"""Elements of a state in memory at a time: borders of all formats are multiples of 4 KiB."""
+
+_VERIFY_BYTES = 16 << 20
+
+
+@contextmanager
+def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Iterator[SwapStore]:
+    """The store in these directories, locked, for reading.
+
+    Args:
+        directories: all of the store's, in its order; or one of them, and the store's header names the others.
+        nvme: how the disks are driven.
+
+    Raises:
+        ResumeError: there is no store, or `directories` are not all of its.
+        StoreLockedError: a run is using it.
+    """
+    paths = [path.expanduser().absolute() for path in directories]
+    header = read_header(SwapDirectory.header_of(paths[0]))
+    if len(paths) == 1:
+        paths = [paths[0] if index == header.member else Path(name) for index, name in enumerate(header.members)]
+    engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
+    try:
+        store = SwapStore(paths, header.nbytes, engine, mode="resume")
+        try:
+            yield store
+        finally:
+            engine.close()  # idle before the store lets go of its files
+            store.close()
+    finally:
+        engine.close()
+
+
+def newest_whole(store: SwapStore, step: int | None = None) -> StoredGeneration:
+    """The newest generation all of which is as it was written, or that of `step`; every byte of it is read.
+
+    Raises:
+        ResumeError: there is none; says what is wrong with each.
+    """
+    path = store.directories[0].path
+    found = store.directories[0].generations()
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise ResumeError(f"{path} has no generation {step}; there are: {there}")
+    wanted = found if step is None else {step: found[step]}
+    problems: list[str] = []
+    for number, manifest in read_kept(wanted, store.run):
+        try:
+            if isinstance(manifest, ManifestError):
+                raise manifest
+            generation = StoredGeneration(store, manifest)
+            generation.require_whole()
+            return generation
+        except ResumeError as error:
+            problems.append(f"generation {number} cannot be used: {error}")
+            logger.warning("%s", problems[-1])
+    raise ResumeError(f"nothing to export in {path}: {'; '.join(problems) or 'no generation was committed'}")
+
+
+class StoredGeneration:
+    """The states a manifest names.
+
+    Args:
+        store: open, with the manifest's run in it.
+
+    Raises:
+        ManifestError: the manifest does not go together with itself or the store.
+    """
+
+    def __init__(self, store: SwapStore, manifest: Manifest) -> None:
+        self._store = store
+        self._source = store.directories[0].generation_path(manifest.step)
+        self.manifest = manifest
+        self.body = parse_body(manifest.body, self._source)
+        self._extents = {
+            (record.unit, record.group, record.state): Extent(
+                record.unit, record.group, record.state, (record.offset,), record.nbytes
+            )
+            for record in manifest.extents
+        }
+        self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
+        for parameter in self.body.model.parameters:
+            self._parameters.setdefault((parameter.unit, parameter.group), []).append(parameter)
+        self._units: dict[str, list[GroupRecord]] = {}
+        for group in self.body.model.groups:
+            self._units.setdefault(group.unit, []).append(group)
+        self._require_sound()
+
+    def _require_sound(self) -> None:
+        for extent in self._extents.values():
+            if extent.offset + extent.nbytes > self._store.nbytes:
+                raise ManifestError(self._source, f"places {extent.state} of unit '{extent.unit}' outside the store")
+        for group in self.body.model.groups:
+            self._require_room(group, "weight", group.numel * dtype_of(group).itemsize)
+            if group.trainable:
+                self._require_room(group, "residual", group.numel * residual_itemsize(group.master))
+            for parameter in self._parameters.get((group.unit, group.group), []):
+                if parameter.offset + numel_of(parameter) > group.numel:
+                    raise ManifestError(self._source, f"places '{parameter.name}' outside its group")
+        known = {(group.unit, group.group) for group in self.body.model.groups}
+        if len(known) != len(self.body.model.groups) or not self._parameters.keys() <= known:
+            raise ManifestError(self._source, "has groups of parameters that do not go together")
+
+    def _require_room(self, group: GroupRecord, state: str, nbytes: int) -> None:
+        extent = self._extents.get((group.unit, group.group, state))
+        if nbytes > (extent.nbytes if extent else 0):
+            raise ManifestError(self._source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
+
+    def require_whole(self) -> None:
+        """Raises ResumeError that names what is damaged."""
+        memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
+        damage = list(verify(self._store, list(self._extents.values()), self.manifest, memory))
+        if damage:
+            more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+            raise ResumeError("; ".join(map(str, damage[:3])) + more)
+
+    @property
+    def units(self) -> list[str]:
+        """In the order of the store."""
+        return list(self._units)
+
+    def trained_groups(self) -> list[GroupRecord]:
+        return [group for group in self.body.model.groups if group.trainable]
+
+    def parameters(self, group: GroupRecord) -> list[ParameterRecord]:
+        return self._parameters.get((group.unit, group.group), [])
+
+    def weights(self, unit: str) -> dict[str, torch.Tensor]:
+        """The weights of a unit by parameter name; all of them are read. Raises SwapIOError."""
+        result = {}
+        for group in self._units[unit]:
+            dtype = dtype_of(group)
+            flat = self._read(group, "weight", 0, group.numel * dtype.itemsize).view(dtype)
+            for parameter in self.parameters(group):
+                part = flat[parameter.offset : parameter.offset + numel_of(parameter)]
+                result[parameter.name] = part.view(parameter.shape)
+        return result
+
+    def master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
+        """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32.
+
+        Raises:
+            SwapIOError: the device failed, or its data is damaged.
+        """
+        itemsize = residual_itemsize(group.master)
+        residual = self._read(group, "residual", begin * itemsize, numel * itemsize)
+        if group.master == "fp32":
+            return residual.view(torch.float32)
+        weight = self._read(group, "weight", begin * 2, numel * 2)
+        values = torch.empty(numel)
+        _native.decode_split16(weight.numpy(), residual.numpy(), values.numpy())
+        return values
+
+    def moment(self, group: GroupRecord, state: str, begin: int, numel: int) -> torch.Tensor:
+        """Elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8. Raises SwapIOError."""
+        at = _native.moment_bytes(group.moments, begin)
+        return self._read(group, state, at, _native.moment_bytes(group.moments, begin + numel) - at)
+
+    def _read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
+        """Bytes [at, at + nbytes) of a state; `at` is a multiple of 4 KiB."""
+        extent = self._extents.get((group.unit, group.group, state))
+        if extent is None or at + nbytes > extent.nbytes:
+            raise ManifestError(self._source, f"has no {state} of unit '{group.unit}' (group {group.group})")
+        whole = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
+        memory = _native.Arena(whole, huge_pages=False).view(0, whole)
+        self._store.read(extent, memory, at=at, io_class="states").result()
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+def chunks(numel: int) -> Iterator[tuple[int, int]]:
+    """(first element, how many) of each chunk of a group."""
+    for begin in range(0, numel, CHUNK_NUMEL):
+        yield begin, min(CHUNK_NUMEL, numel - begin)
+
+
+def dtype_of(group: GroupRecord) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    return dtype
+
+
+def numel_of(parameter: ParameterRecord) -> int:
+    return torch.Size(parameter.shape).numel()

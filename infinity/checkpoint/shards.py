@@ -1,0 +1,149 @@
+"""Safetensors shards and their index, written piece by piece, so that no tensor need be in memory whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Piece = tuple[str, int, torch.Tensor]
+"""A tensor's name, the first element written, and the values from there on."""
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Where a tensor's bytes go."""
+
+    shard: str
+    offset: int
+    nbytes: int
+
+
+def index_name(stem: str) -> str:
+    return f"{stem}.safetensors.index.json"
+
+
+def write_shards(
+    directory: Path,
+    stem: str,
+    shapes: Mapping[str, torch.Tensor],
+    pieces: Iterable[Piece],
+    max_shard_size: str,
+) -> dict[str, str]:
+    """Write tensors as `stem`-0000k-of-0000n.safetensors, or `stem`.safetensors where that is enough.
+
+    Room for all of it is taken first: a full disk is an error before anything is written.
+
+    Args:
+        shapes: for each tensor one on the meta device, of its shape and dtype.
+        pieces: every element of every tensor once, in any order.
+
+    Returns:
+        The file of each tensor.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(
+        dict(shapes), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+    )
+    files: dict[str, int] = {}
+    slices: dict[str, _Slice] = {}
+    try:
+        for shard, names in split.filename_to_tensors.items():
+            files[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
+            slices |= placed
+        left = {name: place.nbytes for name, place in slices.items()}
+        for name, first, values in pieces:
+            left[name] -= _write_piece(files[slices[name].shard], slices[name], first, values)
+        if left.keys() != shapes.keys() or any(left.values()):
+            raise AssertionError(f"tensors of {stem} were not written as planned")
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+    return dict(split.tensor_to_filename)
+
+
+def write_index(
+    directory: Path,
+    stem: str,
+    shapes: Mapping[str, torch.Tensor],
+    placed: Mapping[str, str],
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write the index of what write_shards wrote. Raises OSError."""
+    total = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
+    index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(placed)}
+    (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, _Slice]]:
+    """The header, and room for the data: a full disk is an error here.
+
+    Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + nbytes],
+        }
+        offset += nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        if offset:
+            os.posix_fallocate(descriptor, 0, start + offset)
+        _write_fully(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    slices = {
+        name: _Slice(shard, start + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    return descriptor, slices
+
+
+def _write_piece(descriptor: int, place: _Slice, first: int, values: torch.Tensor) -> int:
+    """Returns how many bytes were written."""
+    if not values.numel():
+        return 0
+    flat = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    at = first * values.element_size()
+    if at + flat.numel() > place.nbytes:
+        raise AssertionError(f"{flat.numel()} bytes at {at} of a tensor of {place.nbytes}")
+    _write_fully(descriptor, memoryview(flat.numpy().data), place.offset + at)
+    return flat.numel()
+
+
+def _write_fully(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
