@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.t
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 
-.PHONY: demo test lint bootstrap sanitize neon gpu-check bench clean
+.PHONY: demo test crash-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -18,6 +18,16 @@ demo: bootstrap
 
 test: bootstrap
 	$(BIN)/pytest -q -m "not gpu"
+
+# Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
+# corruptions: minutes. `make test` has a few of each. INFINITY_CRASH_SEED gives other random ones.
+crash-test: bootstrap
+	INFINITY_CRASH_KILLS=500 INFINITY_POWER_IMAGES=1000 INFINITY_CORRUPTIONS=1000 \
+	  $(BIN)/pytest -q -s --timeout 1800 tests/crash tests/runtime/test_corruption.py
+
+# Guards are taken out of a copy of the sources, one after the other; a test must turn red each time.
+mutation-test: bootstrap
+	$(BIN)/python tests/mutation/run.py
 
 lint: bootstrap
 	$(BIN)/ruff check .

@@ -32,6 +32,9 @@ class SwapDirectory:
     Args:
         create: make it when it is missing; otherwise that is an error.
 
+    Attributes:
+        new_in: directories that hold one which was made now, from the inside out.
+
     Raises:
         StoreLockedError: another run holds it.
         ConfigError: it cannot be created or written.
@@ -41,6 +44,7 @@ class SwapDirectory:
     def __init__(self, path: Path, *, create: bool = True) -> None:
         self.path = path.expanduser().absolute()
         self._created = not self.path.exists()
+        self.new_in = [above.parent for above in (self.path, *self.path.parents) if not above.exists()]
         self._ours = False  # what is in it was put there by this run
         if self._created and not create:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
@@ -131,7 +135,7 @@ class SwapDirectory:
         except ResumeError:
             return None  # no header, or one of no use: nothing can be resumed with it
         first = Path(header.members[0])
-        if header.mode != "generations" or first == self.path:
+        if header.mode != "generations" or header.member == 0:
             return None
         if not first.exists():
             return {}  # a disk that is not mounted now may hold them

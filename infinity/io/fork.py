@@ -17,13 +17,21 @@ class _ClosesInChild(Protocol):
     def close_in_child(self) -> None: ...
 
 
-_in_child = False
+_used = False
+_in_child = False  # and infinity had been used before the fork
 _holders: weakref.WeakSet[_ClosesInChild] = weakref.WeakSet()
 
 
 def close_in_children(holder: _ClosesInChild) -> None:
     """Have `holder.close_in_child()` called in every forked child."""
+    use()
     _holders.add(holder)
+
+
+def use() -> None:
+    """infinity is used in this process: what is forked from now on may not use it."""
+    global _used
+    _used = True
 
 
 def in_forked_child() -> bool:
@@ -32,7 +40,7 @@ def in_forked_child() -> bool:
 
 def refuse_in_forked_child() -> None:
     """Raises ForkError in a process that was forked after infinity had been imported and used."""
-    if _in_child and _holders:
+    if _in_child:
         raise ForkError(
             "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and "
             "pinned "
@@ -42,7 +50,7 @@ def refuse_in_forked_child() -> None:
 
 def _after_fork() -> None:
     global _in_child
-    _in_child = True
+    _in_child = _in_child or _used
     for holder in list(_holders):
         holder.close_in_child()
 

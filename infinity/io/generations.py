@@ -214,12 +214,14 @@ class Generations:
         for number, path in found.items():
             if number >= chosen.step:
                 continue
+            if len(self._kept) == self._keep:
+                durable.remove(path)  # a crash came before it was removed, and what it names was or will be written
+                continue
             try:
                 older = self._read(path, number)
             except ResumeError:
                 continue  # what it named cannot be known, and may be written
-            if len(self._kept) < self._keep:
-                self._kept[number] = [record.slot for record in older.extents]
+            self._kept[number] = [record.slot for record in older.extents]
         self._kept = dict(sorted(self._kept.items()))
 
 

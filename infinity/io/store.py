@@ -122,7 +122,7 @@ class SwapStore:
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
         self.shares = self._measure_shares()
-        self._stripe()
+        self._stripe(STRIPE_BYTES)
         self._reserve(self.nbytes)
         self.run = uuid.uuid4().hex
         for index, directory in enumerate(self.directories):
@@ -138,8 +138,8 @@ class SwapStore:
             )
             # The directory is synced with it, so what a manifest will name is there when the manifest is.
             durable.write_file(directory.header_path, write_header(header))
-            if mode == "generations":
-                durable.sync_directory(directory.path.parent)
+            for parent in directory.new_in:
+                durable.sync_directory(parent)
 
     def _reopen(self) -> None:
         headers = read_headers(self.directories)
@@ -150,8 +150,11 @@ class SwapStore:
                 f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with those it was made with, or "
                 "move the run with `infinity checkpoint export` and --from-checkpoint."
             )
+        for directory in self.directories:
+            if not directory.swap_path.exists():
+                raise ResumeError(f"{directory.swap_path} is missing: the store was not finished, or is not whole")
         self._members = [_open(directory, create=False) for directory in self.directories]
-        self._stripe()
+        self._stripe(headers[0].stripe_bytes)
         for index, directory in enumerate(self.directories):
             directory.remove_asides()
             directory.take_over()
@@ -159,10 +162,10 @@ class SwapStore:
             if found < expected:
                 raise ResumeError(f"{directory.swap_path} was cut: it has {found} of {expected} bytes")
 
-    def _stripe(self) -> None:
+    def _stripe(self, stripe_bytes: int) -> None:
         self.file = self._members[0]
         if len(self._members) > 1:
-            self.file = _native.File.striped(self._members, self.shares, STRIPE_BYTES)
+            self.file = _native.File.striped(self._members, self.shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
         """How many stripes of a cycle each path holds: in proportion to its bandwidth, measured before or now."""

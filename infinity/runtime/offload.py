@@ -15,7 +15,7 @@ from torch import nn
 from infinity import _native
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, ModelError
-from infinity.io.fork import refuse_in_forked_child
+from infinity.io.fork import refuse_in_forked_child, use
 from infinity.plan.planner import make_plan
 from infinity.runtime import buffers
 from infinity.runtime.description import describe
@@ -133,6 +133,7 @@ def _offload(
     resumed: Resume | None = None,
 ) -> Model:
     refuse_in_forked_child()
+    use()
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumed)
     target = torch.device(device) if device is not None else _default_device()

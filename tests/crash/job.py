@@ -1,0 +1,368 @@
+"""The training job that is killed: everything a run can carry over, in a model of a few thousand parameters.
+
+It resumes what its disk holds, or begins anew, and appends to a log outside the swap directories what it does: how it
+began, each step's loss, each generation that appeared under its name. A later life appends to the same log.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import struct
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+
+# What the first optimizer imports, which takes a second: once, before the processes that run the job are forked.
+import torch._dynamo
+import torch.distributed.tensor
+from torch import nn
+
+import infinity
+from infinity import _native
+from infinity.io import directory, durable, engine, store
+from infinity.schedule import registry
+from infinity.schedule.commits import Commits
+from tests.conftest import states_of, weights_of
+
+WIDTH = 32
+ACT, LIFE, PROMISE, AWAITED = b"A", b"L", b"P", b"K"
+"""Records of ours in the engine's journal: something done to a small file, a process that begins, a generation that the
+run takes for durable, a sync that it has waited for."""
+RECORD = struct.Struct("<c7xQqQQQ")
+"""Of the journal (csrc/aio/backend.hpp): letter, number, result, offset, bytes of data and of the path; then those."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What varies between jobs. `loader`: its batches come from two forked workers, which hang where it is killed."""
+
+    weights: Literal["host", "nvme"] = "nvme"
+    optimizer: Literal["host", "nvme"] = "nvme"
+    engine: Literal["io_uring", "threads"] = "io_uring"
+    commit_every: int = 1
+    keep: int = 1
+    paths: int = 1
+    steps: int = 6
+    loader: bool = False
+
+    def directories(self, root: Path) -> list[Path]:
+        return [root / "disk" / f"swap{index}" for index in range(self.paths)]
+
+    def config(self, root: Path) -> dict[str, Any]:
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "activations": "keep",
+            "memory": {"device": "80KiB", "host": "16MiB"},
+            "nvme": {"paths": [str(path) for path in self.directories(root)], "engine": self.engine, "block": "16KiB"},
+            "update": {"tile": "8KiB", "threads": 1},
+            "commit_every": self.commit_every,
+            "keep": self.keep,
+        }
+
+    def __str__(self) -> str:
+        disks = f" on {self.paths} paths" if self.paths > 1 else ""
+        return (
+            f"weights {self.weights}, optimizer {self.optimizer}, {self.engine}{disks}, commit_every "
+            f"{self.commit_every}, keep {self.keep}"
+        )
+
+
+@dataclass(frozen=True)
+class AtAct:
+    """Killed at the `nth` time (from 0) that `moment` ("begin rename", …) comes for a file of this kind."""
+
+    moment: str
+    file: str
+    nth: int = 0
+
+
+@dataclass(frozen=True)
+class AtOperation:
+    """Killed by the engine: see Fault."""
+
+    kind: Literal["kill", "kill_after"]
+    operation: Literal["read", "write", "sync"]
+    index: int = 0
+    begin: int = 0
+    end: int = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class AtTime:
+    """Killed from outside, so many seconds after the process was asked for."""
+
+    seconds: float
+
+
+Kill = AtAct | AtOperation | AtTime
+
+
+class Block(nn.Module):
+    """bf16 matrices and an fp32 norm; one matrix is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH).bfloat16()
+        self.fixed = nn.Linear(2 * WIDTH, 2 * WIDTH).bfloat16().requires_grad_(False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH).bfloat16()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.fixed(torch.relu(self.up(self.norm(x).bfloat16())))
+        return x + self.dropout(self.down(inner).float())
+
+
+class Tiny(nn.Module):
+    """Three blocks, a parameter that has a gradient in every other step only, and a buffer that moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, *, gated: bool) -> torch.Tensor:
+        self.seen += x.detach().mean(0)
+        for block in self.blocks:
+            x = block(x)
+        return ((x * self.gate if gated else x) ** 2).mean() + self.seen.mean() ** 2
+
+
+class Rows:
+    """Shuffled rows, epoch after epoch, with noise from torch's own generator; says where it is."""
+
+    def __init__(self) -> None:
+        self._rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
+        self._at = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            epoch, batch = divmod(self._at, 3)
+            order = torch.randperm(24, generator=torch.Generator().manual_seed(epoch))
+            self._at += 1
+            rows = self._rows[order[8 * batch : 8 * batch + 8]]
+            yield rows + 0.1 * torch.randn(rows.shape) * random.random()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._at = state["at"]
+
+
+class Hanging(torch.utils.data.Dataset[int]):
+    """Two rows come, the others never: a worker asked for them hangs, as one that reads a dead network disk."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 2:
+            signal.pause()
+        return index
+
+
+def append(log: Path, line: str) -> None:
+    """One write, so that a kill leaves whole lines."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def kind_of(path: Path) -> str:
+    """What a small file is, whatever its name: "header", "manifest", "swap" or "directory"."""
+    name = path.name.removesuffix(durable.ASIDE)
+    kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
+    return kinds.get(name, "manifest" if name.startswith("generation-") else "directory")
+
+
+def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> None:
+    """One life of the job, in a process of its own: to the end, or to where it is killed. The result is in a file."""
+    torch.set_num_threads(1)
+    logging.getLogger("infinity").setLevel(logging.ERROR)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(durable.observed(Watch(root / "log", kill)))
+            if journal is not None:
+                Journal(journal).record(stack)
+            _run(setup, root, _faults(kill))
+    except BaseException:
+        (root / "error").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def _faults(kill: Kill | None) -> list[_native.Fault]:
+    if not isinstance(kill, AtOperation):
+        return []
+    return [_native.Fault(kill.index, kill.kind, operation=kill.operation, begin=kill.begin, end=kill.end)]
+
+
+class Watch:
+    """Logs each generation when it appears, and kills."""
+
+    def __init__(self, log: Path, kill: Kill | None) -> None:
+        self._log = log
+        self._kill = kill if isinstance(kill, AtAct) else None
+        self._seen = 0
+
+    def __call__(self, moment: str, path: Path, target: Path | None, data: bytes) -> None:
+        if moment == "end rename" and target is not None and kind_of(target) == "manifest":
+            append(self._log, f"commit {step_of(target)}")
+        if self._kill is None or (moment, kind_of(path)) != (self._kill.moment, self._kill.file):
+            return
+        self._seen += 1
+        if self._seen > self._kill.nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def step_of(manifest: Path) -> int:
+    return int(manifest.name.split("-")[1][:12])
+
+
+class Journal:
+    """Puts what is done to small files, and what the run takes for durable, among the engine's records of writes and
+    syncs: all in one order.
+
+    An fsync is what the system is asked for, not what `durable` says it does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._append(LIFE)
+
+    def record(self, stack: ExitStack) -> None:
+        """From now on."""
+        opened = functools.partial(_native.IOEngine, journal=str(self.path))
+        stack.enter_context(durable.observed(self._act))
+        stack.enter_context(mock.patch.object(engine, "_native", SimpleNamespace(IOEngine=opened)))
+        stack.enter_context(mock.patch.object(os, "fsync", functools.partial(self._fsync, os.fsync)))
+        stack.enter_context(mock.patch.object(store.SwapStore, "sync", self._syncing(store.SwapStore.sync)))
+        stack.enter_context(mock.patch.object(Commits, "finish", self._promising(Commits.finish)))
+
+    def _act(self, moment: str, path: Path, target: Path | None, data: bytes) -> None:
+        if "fsync" not in moment:
+            self._append(ACT, "\0".join((moment, str(path), str(target or ""))).encode(), data)
+
+    def _fsync(self, fsync: Callable[[int], None], descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        self._append(ACT, f"begin fsync\0{path}\0".encode())
+        fsync(descriptor)
+        self._append(ACT, f"end fsync\0{path}\0".encode())
+
+    def _syncing(self, sync: Callable[[store.SwapStore], engine.Transfer]) -> Callable[[store.SwapStore], Any]:
+        def recorded(of: store.SwapStore) -> Any:
+            transfer = sync(of)
+            return SimpleNamespace(result=lambda: (transfer.result(), self._append(AWAITED)))
+
+        return recorded
+
+    def _promising(self, finish: Callable[..., None]) -> Callable[..., None]:
+        def recorded(commits: Commits, **options: Any) -> None:
+            finish(commits, **options)
+            self._append(PROMISE, number=commits.newest or 0)
+
+        return recorded
+
+    def _append(self, letter: bytes, names: bytes = b"", data: bytes = b"", *, number: int = 0) -> None:
+        os.write(self._descriptor, RECORD.pack(letter, number, 0, 0, len(data), len(names)) + names + data)
+
+
+def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault]) -> nn.Module:
+    """Resume, or begin anew where there is nothing to resume. infinity.offload refuses to begin where there is."""
+    config = setup.config(root)
+    try:
+        return infinity.resume(model, config, faults=faults)
+    except infinity.ResumeError as error:
+        append(root / "log", f"nothing {error}")
+    return infinity.offload(model, config, faults=faults)
+
+
+def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
+    log = root / "log"
+    store._probe = lambda *_: 1e9  # no time to measure disks,
+    store.STRIPE_BYTES = 4096  # and no states that would fill a stripe
+    torch.manual_seed(0)
+    random.seed(0)
+    model = _open(Tiny(), setup, root, faults)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1 / (1 + step))
+    rows = Rows()
+    done = infinity.track(scheduler, rows)
+    append(log, f"began {done}")
+    batches = _rows_and_workers(rows, log) if setup.loader else iter(rows)
+    for step in range(done, setup.steps):
+        loss = model(next(batches), gated=step % 2 == 1)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        scheduler.step()
+        append(log, f"loss {step + 1} {loss.item().hex()}")
+    infinity.commit(model)
+    _write_result(model, scheduler, root)
+    infinity.close(model)
+
+
+def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
+    """The same rows, beside two workers that are forked once the model is in use and soon hang."""
+    generator = torch.Generator()  # of its own: torch's must draw what it draws without a loader
+    hanging = torch.utils.data.DataLoader(Hanging(), num_workers=2, multiprocessing_context="fork", generator=generator)
+    loader = None
+    for batch in rows:
+        yield batch
+        if loader is None:
+            loader = iter(hanging)
+            next(loader), next(loader)  # both workers work
+            append(log, "workers " + " ".join(str(child.pid) for child in multiprocessing.active_children()))
+
+
+def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
+    digest = hashlib.sha256(repr(scheduler.state_dict()["last_epoch"]).encode())
+    for name, value in [*weights_of(model).items(), *states_of(model).items(), ("seen", model.seen)]:
+        digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    for name, value in _residuals(model):
+        digest.update(name.encode() + value)
+    extents = [
+        {
+            "state": extent.state,
+            "begin": extent.offsets[0],
+            "end": extent.offsets[-1] + extent.nbytes,
+            "changes": len(extent.offsets) > 1,
+        }
+        for extent in registry.ledger_of(model).backing.generations._extents
+    ]
+    (root / "result").write_text(json.dumps({"digest": digest.hexdigest(), "extents": extents}))
+
+
+def _residuals(model: nn.Module) -> Iterator[tuple[str, bytes]]:
+    """What of the fp32 master is not in the bf16 weights."""
+    ledger = registry.ledger_of(model)
+    for _, place in ledger.places():
+        states = ledger.backing.states[place.unit.index].get(place.group_index)
+        home = states.residual if states is not None else None
+        if home is None:
+            continue
+        view = home.view() if home.in_memory else ledger.backing.staging.view(0, home.nbytes)
+        if not home.in_memory:
+            ledger.backing.store.read(home.stored(), view).result()
+        start = 2 * place.spec.offset
+        yield place.spec.name, bytes(view[start : start + 2 * place.spec.numel])

@@ -1,0 +1,222 @@
+"""Runs the job life after life, in processes forked from one that only imports, and judges what they left."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup, kind_of, live
+from tests.crash.power import read_journal
+
+DEADLINE_S = 60.0
+
+
+@cache
+def _server() -> ForkServerContext:
+    """A process that only imports: torch's, infinity's and pytest's own threads are not in what it forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.crash.job"])
+    return context
+
+
+@dataclass
+class Life:
+    """What the log has of one process. `began`: the step it went on from, None if it was killed before it knew."""
+
+    began: int | None = None
+    nothing: str = ""
+    losses: dict[int, str] = field(default_factory=dict)
+    commits: list[int] = field(default_factory=list)
+    workers: list[int] = field(default_factory=list)
+    killed: bool = False
+
+
+def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> Life:
+    """One process, to its end.
+
+    Raises:
+        AssertionError: it ended neither well nor by a SIGKILL; says how.
+    """
+    log = root / "log"
+    before = log.stat().st_size if log.exists() else 0
+    process = _server().Process(target=live, args=(setup, root, kill, journal))
+    process.start()
+    if isinstance(kill, AtTime):
+        time.sleep(kill.seconds)
+        process.kill()
+    process.join(DEADLINE_S)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"a life of the job did not end ({setup})")
+    if process.exitcode not in (0, -signal.SIGKILL):
+        error = root / "error"
+        raise AssertionError(error.read_text() if error.exists() else f"exit code {process.exitcode}")
+    life = _parse(log.read_bytes()[before:].decode() if log.exists() else "")
+    life.killed = process.exitcode != 0
+    return life
+
+
+def _parse(text: str) -> Life:
+    life = Life()
+    for line in text.splitlines():
+        word, _, rest = line.partition(" ")
+        if word == "began":
+            life.began = int(rest)
+        elif word == "nothing":
+            life.nothing = rest
+        elif word == "loss":
+            step, value = rest.split()
+            life.losses[int(step)] = value
+        elif word == "commit":
+            life.commits.append(int(rest))
+        elif word == "workers":
+            life.workers = [int(number) for number in rest.split()]
+    return life
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run that reached its end came to: a digest of all states, and the losses of all lives by step."""
+
+    digest: str
+    losses: dict[int, str]
+
+
+def result_of(root: Path, lives: Sequence[Life]) -> Result:
+    """Of the last life.
+
+    Raises:
+        AssertionError: two lives had different losses at the same step.
+    """
+    losses: dict[int, str] = {}
+    for life in lives:
+        for step, value in life.losses.items():
+            assert losses.setdefault(step, value) == value, f"the losses of step {step} differ between two lives"
+    return Result(json.loads((root / "result").read_text())["digest"], losses)
+
+
+class Reference:
+    """The undisturbed run of a setup: its result, how long it takes, and its journal, which says what to kill at."""
+
+    def __init__(self, setup: Setup, root: Path) -> None:
+        self.result = result_of(root, [run_life(setup, root, journal=root / "journal")])
+        self._records = read_journal(root / "journal")
+        self._extents = json.loads((root / "result").read_text())["extents"]
+        began = time.monotonic()
+        run_life(setup, _made(root / "again"))
+        self.seconds = time.monotonic() - began
+
+    def extent(self, state: str, unit: int) -> tuple[int, int]:
+        """Bytes [begin, end) of the `unit`-th place that holds a state, all its slots; -1 is the last."""
+        found = [extent for extent in self._extents if extent["state"] == state and extent["changes"]][unit]
+        return found["begin"], found["end"]
+
+    def writes_of(self, commit: int) -> tuple[int, int]:
+        """The numbers of the first and the last write between two commits, the `commit`-th and the next."""
+        written, begins = 0, []
+        for record in self._records:
+            written += record.letter == b"W"
+            if record.moment == "begin create" and kind_of(record.path) == "manifest":
+                begins.append(written)
+        return begins[commit], begins[commit + 1] - 1
+
+
+@dataclass
+class Campaign:
+    """Many runs that are killed, and what became of them.
+
+    Attributes:
+        lost: what went wrong, in words: states that could not be recovered, or not to the same bits.
+        anew, resumed: lives after a killed one, by how they began.
+    """
+
+    root: Path
+    references: Callable[[Setup], Reference]
+    runs: int = 0
+    kills: int = 0
+    anew: int = 0
+    resumed: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.runs} runs, {self.kills} kills, then {self.resumed} resumed, {self.anew} begun anew, "
+            f"{len(self.lost)} unrecoverable"
+        )
+
+    def run(
+        self, setup: Setup, kills: Sequence[Kill], *, note: str = "", damage: Callable[[Path], int] | None = None
+    ) -> None:
+        """Kill life after life, then let one end; each must go on from where those before it certainly were.
+
+        Args:
+            note: how to repeat it.
+            damage: done to the first directory after the first life; returns the newest generation that is whole.
+        """
+        root, lives = _made(self.root / f"run{self.runs}"), list[Life]()
+        self.runs += 1
+        try:
+            for kill in [*kills, None]:
+                life = run_life(setup, root, kill)
+                require_nothing_lost(setup, lives, life)
+                assert life.killed or not isinstance(kill, AtAct | AtOperation), f"{kill} was never reached"
+                self._count(lives, life)
+                lives.append(life)
+                if not life.killed:
+                    break
+                if damage is not None and len(lives) == 1:
+                    whole = damage(setup.directories(root)[0])
+                    lives = [Life(commits=[step for step in life.commits if step <= whole])]
+            require_same_end(root, lives, self.references(setup).result)
+            require_only_the_newest(setup, root)
+        except AssertionError as error:
+            self.lost.append(f"{setup}, {' '.join(map(str, kills))} {note}: {error}")
+        finally:
+            shutil.rmtree(root)
+
+    def _count(self, before: Sequence[Life], life: Life) -> None:
+        self.kills += life.killed
+        self.anew += bool(before) and life.began == 0
+        self.resumed += bool(before) and bool(life.began)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def require_nothing_lost(setup: Setup, before: Sequence[Life], life: Life) -> None:
+    """A life goes on from the newest generation there was; at most the steps since the last commit are lost."""
+    if life.began is None:
+        return
+    certain = max((step for earlier in before for step in earlier.commits), default=0)
+    ended = max((step for earlier in before for step in earlier.losses), default=0)
+    # A step's loss is logged after its forward, which finished the commit of the step before.
+    least = max(ended - 1, 0) // setup.commit_every * setup.commit_every
+    # A kill may come between the rename of a manifest and its entry in the log.
+    most = certain + setup.commit_every
+    assert max(certain, least) <= life.began <= most, f"generation {certain} was made, step {ended} done: {life}"
+
+
+def require_same_end(root: Path, lives: Sequence[Life], expected: Result) -> None:
+    """The states of the undisturbed run, and its losses as far as these lives had any."""
+    found = result_of(root, lives)
+    for step, value in found.losses.items():
+        assert value == expected.losses[step], f"the loss of step {step} is not that of the undisturbed run: {lives}"
+    assert found.digest == expected.digest, f"the states are not those of the undisturbed run: {lives}"
+
+
+def require_only_the_newest(setup: Setup, root: Path) -> None:
+    """What is left is what `keep` says, and nothing that was being written."""
+    names = sorted(path.name for path in setup.directories(root)[0].iterdir())
+    manifests = [name for name in names if name.startswith("generation-")]
+    assert not [name for name in names if name.endswith(".aside")], names
+    assert len(manifests) <= setup.keep, f"{names} are left, and keep is {setup.keep}"

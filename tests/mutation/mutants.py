@@ -1,0 +1,229 @@
+"""What each mutant takes away, and the tests that must then fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of one file that a test must notice.
+
+    Attributes:
+        name: what is taken away.
+        path: the file; `old` occurs in it once and becomes `new`.
+        tests: arguments of pytest.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def native(self) -> bool:
+        return self.path.startswith("csrc/")
+
+
+_RESUME = "tests/runtime/test_resume.py"
+_CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
+_CORRUPTION = "tests/runtime/test_corruption.py"
+_DURABLE = "tests/io/test_durable.py"
+_FAULTS = ("tests/native/test_engine_faults.py", "tests/runtime/test_faults.py")
+
+MUTANTS = [
+    Mutant(
+        "fsync of a manifest before its rename",
+        "infinity/io/durable.py",
+        "                os.fsync(descriptor)\n        finally:\n            os.close(descriptor)\n        with act(",
+        "                pass\n        finally:\n            os.close(descriptor)\n        with act(",
+        (_DURABLE,),
+    ),
+    Mutant(
+        "fsync act of a manifest before its rename, as a power cut sees it",
+        "infinity/io/durable.py",
+        '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
+        "            pass\n",
+        ("tests/crash/test_power_loss.py",),
+    ),
+    Mutant(
+        "fsync of the directory after a rename",
+        "infinity/io/durable.py",
+        "    sync_directory(path.parent)\n",
+        "",
+        (_DURABLE,),
+    ),
+    Mutant(
+        "fsync of the directory before the older manifest goes",
+        "infinity/io/durable.py",
+        "    sync_directory(path.parent)\n",
+        "",
+        ("tests/crash/test_power_loss.py",),
+    ),
+    Mutant(
+        "the fdatasync of the swap file",
+        "infinity/schedule/commits.py",
+        "            self._sync = self._backing.require_store().sync()\n",
+        '            self._sync = type("Done", (), {"result": lambda self: None})()\n',
+        ("tests/crash/test_power_loss.py",),
+    ),
+    Mutant(
+        "the wait for the fdatasync, and so its result",
+        "infinity/schedule/commits.py",
+        "        sync.result()\n",
+        "",
+        (_RESUME, "-k", "failed_fdatasync"),
+    ),
+    Mutant(
+        "a slot that no generation names for what is written next",
+        "infinity/io/generations.py",
+        "        if extent.slot not in named:\n            return extent.slot\n",
+        "        return extent.slot\n",
+        _CRASH,
+    ),
+    Mutant(
+        "older manifests go after the new one, not before",
+        "infinity/io/generations.py",
+        "        durable.write_file(path, write_manifest(manifest))\n",
+        "        for old in sorted(self._kept):\n"
+        "            durable.remove(directory.generation_path(old))\n"
+        "        durable.write_file(path, write_manifest(manifest))\n",
+        _CRASH,
+    ),
+    Mutant(
+        "the next step waits for the commit of the last",
+        "infinity/schedule/ledger.py",
+        "        if training:\n            self.finish_commit(before_forward=True)\n",
+        "        if training:\n",
+        (_RESUME, "-k", "bits_of"),
+    ),
+    Mutant(
+        "what is in RAM is written before a commit",
+        "infinity/schedule/commits.py",
+        "            self._write_dirty()\n",
+        "",
+        (_RESUME,),
+    ),
+    Mutant(
+        "a commit's writes have ended before the fdatasync",
+        "infinity/schedule/commits.py",
+        "        finally:\n            wait_all(writes)\n",
+        "        finally:\n            pass\n",
+        ("tests/crash/test_power_loss.py", "tests/runtime/test_resume.py"),
+    ),
+    Mutant(
+        "all of a generation is checked before it is resumed",
+        "infinity/io/generations.py",
+        "        damage = list(verify(self._store, self._extents, manifest, memory))\n",
+        "        list(verify(self._store, self._extents, manifest, memory))\n        damage: list[Damage] = []\n",
+        (_CORRUPTION,),
+    ),
+    Mutant(
+        "the checksum of a manifest",
+        "infinity/io/document.py",
+        "    if data[:end] != _header(kind, json_bytes, data_bytes, digest):\n",
+        "    if False:\n",
+        ("tests/io/test_document.py", _CORRUPTION),
+    ),
+    Mutant(
+        "nothing is committed while an exception is on its way",
+        "infinity/schedule/ledger.py",
+        "                if self.failed is None and not discard and sys.exc_info()[0] is None:\n",
+        "                if self.failed is None and not discard:\n",
+        (_RESUME, "-k", "exception"),
+    ),
+    Mutant(
+        "children close the lock",
+        "infinity/io/directory.py",
+        "        fork.close_in_children(self)\n",
+        "",
+        ("tests/io/test_directory.py", "tests/crash/test_kill.py"),
+    ),
+    Mutant(
+        "a group that goes to another slot goes there as a whole",
+        "infinity/schedule/update.py",
+        "        whole=streams.elsewhere,\n",
+        "        whole=False,\n",
+        (_RESUME, "-k", "buffers_frozen"),
+    ),
+    Mutant(
+        "the result of a sync",
+        "csrc/aio/lane_server.hpp",
+        '      if (result.res < 0) request.fail(block.failure(-result.res, ""));\n    } else if',
+        "    } else if",
+        ("tests/native/test_engine_sync.py",),
+    ),
+    Mutant(
+        "the error of a transfer",
+        "csrc/aio/lane_server.hpp",
+        '      request.fail(block.failure(error, ""));\n    } else if',
+        "    } else if",
+        _FAULTS,
+    ),
+    Mutant(
+        "a short transfer goes on",
+        "csrc/aio/lane_server.hpp",
+        "      if (!request.failed() && continue_short(block, static_cast<std::uint32_t>(result.res))) return;\n",
+        "",
+        _FAULTS,
+    ),
+    Mutant(
+        "the checksums of a fetch",
+        "csrc/aio/lane_server.hpp",
+        "      if (request.io.kind == OpKind::read && !request.failed()) verify(block);\n",
+        "",
+        _FAULTS,
+    ),
+    Mutant(
+        "the checksums of the states in an update",
+        "csrc/update/tile.cpp",
+        "    if (damage[index]) return;\n",
+        "    damage[index].reset();\n",
+        ("tests/runtime/test_faults.py", "tests/native/test_update.py"),
+    ),
+    Mutant(
+        "the failed transfer of an update's tile",
+        "csrc/update/update.cpp",
+        "          if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();\n",
+        "",
+        ("tests/runtime/test_faults.py", "tests/native/test_update.py"),
+    ),
+    Mutant(
+        "the wait for an update's writes",
+        "csrc/update/update.cpp",
+        "    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& held, const std::shared_ptr<Tile>& "
+        "written) {\n      tile_done(held, written);\n    });\n",
+        "    transfer(lock, tile, requests, [](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) {});\n"
+        "    tile_done(lock, tile);\n",
+        ("tests/runtime/test_faults.py", "tests/native/test_update.py", "tests/crash/test_power_loss.py"),
+    ),
+    Mutant(
+        "fdatasync by the threads",
+        "csrc/aio/thread_backend.cpp",
+        "    if (op.kind == OpKind::sync) return fdatasync(op.file->fd()) == 0 ? 0 : -errno;\n",
+        "    if (op.kind == OpKind::sync) return 0;\n",
+        ("tests/native/test_engine_sync.py",),
+    ),
+    Mutant(
+        "fdatasync by io_uring",
+        "csrc/aio/uring_backend.cpp",
+        "      io_uring_prep_fsync(sqe, fd, IORING_FSYNC_DATASYNC);\n",
+        "      io_uring_prep_nop(sqe);\n",
+        ("tests/native/test_engine_sync.py",),
+    ),
+    Mutant(
+        "fdatasync of every member",
+        "csrc/aio/engine.cpp",
+        "    if (io.kind == OpKind::sync) touched = all;\n",
+        "    if (io.kind == OpKind::sync) touched = 1;\n",
+        ("tests/native/test_engine_sync.py",),
+    ),
+    Mutant(
+        "updates go where no generation is",
+        "csrc/update/update.cpp",
+        "    const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;\n",
+        "    const std::uint64_t offset = stream.offset;\n",
+        (_RESUME,),
+    ),
+]
