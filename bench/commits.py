@@ -10,6 +10,7 @@ forward, included), and of the ratios; bytes written per step, counted by the en
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -105,6 +106,8 @@ def measure(name: str, work: Workload, directory: Path, rounds: int, repeats: in
                     "manifest_bytes": _manifest_bytes(Path(scratch) / str(order.index(each))),
                 }
                 infinity.close(contender.model)
+            opened.clear()
+            gc.collect()  # modules and their hooks refer to each other
     ratios = {
         f"{one} / {other}": statistics.median(
             mine / others for mine, others in zip(seconds[one], seconds[other], strict=True)

@@ -70,7 +70,9 @@ class ManifestError(ResumeError):
         self.problem = problem
 
 
-_RESTART = "The states in this store may be partly updated: start again from a saved model."
+_RESTART = (
+    "Where generations are kept (commit_every) resume the run; else the states may be partly updated: start again."
+)
 _ADVICE = {
     5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
     28: "The disk is full: free space, or set nvme.paths to a larger disk.",
@@ -86,6 +88,7 @@ class SwapIOError(InfinityError, OSError):
         path: the swap file.
         offset: bytes from the start of the file.
         nbytes: length of the block that failed.
+        cause: in words.
         unit, state: what was being moved; empty when not known.
         step: the optimizer step during which it happened.
     """
@@ -108,14 +111,16 @@ class SwapIOError(InfinityError, OSError):
         what = f"{state} of unit '{unit}'" if unit else "swap data"
         cause = detail or os.strerror(errno)
         advice = self.advice or _ADVICE.get(errno, "Check the disk that holds the path.")
+        when = f" at step {step}" if step else ""
         message = (
-            f"{operation} of {what} failed at step {step}: {path}, offset {offset}, {nbytes} bytes: {cause} "
+            f"{operation} of {what} failed{when}: {path}, offset {offset}, {nbytes} bytes: {cause} "
             f"(errno {errno}). {advice} {_RESTART}"
         )
         OSError.__init__(self, errno, message, path)
         self.message = message
         self.operation = operation
         self.path, self.offset, self.nbytes = path, offset, nbytes
+        self.cause = cause
         self.unit, self.state, self.step = unit, state, step
 
     def __str__(self) -> str:

@@ -175,7 +175,10 @@ void bind_file(py::module_& module) {
           [](const PyFile& file, std::uint64_t offset, std::uint64_t nbytes) {
             const auto held = file.get();
             require_pages(*held, offset, nbytes);
-            const std::vector<BlockSum> result = held->block_sums(offset, nbytes);
+            const std::vector<BlockSum> result = [&] {
+              const py::gil_scoped_release unlocked;
+              return held->block_sums(offset, nbytes);
+            }();
             return py::bytes(reinterpret_cast<const char*>(result.data()), result.size() * sizeof(BlockSum));
           },
           py::arg("offset"), py::arg("nbytes"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.errors import ManifestError, ResumeError
+from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import SwapDirectory, generations_in
 from infinity.io.generations import Damage, read_kept, verify
 from infinity.io.manifest import Manifest, read_header
@@ -104,6 +104,11 @@ def extents_of(manifest: Manifest) -> list[Extent]:
 
 
 def _remove(paths: list[Path]) -> int:
+    members = [Path(name) for name in read_header(SwapDirectory.header_of(paths[0])).members]
+    if len(paths) == 1 < len(members):
+        raise ConfigError(
+            f"{paths[0]} is a part of a store; name all of its directories: {' '.join(map(str, members))}"
+        )
     for path in paths:
         SwapDirectory.header_of(path)
         directory = SwapDirectory(path, create=False)

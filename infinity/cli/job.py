@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,10 @@ def _make_absolute(options: argparse.Namespace) -> None:
         options.model = str(Path(options.model).expanduser().absolute())
 
 
+def _absolute(paths: Sequence[Path]) -> list[Path]:
+    return [path.expanduser().resolve() for path in paths]
+
+
 def _as_paths(value: Any) -> Any:
     return [Path(path) for path in value] if isinstance(value, list) else Path(value)
 
@@ -130,6 +135,11 @@ def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, 
         return None
     if options.resume:
         directory = Path(options.resume)
+        if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
+            raise ConfigError(
+                f"--resume {directory} is not the first of nvme.paths in --config, {config.nvme.paths[:1]}: a run is "
+                "resumed where it is. To move it, `infinity checkpoint export` it and use --from-checkpoint."
+            )
     elif config is not None and config.nvme.paths:
         directory = config.nvme.paths[0]
     else:

@@ -50,13 +50,18 @@ class SwapDirectory:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._lock_fd = os.open(self.path / LOCK_NAME, flags, 0o600)
+            self._lock_fd = self._open_lock()
         except OSError as error:
             raise ConfigError(
                 f"nvme.paths: cannot use {self.path}: {error.strerror}. Name a directory that you may write to."
             ) from error
         self._take_lock()
+        while not self._lock_is_there():  # the run before removed the file between our open and our lock
+            os.close(self._lock_fd)
+            self._lock_fd = self._open_lock()
+            self._take_lock()
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
         fork.close_in_children(self)
         self._warn_if_memory()
 
@@ -84,6 +89,16 @@ class SwapDirectory:
         """The manifests that are there, newest first."""
         return generations_in(self.path)
 
+    def _open_lock(self) -> int:
+        return os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def _lock_is_there(self) -> bool:
+        try:
+            named = os.stat(self.path / LOCK_NAME, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(named, os.fstat(self._lock_fd))
+
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,8 +113,6 @@ class SwapDirectory:
                 f"this run "
                 "a directory of its own in nvme.paths."
             ) from error
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def take_over(self) -> None:
         """What is in it is this run's from now on, as if it had put it there."""
@@ -114,8 +127,9 @@ class SwapDirectory:
         kept = self._kept_by()
         if kept is not None:
             newest = next(iter(kept.values()), None)
+            what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
             raise StoreNotEmptyError(
-                f"{self.path} holds a checkpoint of an earlier run{f' ({newest})' if newest else ''}. To go on from it "
+                f"{self.path} holds {what}. To go on from it "
                 "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code. To begin "
                 f"anew give this run another directory in nvme.paths, or remove the old one with `infinity checkpoint "
                 f"remove {self.path}`."
@@ -137,13 +151,12 @@ class SwapDirectory:
         first = Path(header.members[0])
         if header.mode != "generations" or header.member == 0:
             return None
-        if not first.exists():
-            return {}  # a disk that is not mounted now may hold them
         try:
             same = read_header(first / HEADER_NAME).run == header.run
         except ResumeError:
-            return None
-        return (generations_in(first) or None) if same else None
+            same = False
+        # Without the first member nobody can tell: its disk may not be mounted now.
+        return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
         """Remove every file of a store. The manifests first: without their data they would promise too much."""
@@ -203,10 +216,13 @@ class SwapDirectory:
 
 
 def _entries(path: Path) -> list[Path]:
+    """Raises SwapIOError where a directory is there and cannot be read: that is not the same as an empty one."""
     try:
         return list(path.iterdir())
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise SwapIOError("listing", path=str(path), errno=error.errno or 0) from error
 
 
 def generations_in(path: Path) -> dict[int, Path]:

@@ -44,6 +44,20 @@ _TORCH_DTYPES = {
     )
 }
 _NUMPY_KINDS = "biuf"
+_DATA = {"$", "at", "nbytes"}
+_FORMS = {
+    "float": {"$", "value"},
+    "counter": {"$", "items"},
+    "dict": {"$", "items"},
+    "tuple": {"$", "items"},
+    "bytes": _DATA,
+    "tensor": _DATA | {"dtype", "shape"},
+    "array": _DATA | {"dtype", "shape"},
+    "scalar": _DATA | {"dtype", "shape"},
+    "dtype": {"$", "name"},
+    "device": {"$", "name"},
+}
+"""The keys of each."""
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -62,9 +76,11 @@ def write(kind: str, value: Any) -> list[bytes]:
     return [_header(kind, len(text), data_bytes, digest.hexdigest()), text, *packer.blobs]
 
 
-def require_writable(value: Any) -> None:
-    """Raises TypeError, as write() would."""
-    _Packer().pack(value, "")
+def copy_of(value: Any) -> Any:
+    """What read() would give back of it, sharing nothing. Raises TypeError, as write() would."""
+    packer = _Packer()
+    packed = packer.pack(value, "")
+    return _Unpacker(Path("a copy"), memoryview(b"".join(packer.blobs))).unpack(packed)
 
 
 def read(path: Path, kind: str) -> Any:
@@ -99,7 +115,7 @@ def parse(data: bytes, path: Path, kind: str) -> Any:
     unpacker = _Unpacker(path, memoryview(data)[end + json_bytes :])
     try:
         return unpacker.unpack(_json(data[end : end + json_bytes], path))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
         raise ManifestError(path, f"has a value that cannot be read: {error}") from error
 
 
@@ -222,6 +238,8 @@ class _Unpacker:
         }
         if not isinstance(kind, str) or kind not in readers:
             raise ValueError(f"unknown form {kind!r}")
+        if value.keys() != _FORMS[kind]:
+            raise ValueError(f"{kind} with {sorted(value)}")
         return readers[kind](value)
 
     @staticmethod
@@ -232,7 +250,10 @@ class _Unpacker:
         return result
 
     def _items(self, tagged: dict[str, Any]) -> dict[Any, Any]:
-        return {self.unpack(key): self.unpack(item) for key, item in self._list(tagged, "items")}
+        items = [(self.unpack(key), self.unpack(item)) for key, item in self._list(tagged, "items")]
+        if len(dict(items)) != len(items):
+            raise ValueError("a key twice")
+        return dict(items)
 
     @staticmethod
     def _float(tagged: dict[str, Any]) -> float:

@@ -5,16 +5,18 @@ that is whole.
 1. What a generation's manifest names is never written again while that manifest counts (`Generations.destination`).
 2. A manifest is written only after an fdatasync of the swap files that began when all its data had been written.
 3. It appears under its name only whole: written aside, fsynced, renamed; then the directory is fsynced.
-4. Only then are older manifests removed, and only then may the next step write (Commits.finish).
+4. Only then are older manifests removed, and only then may the next step write (Commits).
+5. A resumed run fsyncs the directory before it goes on from a manifest, and removes those it does not go on from, and
+   fsyncs again, before it writes.
 A manifest that was removed and comes back with a power cut names slots that were written since: it is older than one
-that is whole, and its checksums tell.
+that is whole, and the next resume removes it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ class Damage:
         step: the generation.
         path, offset, nbytes: the file, and bytes in it.
         cause: in words.
+        error: the failure, where it could not be read.
     """
 
     unit: str
@@ -49,6 +52,7 @@ class Damage:
     offset: int
     nbytes: int
     cause: str
+    error: SwapIOError | None = None
 
     def __str__(self) -> str:
         return (
@@ -71,6 +75,7 @@ class Generations:
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
         self._kept: dict[int, list[int]] = {}  # by step, oldest first: the slot of each extent
+        self._given_up: list[Path] = []
 
     @property
     def newest(self) -> int | None:
@@ -122,50 +127,53 @@ class Generations:
         self._kept.pop(step, None)
         self._kept[step] = [extent.slot for extent in self._extents]
         for old in sorted(self._kept)[: -self._keep]:
-            durable.remove(directory.generation_path(old))
             del self._kept[old]
+            try:
+                durable.remove(directory.generation_path(old))
+            except SwapIOError as error:  # the new one is durable, and the old one only promises too much
+                logger.warning("%s", error)
         return path
 
-    def recover(self, memory: memoryview, step: int | None = None) -> Manifest:
+    def recover(
+        self, memory: memoryview, step: int | None = None, check: Callable[[Manifest], None] = lambda _: None
+    ) -> Manifest:
         """Find the newest generation that is whole, point the extents to it, and have the store check against it.
 
-        Every byte of it is read once. Newer ones that are damaged are reported and removed; older ones stay.
+        Every byte of it is read once. Newer ones that are damaged are reported; they go with settle().
 
         Args:
             memory: 4 KiB-aligned, for reading.
             step: take this one instead of the newest.
+            check: raises ManifestError for a manifest that cannot be used.
 
         Raises:
             ResumeError: there is none that is whole, or no such step; says what is wrong with each.
+            SwapIOError: a part of one cannot be read. Nothing was changed: try again, or give `step`.
         """
         directory = self._store.directories[0]
+        # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
+        durable.sync_directory(directory.path)
         found = directory.generations()
         if step is not None and step not in found:
             there = ", ".join(map(str, found)) or "none"
             raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
         problems: list[str] = []
-        chosen: Manifest | None = None
         for number, path in found.items():
-            if step is not None and number > step:
-                problems.append(f"generation {number} is not the one that was asked for")
+            if step is not None and number != step:
                 continue
             try:
                 manifest = self._read(path, number)
+                check(manifest)
                 self._adopt(manifest, memory)
             except ResumeError as error:
                 problems.append(f"generation {number} cannot be used: {error}")
                 logger.warning("%s", problems[-1])
-                if step is not None:
-                    break
                 continue
-            chosen = manifest
-            break
-        if chosen is None:
-            wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
-            raise ResumeError(f"nothing to resume in {directory.path}: {wrong}")
-        logger.info("resuming generation %d of %s, committed %s", chosen.step, directory.path, chosen.created)
-        self._forget_newer(chosen, found)
-        return chosen
+            logger.info("resuming generation %d of %s, committed %s", number, directory.path, manifest.created)
+            self._keep_with(manifest, found)
+            return manifest
+        wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+        raise ResumeError(f"nothing to resume in {directory.path}: {wrong}")
 
     def _read(self, path: Path, number: int) -> Manifest:
         """A manifest that fits this store's layout."""
@@ -191,38 +199,55 @@ class Generations:
 
         Raises:
             ResumeError: names what is damaged.
+            SwapIOError: a part cannot be read.
         """
         before = [extent.slot for extent in self._extents]
         for extent, record in zip(self._extents, manifest.extents, strict=True):
             extent.slot = record.slot
-        damage = list(verify(self._store, self._extents, manifest, memory))
-        if damage:
+        try:
+            damage = list(verify(self._store, self._extents, manifest, memory))
+            for each in damage:
+                if each.error is not None:
+                    raise each.error
+            if damage:
+                more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+                raise ResumeError("; ".join(map(str, damage[:3])) + more)
+        except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
                 extent.slot = slot
-            more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-            raise ResumeError("; ".join(map(str, damage[:3])) + more)
-        self._kept = {manifest.step: [extent.slot for extent in self._extents]}
+            raise
 
-    def _forget_newer(self, chosen: Manifest, found: dict[int, Path]) -> None:
-        """Newer manifests go, for what they name will be written; older ones that can be read count as kept."""
-        newer = [path for number, path in found.items() if number > chosen.step]
-        for path in newer:
-            logger.warning("removing %s: the run goes on from generation %d", path, chosen.step)
-            durable.remove(path)
-        if newer:
-            durable.sync_directory(self._store.directories[0].path)
+    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
+        """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
+        self._kept = {chosen.step: [extent.slot for extent in self._extents]}
+        self._given_up = [path for number, path in found.items() if number > chosen.step]
         for number, path in found.items():
             if number >= chosen.step:
                 continue
-            if len(self._kept) == self._keep:
-                durable.remove(path)  # a crash came before it was removed, and what it names was or will be written
-                continue
             try:
-                older = self._read(path, number)
-            except ResumeError:
-                continue  # what it named cannot be known, and may be written
-            self._kept[number] = [record.slot for record in older.extents]
+                older = self._read(path, number) if len(self._kept) < self._keep else None
+            except ManifestError as error:
+                logger.warning("%s", error)
+                older = None
+            if older is None:
+                self._given_up.append(path)  # what it names was or will be written
+            else:
+                self._kept[number] = [record.slot for record in older.extents]
         self._kept = dict(sorted(self._kept.items()))
+
+    def settle(self) -> None:
+        """Something will be written: remove the manifests that recover() gave up, for good.
+
+        Raises:
+            SwapIOError: one cannot be removed.
+        """
+        if not self._given_up:
+            return
+        for path in self._given_up:
+            logger.warning("removing %s: the run goes on from generation %s", path, self.newest)
+            durable.remove(path)
+        durable.sync_directory(self._store.directories[0].path)
+        self._given_up = []
 
 
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
@@ -234,9 +259,20 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
     """
     pieces = _Pieces(store, memory)
     for extent, sums in zip(extents, manifest.sums_by_extent(), strict=True):
-        cause = pieces.read(extent)
-        if cause is not None:
-            yield _damage(store, extent, manifest.step, 0, extent.nbytes, cause)
+        error = pieces.read(extent)
+        if error is not None:
+            cause = f"cannot be read: {error.cause}"
+            yield Damage(
+                extent.unit,
+                extent.group,
+                extent.state,
+                manifest.step,
+                error.path,
+                error.offset,
+                error.nbytes,
+                cause,
+                error,
+            )
             continue
         found = store.file.block_sums(extent.offset, extent.nbytes)
         if sums is None or not found or found == sums:
@@ -266,17 +302,17 @@ class _Pieces:
         self._free = [memory[at : at + nbytes] for at in range(0, len(memory) - nbytes + 1, nbytes)]
         self._nbytes = nbytes
 
-    def read(self, extent: Extent) -> str | None:
-        """All of an extent; why not, when a part of it cannot be read.
+    def read(self, extent: Extent) -> SwapIOError | None:
+        """All of an extent; the failure, when a part of it cannot be read.
 
         Raises:
             SwapTimeoutError: the device was given up; the memory is lost.
         """
-        cause: str | None = None
+        failure: SwapIOError | None = None
         reading: deque[tuple[int, memoryview, Any]] = deque()
         at = 0
         while at < extent.nbytes or reading:
-            if at < extent.nbytes and self._free and cause is None:
+            if at < extent.nbytes and self._free and failure is None:
                 piece = self._free.pop()
                 view = piece[: min(self._nbytes, extent.nbytes - at)]
                 reading.append((at, piece, self._store.read(extent, view, at=at, io_class="states", verify=False)))
@@ -293,9 +329,9 @@ class _Pieces:
             except SwapTimeoutError:
                 raise
             except SwapIOError as error:
-                cause = cause or f"cannot be read ({error.strerror or error})"
+                failure = failure or error
             self._free.append(piece)
-        return cause
+        return failure
 
 
 def read_kept(found: Mapping[int, Path], run: str) -> Iterator[tuple[int, Manifest | ManifestError]]:

@@ -80,6 +80,7 @@ class SwapStore:
         checksums: check every page read against what was written.
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
             opens those that are there.
+        spare_bytes: that must be free on the first path beside it.
 
     Raises:
         SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
@@ -95,11 +96,13 @@ class SwapStore:
         *,
         checksums: bool = True,
         mode: Mode = "in place",
+        spare_bytes: int = 0,
     ) -> None:
         self.engine = engine
         self.step = 0
         self.nbytes = nbytes
         self.checksums = checksums
+        self._spare_bytes = spare_bytes
         self.directories: list[SwapDirectory] = []
         self._members: list[_native.File] = []
         self._mode = mode
@@ -184,7 +187,8 @@ class SwapStore:
         needed: dict[int, int] = {}  # by file system: two paths may share one
         for index, directory in enumerate(self.directories):
             device = os.stat(directory.path).st_dev
-            needed[device] = needed.get(device, 0) + self.file.member_bytes(index, nbytes)
+            spare = self._spare_bytes if index == 0 else 0
+            needed[device] = needed.get(device, 0) + self.file.member_bytes(index, nbytes) + spare
             if needed[device] > directory.free_bytes:
                 raise _no_room(directory, needed[device], OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         try:
@@ -249,7 +253,15 @@ class SwapStore:
     @property
     def keeps(self) -> bool:
         """Whether the files stay when the store is closed."""
-        return self._mode == "resume" or (self._mode == "generations" and bool(self.directories[0].generations()))
+        if self._mode == "in place":
+            return False
+        if self._mode == "resume":
+            return bool(self._members)
+        try:
+            return bool(self.directories[0].generations())
+        except SwapIOError as error:
+            logger.warning("%s The files stay.", error)
+            return True
 
     def close(self, *, discard: bool = False) -> None:
         """Let the directories go; remove the files where there is no generation to keep, or all of them to `discard`.

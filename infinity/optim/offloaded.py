@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -70,9 +70,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
+        self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
         if self._ledger is not None:
-            self._take_up(self._ledger.commits.enter(self))
+            self._ledger.commits.enter(self)
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
@@ -121,6 +122,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._ledger is not None:
             self._require_room(self._ledger, group)
         self._places |= places
+        self._claim(places)
 
     def _check(self, group: dict[str, Any]) -> None:
         self.check(group)
@@ -160,6 +162,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         ledger = self.ledger
+        ledger.commits.require_entered(self)
+        if self._unclaimed:
+            raise ResumeError(
+                f"the run trained '{min(self._unclaimed)}', which is not among the parameters of this "
+                f"{type(self).__name__}"
+            )
         ledger.begin_step()
         began = time.perf_counter_ns()
         active = self._active()
@@ -296,35 +304,32 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Of the parameters."""
         return {place.spec.name for place in self._places.values()}
 
-    def _take_up(self, saved: OptimizerRecord | None) -> None:
+    def take_up(self, saved: OptimizerRecord) -> None:
         """In a resumed run: which step each parameter is at, as the states in the store are.
 
         Raises:
-            ResumeError: the run had another optimizer, or not these parameters.
+            ResumeError: the run had another optimizer.
         """
-        if saved is None:
-            return
         name = type(self).__name__
         if saved.class_name != name:
             raise ResumeError(f"the run was trained with infinity.{saved.class_name}; it cannot go on with {name}")
-        by_name = {place.spec.name: parameter for parameter, place in self._places.items()}
-        missing = sorted(saved.state.keys() - by_name.keys())
-        if missing:
-            raise ResumeError(f"the run trained '{missing[0]}', which is not among the parameters of this {name}")
-        for key, progress in saved.state.items():
-            self.state[by_name[key]] = progress.model_dump()
+        self._unclaimed = {key: progress.model_dump() for key, progress in saved.state.items()}
+        self._claim(self._places)
         self.last_grad_norm, self.skipped_steps = saved.last_grad_norm, saved.skipped_steps
         self._skips_in_a_row = saved.skips_in_a_row
 
-    def take_up_hyperparameters(self) -> None:
+    def _claim(self, places: Mapping[nn.Parameter, Place]) -> None:
+        for parameter, place in places.items():
+            state = self._unclaimed.pop(place.spec.name, None)
+            if state is not None:
+                self.state[parameter] = state
+
+    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None:
         """In a resumed run: learning rates and the like as they were, as torch's load_state_dict does.
 
         Raises:
             ResumeError: the param groups are not those of the run.
         """
-        saved = self.ledger.commits.resumed_optimizer(self)
-        if saved is None:
-            return
         mine = [[self._places[parameter].spec.name for parameter in group["params"]] for group in self.param_groups]
         if mine != [group.get("params") for group in saved.param_groups]:
             raise ResumeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +20,16 @@ def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
-    """Gives their values as they are when it is called; does not keep the model alive."""
-    reference = weakref.ref(model)
+    """Gives their values as they are when it is called, also when the model is gone, which it does not keep alive."""
+    places = [
+        (f"{prefix}.{name}" if prefix else name, module._buffers, name)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
     def read() -> dict[str, torch.Tensor]:
-        alive = reference()
-        return {} if alive is None else dict(named(alive))
+        return {full: buffer for full, owner, name in places if (buffer := owner.get(name)) is not None}
 
     return read
 

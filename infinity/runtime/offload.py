@@ -3,6 +3,7 @@ from the store."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ def _offload(
 ) -> Model:
     refuse_in_forked_child()
     use()
+    gc.collect()  # a model that was closed may hang in cycles, and its memory with it
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumed)
     target = torch.device(device) if device is not None else _default_device()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
-from infinity.errors import ConfigError, ModelError, ResumeError
-from infinity.io import document
-from infinity.schedule import registry
-from infinity.schedule.commits import Stateful
+from infinity.errors import ConfigError, ModelError
+from infinity.schedule import registry, rng
 from infinity.schedule.ledger import Ledger
-
-logger = logging.getLogger(__name__)
+from infinity.schedule.tracking import Stateful, is_data, state_of
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
@@ -26,9 +22,9 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         for step in range(done, steps): ...
 
     Optimizers need not be given: their steps are kept as they are; their learning rates and the like are given back
-    here, as torch's load_state_dict does. Objects that can be iterated (loaders, samplers) are asked for their state
-    when a step ends, everything else when the next training forward begins, so that schedulers have been stepped and
-    the next batch has not been taken (infinity.commit is for other loops).
+    here, as torch's load_state_dict does. A loader is watched: what a commit keeps is everything as it was when the
+    loader was asked for the next batch (schedule/tracking.py). Where no loader is tracked it is as it was when the next
+    training forward began; infinity.commit is for other loops.
 
     Args:
         objects: with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts, bytes,
@@ -44,19 +40,23 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         ResumeError: the run that is resumed did not track this object, or its state does not fit.
     """
     ledger = _ledger(model)
+    tracking, resumed = ledger.commits.tracking, ledger.commits.resumed
+    drawn = rng.snapshot()
     added: dict[str, Stateful] = {}
     for item in objects:
-        number = sum(type(item).__name__ == name.split("#")[0] for name in [*ledger.commits.tracked, *added])
-        added[f"{type(item).__name__}#{number}"] = item
+        kind = type(item).__name__
+        number = sum(kind == name.split("#")[0] for name in [*tracking.items, *added])
+        added[f"{kind}#{number}"] = item
     for name, item in (added | named).items():
-        if name in ledger.commits.tracked:
+        if name in tracking.items:
             raise ConfigError(f"infinity.track: there is a '{name}' already")
         _require_stateful(name, item)
-        if ledger.commits.resumed is not None:
-            _give_back(name, item, ledger.commits.resumed.tracked)
-        ledger.commits.tracked[name] = item
-    for optimizer in ledger.commits.optimizers:
-        optimizer.take_up_hyperparameters()
+        if resumed is not None:
+            resumed.give_back(name, item)
+        tracking.add(name, item)
+    ledger.commits.take_up_hyperparameters(again=True)
+    # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
+    rng.restore(drawn if resumed is None else resumed.body.rng)
     return ledger.steps
 
 
@@ -74,8 +74,7 @@ def commit(model: nn.Module) -> None:
     ledger.require_usable()
     if ledger.backing.generations is None:
         raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
-    ledger.begin_commit()
-    ledger.finish_commit()
+    ledger.commit()
 
 
 def finish_commit(model: nn.Module) -> None:
@@ -109,17 +108,5 @@ def _require_stateful(name: str, item: Any) -> None:
         raise ConfigError(
             f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
         )
-    try:
-        document.require_writable(item.state_dict())
-    except TypeError as error:
-        raise ConfigError(f"infinity.track: the state of {name} cannot be kept: {error}") from error
-
-
-def _give_back(name: str, item: Stateful, saved: dict[str, Any]) -> None:
-    if name not in saved:
-        there = ", ".join(f"'{key}'" for key in saved) or "nothing"
-        raise ResumeError(f"the run that is resumed did not track '{name}'; it tracked {there}")
-    try:
-        item.load_state_dict(saved[name])
-    except Exception as error:
-        raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
+    if not is_data(item):  # asked at the first commit: a loader would start its workers
+        state_of(name, item)

@@ -14,6 +14,7 @@ from infinity.config import SwapConfig
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
+from infinity.io.manifest import sum_bytes
 from infinity.io.store import Extent, ExtentMap, Mode, SwapStore
 from infinity.schedule.device import Device, open_device, pin
 from infinity.state.dtypes import master_format, residual_itemsize
@@ -21,6 +22,9 @@ from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
 
 logger = logging.getLogger(__name__)
+
+_EXTENT_RECORD_BYTES = 256
+_BODY_BYTES = 1 << 20
 
 
 @dataclass(eq=False)
@@ -74,6 +78,7 @@ class GroupStates:
     """The homes of a trainable group's optimizer states, and the host memory its gradients land in."""
 
     master: _native.MasterName
+    moments: _native.MomentsName
     residual: Home | None
     exp_avg: Home | None
     exp_avg_sq: Home | None
@@ -113,7 +118,12 @@ class Backing:
             if layout.nbytes:
                 mode: Mode = "resume" if resume else "generations" if plan.commit_every else "in place"
                 self.store = SwapStore(
-                    config.nvme.paths, layout.nbytes, self.engine, checksums=config.nvme.checksums, mode=mode
+                    config.nvme.paths,
+                    layout.nbytes,
+                    self.engine,
+                    checksums=config.nvme.checksums,
+                    mode=mode,
+                    spare_bytes=_manifests_bytes(layout, plan),
                 )
             if self.store is not None and plan.commit_every:
                 self.generations = Generations(self.store, layout.extents, plan.keep)
@@ -188,6 +198,7 @@ class Backing:
 
         return GroupStates(
             master=homes.master,
+            moments=group.moments,
             residual=home("residual", homes.residual),
             exp_avg=home("exp_avg", homes.exp_avg),
             exp_avg_sq=home("exp_avg_sq", homes.exp_avg_sq),
@@ -209,6 +220,14 @@ class _PlannedHomes:
     residual: Extent | None
     exp_avg: Extent | None
     exp_avg_sq: Extent | None
+
+
+def _manifests_bytes(layout: ExtentMap, plan: Plan) -> int:
+    """Room for the manifests, one more than stay, as far as it can be told before: what is tracked is not in it."""
+    if not plan.commit_every:
+        return 0
+    sums = sum(sum_bytes(extent.nbytes) for extent in layout.extents)
+    return (plan.keep + 1) * (sums + _EXTENT_RECORD_BYTES * len(layout.extents) + _BODY_BYTES)
 
 
 def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent | None], dict[int, _PlannedHomes]]:

@@ -1,39 +1,27 @@
 """When generations are made, and what goes into them beside the states.
 
 [Note: when a commit is begun and when it is finished]
-A training loop goes on after optim.step(): it steps its LR scheduler, counts, evaluates, takes the next batch. What a
-resumed run must find is the state at the top of the loop: schedulers after their step, the data loader before it gives
-the next batch. So a commit is begun when the step ends: RAM-held states are written, the fdatasync starts, the random
-numbers and what can be iterated (loaders, samplers) are asked for their state. It is finished when the next training
-forward begins (or the next step, a save, close, an explicit infinity.commit): everything else is asked, and the
-manifest is written. A loop that does something else between, such as drawing random numbers after its evaluation, calls
-infinity.commit(model) where its iteration ends.
+A commit is begun when the step ends: RAM-held states are written and the fdatasync starts. It is finished when the
+next training forward begins: what is tracked is as the top of the loop has it (see tracking.py), and the manifest is
+written. So nothing of the next step is written before. An explicit infinity.commit and the end of a run finish it, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from infinity.errors import ConfigError, InfinityError, ResumeError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ModelError, ResumeError, SwapIOError
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.schedule import rng
 from infinity.schedule.backing import Backing
 from infinity.schedule.interrupt import interrupts_deferred
-from infinity.state.plan import Plan
+from infinity.schedule.tracking import Stateful, Tracking
 from infinity.state.records import Body, ModelRecord, OptimizerRecord
 
 logger = logging.getLogger(__name__)
-
-
-class Stateful(Protocol):
-    """What can be tracked, as torch's schedulers, loaders and modules can."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpointed(Protocol):
@@ -43,72 +31,109 @@ class Checkpointed(Protocol):
 
     def checkpoint(self) -> OptimizerRecord: ...
 
-    def take_up_hyperparameters(self) -> None: ...
+    def take_up(self, saved: OptimizerRecord) -> None: ...
+
+    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None: ...
+
+
+class Resumed:
+    """The generation a run began with, while no step has been done since."""
+
+    def __init__(self, step: int, body: Body) -> None:
+        self.step = step
+        self.body = body
+        self.unclaimed = set(body.tracked)
+        self.with_hyperparameters: set[int] = set()
+
+    def give_back(self, name: str, item: Stateful) -> None:
+        """An object's state.
+
+        Raises:
+            ResumeError: the run did not track it, or its state does not fit.
+        """
+        if name not in self.body.tracked:
+            there = ", ".join(f"'{key}'" for key in self.body.tracked) or "nothing"
+            raise ResumeError(f"the run that is resumed did not track '{name}'; it tracked {there}")
+        try:
+            item.load_state_dict(self.body.tracked[name])
+        except Exception as error:
+            raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
+        self.unclaimed.discard(name)
+
+    def optimizer(self, index: int) -> OptimizerRecord | None:
+        """None for an optimizer the run had not made yet."""
+        return self.body.optimizers[index] if index < len(self.body.optimizers) else None
 
 
 class Commits:
-    """The generations of a run. Life cycle of each: begin() → finish(); nothing is written in between.
+    """The generations of a run. Life cycle of each: begin() → finish(), or abandon(); nothing is written in between.
 
     Attributes:
-        tracked: by name, what was given to infinity.track.
+        tracking: what was given to infinity.track.
         buffers: gives the model's persistent buffers.
         model: what a reader of the states must know of the model.
-        resumed: the body of the generation this run began with.
+        resumed: in a resumed run, before its first step.
     """
 
     def __init__(self, backing: Backing) -> None:
         self._backing = backing
         self._every = backing.plan.commit_every
         self._begun: int | None = None
-        self._abandoned = False
+        self._owed = False
         self._sync: Transfer | None = None
-        self._early: dict[str, Any] = {}
-        self.tracked: dict[str, Stateful] = {}
+        self.tracking = Tracking()
         self._optimizers: list[Checkpointed] = []
-        self._taken: set[int] = set()
         self.buffers: Callable[[], dict[str, Any]] = dict
         self.model = ModelRecord(class_name="", config=None, generation_config=None, groups=[], parameters=[])
-        self.resumed: Body | None = None
+        self.resumed: Resumed | None = None
 
-    def enter(self, optimizer: Checkpointed) -> OptimizerRecord | None:
-        """Have an optimizer's state in every commit, in place of one that had the same parameters.
+    # -- optimizers ---------------------------------------------------------------------------------------------------
 
-        Returns:
-            In a resumed run, what its generation has of this one, the first time it is asked for; else None.
+    def enter(self, optimizer: Checkpointed) -> None:
+        """Have an optimizer's state in every commit, in place of those that had any of its parameters. In a resumed
+        run it takes up what the generation has of it.
 
         Raises:
-            ResumeError: the run had fewer optimizers.
+            ResumeError: the optimizer does not fit that; it has not entered.
         """
-        names = optimizer.names()
-        self._optimizers = [other for other in self._optimizers if not names & other.names()]
-        index = len(self._optimizers)
+        before = self._optimizers
+        self._optimizers = [other for other in before if not optimizer.names() & other.names()]
+        try:
+            saved = None if self.resumed is None else self.resumed.optimizer(len(self._optimizers))
+            if saved is not None:
+                optimizer.take_up(saved)
+        except BaseException:
+            self._optimizers = before
+            raise
         self._optimizers.append(optimizer)
-        if self.resumed is None or index in self._taken:
-            return None
-        self._taken.add(index)
-        return self.resumed_optimizer(optimizer)
 
-    def resumed_optimizer(self, optimizer: Checkpointed) -> OptimizerRecord | None:
-        """What the generation this run began with has of an optimizer; None in a run that was not resumed.
+    def require_entered(self, optimizer: Checkpointed) -> None:
+        """Raises ModelError when another optimizer took the place of this one."""
+        if not any(other is optimizer for other in self._optimizers):
+            raise ModelError(
+                "another optimizer was made on parameters of this one and took its place: it would not be in the "
+                "commits. Use one optimizer for each parameter."
+            )
 
-        Raises:
-            ResumeError: it has none.
+    def take_up_hyperparameters(self, *, again: bool) -> None:
+        """In a resumed run: learning rates and the like as they were.
+
+        Args:
+            again: also those that were given back before; else only optimizers that have never been.
         """
         if self.resumed is None:
-            return None
-        index, saved = self._optimizers.index(optimizer), self.resumed.optimizers
-        if index >= len(saved):
-            raise ResumeError(f"the run that is resumed had {len(saved)} optimizers, and this is number {index + 1}")
-        return saved[index]
+            return
+        for index, optimizer in enumerate(self._optimizers):
+            saved = self.resumed.optimizer(index)
+            if saved is not None and (again or id(optimizer) not in self.resumed.with_hyperparameters):
+                optimizer.take_up_hyperparameters(saved)
+                self.resumed.with_hyperparameters.add(id(optimizer))
 
-    @property
-    def optimizers(self) -> list[Checkpointed]:
-        """In the order they were made."""
-        return list(self._optimizers)
+    # -- generations --------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
         """Whether optimizer step `step`, counted from 1, is committed."""
-        return self._backing.generations is not None and step % self._every == 0
+        return self._backing.generations is not None and (self._owed or step % self._every == 0)
 
     @property
     def under_way(self) -> bool:
@@ -122,16 +147,16 @@ class Commits:
     def begin(self, step: int) -> None:
         """All states are those after `step`: bring those in RAM to the store and start making them durable.
 
-        Once more for the same step, only the random numbers and iterables are asked again.
-
         Raises:
             SwapIOError: the device failed.
+            ConfigError: what is tracked cannot be kept.
         """
-        if self._begun != step:
-            self._write_dirty()
-            self._sync = self._backing.require_store().sync()
-        self._early = {"rng": rng.snapshot(), "tracked": self._states(iterable=True)}
-        self._begun = step
+        if self._begun == step:
+            return
+        self._write_dirty()
+        self._sync = self._backing.require_store().sync()
+        self.tracking.step_ended()
+        self._begun, self._owed = step, False
 
     def _write_dirty(self) -> None:
         generations, store = self._backing.generations, self._backing.require_store()
@@ -149,6 +174,30 @@ class Commits:
             wait_all(writes)
         for home, slot in moved:
             home.stored().slot, home.dirty = slot, False
+
+    def forward_begins(self) -> None:
+        """Finish the commit that was begun, for a training forward follows.
+
+        Where several optimizers step in turn the loop is only known to be at its top when its loader was asked: until
+        then the commit waits, and another step takes its place.
+        """
+        waits = len(self._optimizers) > 1 and self.tracking.has_data and not self.tracking.at_top
+        if not waits:
+            self.finish(before_forward=True)
+        self.tracking.forward_begins()
+
+    def step_begins(self) -> None:
+        """A commit that no forward has finished gives way: another optimizer steps in the same iteration.
+
+        Raises:
+            SwapIOError: its fdatasync failed.
+        """
+        if self._begun is None:
+            return
+        sync, self._sync = self._sync, None
+        self._begun, self._owed = None, True
+        if sync is not None:
+            sync.result()
 
     def finish(self, *, before_forward: bool = False) -> None:
         """Make the generation that was begun, if one was; when this returns it survives a power cut.
@@ -178,35 +227,51 @@ class Commits:
         generations = self._backing.generations
         if generations is None or self._sync is None:
             raise AssertionError("a commit that was not begun")
+        noted = self.tracking.note()
         body = Body(
             optimizers=[optimizer.checkpoint() for optimizer in self._optimizers],
-            tracked=self._early["tracked"] | self._states(iterable=False),
+            tracked=noted.states,
             model=self.model,
             buffers=self.buffers(),
-            rng=self._early["rng"],
+            rng=noted.rng,
             rng_before_forward=rng.snapshot() if before_forward else None,
+            mid_pass=noted.mid_pass,
         )
         sync, self._sync = self._sync, None
         sync.result()
-        generations.make(step, facts_of(self._backing.plan), body.model_dump())
+        generations.make(step, facts_of(self._backing), body.model_dump())
 
-    def abandon(self) -> None:
-        """Make no generation any more."""
-        self._abandoned, self._begun = True, None
-
-    def end(self, step: int) -> None:
-        """The run ends well after `step`: make that a generation, if it is none."""
-        if self._backing.generations is None or self._abandoned or step == (self.newest or 0):
-            return
+    def commit(self, step: int) -> None:
+        """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
         self.begin(step)
+        self.tracking.iteration_ended()
         self.finish()
 
-    def _states(self, *, iterable: bool) -> dict[str, Any]:
-        return {
-            name: item.state_dict() for name, item in self.tracked.items() if isinstance(item, Iterable) == iterable
-        }
+    def end(self, step: int, *, broken: bool) -> None:
+        """The run ends after `step`: make that a generation, if it is none.
+
+        Args:
+            broken: the loop may have been left in the middle of an iteration: only what is known to be its top counts.
+        """
+        if self._backing.generations is None or step == (self.newest or 0):
+            return
+        if not broken:
+            self.commit(step)
+        elif self.under_way and self.tracking.at_top:
+            self.finish()
+        else:
+            logger.warning(
+                "the loop was left by an exception: step %d is not committed, the newest generation is %s",
+                step,
+                self.newest if self.newest is not None else "none",
+            )
 
 
-def facts_of(plan: Plan) -> dict[str, Any]:
+def facts_of(backing: Backing) -> dict[str, Any]:
     """What a store's states are, which a run that resumes it must agree on."""
-    return {"master": plan.master, "moments": plan.moments, "stored": list(plan.stored)}
+    groups = [states for of_unit in backing.states for states in of_unit.values()]
+    return {
+        "master": sorted({states.master for states in groups}),
+        "moments": sorted({states.moments for states in groups}),
+        "stored": list(backing.plan.stored),
+    }

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import enum
 import gc
+import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +34,7 @@ from infinity.io.fork import in_forked_child, refuse_in_forked_child
 from infinity.io.manifest import Manifest
 from infinity.schedule import rng
 from infinity.schedule.backing import Backing
-from infinity.schedule.commits import Commits
+from infinity.schedule.commits import Commits, Resumed
 from infinity.schedule.device import Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
@@ -40,6 +42,8 @@ from infinity.schedule.trace import Trace
 from infinity.sizes import format_bytes
 from infinity.state.records import Body, parse_body
 from infinity.state.unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class Residency(enum.Enum):
@@ -123,10 +127,10 @@ class Ledger:
         self.require_usable()
         self.require_untouched()
         if training:
-            self.finish_commit(before_forward=True)
-            if self._rng_before_forward is not None:
-                states, self._rng_before_forward = self._rng_before_forward, None
-                rng.restore(states)
+            with self._lock, self._committing():
+                self.commits.take_up_hyperparameters(again=False)
+                self.commits.forward_begins()
+            self._rewind()
         with self._lock:
             self._training = training
             if not training:
@@ -193,7 +197,10 @@ class Ledger:
         them."""
         self.require_usable()
         self.require_untouched()
-        self.finish_commit()
+        with self._lock, self._committing():
+            self.commits.take_up_hyperparameters(again=False)
+            self.commits.step_begins()
+            self.settle()
         with self._lock:
             self.end_backward()
             for record in self.records:
@@ -215,40 +222,60 @@ class Ledger:
             self.steps += 1
             if self.backing.store is not None:
                 self.backing.store.step = self.steps
+            self.commits.resumed = None
             if self.commits.due(self.steps):
-                self.begin_commit()
+                with self._committing():
+                    self.commits.begin(self.steps)
             self._prefetch()
 
-    def begin_commit(self) -> None:
-        """Start making the states as they are now a generation (Commits.begin)."""
-        with self._lock:
-            try:
-                self.commits.begin(self.steps)
-            except InfinityError as error:
-                self.failed = self.failed or error
-                raise
+    def _rewind(self) -> None:
+        """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
+        if self._rng_before_forward is not None:
+            states, self._rng_before_forward = self._rng_before_forward, None
+            rng.restore(states)
+        if self.commits.resumed is not None and self.commits.resumed.unclaimed:
+            unclaimed = ", ".join(sorted(self.commits.resumed.unclaimed))
+            self.commits.resumed.unclaimed = set()
+            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)
 
-    def finish_commit(self, *, before_forward: bool = False) -> None:
+    @contextmanager
+    def _committing(self) -> Iterator[None]:
+        """After a failure here the model refuses to go on: what was said to be durable is not."""
+        try:
+            yield
+        except InfinityError as error:
+            self.failed = self.failed or error
+            raise
+
+    def finish_commit(self) -> None:
         """Finish the commit under way, if there is one (Commits.finish).
 
         Raises:
             InfinityError: the generation does not exist, and the model refuses to go on.
         """
-        with self._lock:
-            try:
-                self.commits.finish(before_forward=before_forward)
-            except InfinityError as error:
-                self.failed = self.failed or error
-                raise
+        with self._lock, self._committing():
+            self.commits.finish()
+
+    def commit(self) -> None:
+        """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
+        with self._lock, self._committing():
+            self.settle()
+            self.commits.commit(self.steps)
+
+    def settle(self) -> None:
+        """Something is about to be written: the generations that were given up for the one resumed go."""
+        if self.backing.generations is not None:
+            self.backing.generations.settle()
 
     def resume_at(self, manifest: Manifest) -> Body:
         """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
         self.steps = manifest.step
         if self.backing.store is not None:
             self.backing.store.step = self.steps
-        self.commits.resumed = body = parse_body(manifest.body, f"generation {manifest.step}")
+        body = parse_body(manifest.body, f"generation {manifest.step}")
+        self.commits.resumed = Resumed(manifest.step, body)
         rng.restore(body.rng)
-        self._rng_before_forward = body.rng_before_forward or body.rng
+        self._rng_before_forward = body.rng_before_forward or (body.rng if body.mid_pass else None)
         return body
 
     def resident_memory(self, index: int) -> torch.Tensor | None:
@@ -402,15 +429,16 @@ class Ledger:
                 for spec in group.specs:
                     yield record.parameters[spec.name], Place(record.unit, index, spec)
 
-    def close(self, *, discard: bool = False) -> None:
+    def close(self, *, discard: bool = False, broken: bool = False) -> None:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.
 
-        While an exception is on its way nothing is committed: the loop may have stopped between its optimizer and its
-        scheduler, and a generation of that would not be one of a run that never stopped. Idempotent; does nothing in a
-        forked child.
+        While an exception is on its way only what is known to be the top of the loop is committed: the loop may have
+        stopped between its optimizer and its scheduler, and a generation of that would not be one of a run that never
+        stopped. Idempotent; does nothing in a forked child.
 
         Args:
             discard: commit nothing and remove the generations, too.
+            broken: the program was ended by an exception.
 
         Raises:
             InfinityError: the last generation could not be made. Everything is released all the same.
@@ -420,7 +448,7 @@ class Ledger:
         with self._lock:
             self.closed = True
             try:
-                if self.failed is None and not discard and sys.exc_info()[0] is None:
-                    self.commits.end(self.steps)
+                if self.failed is None and not discard:
+                    self.commits.end(self.steps, broken=broken or sys.exc_info()[0] is not None)
             finally:
                 self.backing.close(discard=discard)

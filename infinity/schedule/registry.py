@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 
@@ -12,8 +11,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import ModelError
 from infinity.schedule.gradients import Place
 from infinity.schedule.ledger import Ledger
-
-logger = logging.getLogger(__name__)
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _ledgers: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
@@ -28,12 +25,8 @@ def enter(model: nn.Module, ledger: Ledger) -> None:
 
 
 def _end(ledger: Ledger, model: weakref.ref[nn.Module]) -> None:
-    """The model is collected, or the process ends while it lives: then its loop may have been left in the middle."""
-    if model() is not None and getattr(sys, "last_value", None) is not None:
-        if ledger.commits.newest != ledger.steps and not ledger.closed:
-            logger.warning("the program was ended by an exception: what came after the last commit is not committed")
-        ledger.commits.abandon()
-    ledger.close()
+    """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
+    ledger.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)
 
 
 def find(parameter: nn.Parameter) -> tuple[Ledger, Place] | None:

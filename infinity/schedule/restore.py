@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from infinity.errors import ResumeError
+from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
 from infinity.schedule.commits import facts_of
 from infinity.schedule.ledger import Ledger
-from infinity.state.records import Body
+from infinity.state.records import Body, parse_body
 
 
 def restore(ledger: Ledger, step: int | None = None) -> Body:
@@ -19,8 +20,8 @@ def restore(ledger: Ledger, step: int | None = None) -> Body:
     backing = ledger.backing
     if backing.generations is None:
         raise AssertionError("resuming without generations")
-    manifest = backing.generations.recover(backing.staging.view(), step)
-    expected = facts_of(backing.plan)
+    manifest = backing.generations.recover(backing.staging.view(), step, _check)
+    expected = facts_of(backing)
     if manifest.facts != expected:
         differ = ", ".join(
             f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
@@ -39,3 +40,7 @@ def restore(ledger: Ledger, step: int | None = None) -> Body:
     for record in ledger.records:
         ledger.adopt(record)
     return ledger.resume_at(manifest)
+
+
+def _check(manifest: Manifest) -> None:
+    parse_body(manifest.body, f"generation {manifest.step}")

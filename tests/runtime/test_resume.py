@@ -312,7 +312,7 @@ def test_what_does_not_fit_the_run_is_named(config: Any, tmp_path: Path) -> None
     infinity.close(net)
     net = infinity.resume(model(), swap)
     infinity.AdamW(net.parameters())
-    with pytest.raises(ResumeError, match="did not track 'other'; it tracked 'StatefulDataLoader#0', 'LambdaLR#0'"):
+    with pytest.raises(ResumeError, match="did not track 'other'; it tracked 'LambdaLR#0', 'StatefulDataLoader#0'"):
         infinity.track(other=nn.Linear(1, 1), model=net)
     infinity.close(net)
 
