@@ -167,7 +167,7 @@ def _offload(
         ledger.close()
         raise
     ledger.commits.buffers = buffers.reader(model)
-    ledger.commits.model = describe(model, found, plan)
+    ledger.commits.describe(describe(model, found, plan))
     registry.enter(model, ledger)
     return model
 

@@ -18,7 +18,7 @@ from infinity.io.store import wait_all
 from infinity.schedule import rng
 from infinity.schedule.backing import Backing
 from infinity.schedule.interrupt import interrupts_deferred
-from infinity.schedule.tracking import Stateful, Tracking
+from infinity.schedule.tracking import Stateful, Tracking, is_data
 from infinity.state.records import Body, ModelRecord, OptimizerRecord
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,8 @@ class Resumed:
             raise ResumeError(f"the run that is resumed did not track '{name}'; it tracked {there}")
         try:
             item.load_state_dict(self.body.tracked[name])
+            if is_data(item):
+                item.state_dict()  # torchdata's loaders find their place now, and draw for it, not when they are asked
         except Exception as error:
             raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
         self.unclaimed.discard(name)
@@ -71,7 +73,6 @@ class Commits:
     Attributes:
         tracking: what was given to infinity.track.
         buffers: gives the model's persistent buffers.
-        model: what a reader of the states must know of the model.
         resumed: in a resumed run, before its first step.
     """
 
@@ -81,11 +82,15 @@ class Commits:
         self._begun: int | None = None
         self._owed = False
         self._sync: Transfer | None = None
-        self.tracking = Tracking()
+        self.tracking = Tracking(self._around)
         self._optimizers: list[Checkpointed] = []
         self.buffers: Callable[[], dict[str, Any]] = dict
-        self.model = ModelRecord(class_name="", config=None, generation_config=None, groups=[], parameters=[])
+        self._model: dict[str, Any] = {}
         self.resumed: Resumed | None = None
+
+    def describe(self, model: ModelRecord) -> None:
+        """What a reader of the states must know of the model."""
+        self._model = model.model_dump()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -228,18 +233,20 @@ class Commits:
         if generations is None or self._sync is None:
             raise AssertionError("a commit that was not begun")
         noted = self.tracking.note()
-        body = Body(
-            optimizers=[optimizer.checkpoint() for optimizer in self._optimizers],
-            tracked=noted.states,
-            model=self.model,
-            buffers=self.buffers(),
-            rng=noted.rng,
-            rng_before_forward=rng.snapshot() if before_forward else None,
-            mid_pass=noted.mid_pass,
-        )
+        body = {
+            **noted.around,
+            "tracked": noted.states,
+            "model": self._model,
+            "rng": noted.rng,
+            "rng_before_forward": rng.snapshot() if before_forward else None,
+        }
         sync, self._sync = self._sync, None
         sync.result()
-        generations.make(step, facts_of(self._backing), body.model_dump())
+        generations.make(step, facts_of(self._backing), body)
+
+    def _around(self) -> dict[str, Any]:
+        optimizers = [optimizer.checkpoint().model_dump() for optimizer in self._optimizers]
+        return {"optimizers": optimizers, "buffers": self.buffers()}
 
     def commit(self, step: int) -> None:
         """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""

@@ -275,7 +275,7 @@ class Ledger:
         body = parse_body(manifest.body, f"generation {manifest.step}")
         self.commits.resumed = Resumed(manifest.step, body)
         rng.restore(body.rng)
-        self._rng_before_forward = body.rng_before_forward or (body.rng if body.mid_pass else None)
+        self._rng_before_forward = body.rng_before_forward
         return body
 
     def resident_memory(self, index: int) -> torch.Tensor | None:

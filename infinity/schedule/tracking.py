@@ -34,23 +34,27 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Noted:
-    """The objects and random numbers at one moment, in copies that nothing changes.
+    """A loop at one moment, in copies that nothing changes.
 
     Attributes:
-        mid_pass: a tracked loader had given some of its batches and not all.
+        states: of tracked objects, by name; `around`: what the loop does not see (Tracking.around).
     """
 
     rng: dict[str, Any]
     states: dict[str, Any]
-    mid_pass: bool
+    around: dict[str, Any]
 
 
 class Tracking:
-    """The objects of one run, by name."""
+    """The objects of one run, by name.
 
-    def __init__(self) -> None:
+    Attributes:
+        around: gives the hyperparameters of optimizers and the buffers of the model, which belong to the same moment.
+    """
+
+    def __init__(self, around: Callable[[], dict[str, Any]]) -> None:
+        self.around = around
         self.items: dict[str, Stateful] = {}
-        self._passing: set[str] = set()
         self._between = False  # a step has ended and no forward has begun
         self._step_end: Noted | None = None
         self._top: Noted | None = None
@@ -58,7 +62,7 @@ class Tracking:
     def add(self, name: str, item: Stateful) -> None:
         self.items[name] = item
         if is_data(item):
-            _watch(item, self._asked, lambda passing: self._pass(name, passing=passing))
+            _watch(item, self._asked)
 
     @property
     def has_data(self) -> bool:
@@ -87,7 +91,7 @@ class Tracking:
         if self._step_end is None:
             raise AssertionError("nothing was noted")
         late = self._note([name for name in self.items if name not in self._step_end.states])
-        return Noted(self._step_end.rng, self._step_end.states | late.states, self._step_end.mid_pass)
+        return Noted(self._step_end.rng, self._step_end.states | late.states, late.around)
 
     def iteration_ended(self) -> None:
         """The loop is at its top now."""
@@ -97,11 +101,9 @@ class Tracking:
         if self._between:
             self.iteration_ended()
 
-    def _pass(self, name: str, *, passing: bool) -> None:
-        (self._passing.add if passing else self._passing.discard)(name)
-
     def _note(self, names: list[str]) -> Noted:
-        return Noted(rng.snapshot(), {name: state_of(name, self.items[name]) for name in names}, bool(self._passing))
+        states = {name: state_of(name, self.items[name]) for name in names}
+        return Noted(rng.snapshot(), states, document.copy_of(self.around()))
 
 
 def state_of(name: str, item: Stateful) -> Any:
@@ -122,12 +124,11 @@ def is_data(item: Any) -> bool:
 
 
 class _Pass:
-    """An iterator that tells when it is asked, and when it has ended."""
+    """An iterator that tells when it is asked."""
 
-    def __init__(self, inner: Iterator[Any], asked: Callable[[], None], passing: Callable[[bool], None]) -> None:
+    def __init__(self, inner: Iterator[Any], asked: Callable[[], None]) -> None:
         self._inner = inner
         self._asked = asked
-        self._passing = passing
         self._first = True
 
     def __iter__(self) -> _Pass:
@@ -137,19 +138,13 @@ class _Pass:
         if not self._first:  # what making the iterator drew was drawn before: that moment is noted
             self._asked()
         self._first = False
-        try:
-            value = next(self._inner)
-        except BaseException:
-            self._passing(False)
-            raise
-        self._passing(True)
-        return value
+        return next(self._inner)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def _watch(item: Any, asked: Callable[[], None], passing: Callable[[bool], None]) -> None:
+def _watch(item: Any, asked: Callable[[], None]) -> None:
     """Have `item` tell before it gives something. Its class becomes one of the same name that inherits from it.
 
     An object that cannot change its class is not watched.
@@ -159,7 +154,7 @@ def _watch(item: Any, asked: Callable[[], None], passing: Callable[[bool], None]
     def begin(self: Any) -> Any:
         asked()
         inner = base.__iter__(self)
-        return inner if inner is self else _Pass(inner, asked, passing)
+        return inner if inner is self else _Pass(inner, asked)
 
     def give(self: Any) -> Any:
         asked()

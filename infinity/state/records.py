@@ -97,7 +97,6 @@ class Body(_Record):
         buffers: the model's persistent ones.
         rng: random number generators at the top of the loop; `rng_before_forward`: when the next forward began, None
             when none has.
-        mid_pass: a tracked loader had given some of its batches and not all.
     """
 
     optimizers: list[OptimizerRecord]
@@ -106,7 +105,6 @@ class Body(_Record):
     buffers: dict[str, Any]
     rng: dict[str, Any]
     rng_before_forward: dict[str, Any] | None
-    mid_pass: bool
 
 
 def parse_body(value: dict[str, Any], source: object) -> Body:
