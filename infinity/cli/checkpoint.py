@@ -109,7 +109,7 @@ def _remove(paths: list[Path]) -> int:
         raise ConfigError(
             f"{paths[0]} is a part of a store; name all of its directories: {' '.join(map(str, members))}"
         )
-    for path in paths:
+    for path in reversed(paths):  # the first says of the others whose they are
         SwapDirectory.header_of(path)
         directory = SwapDirectory(path, create=False)
         try:

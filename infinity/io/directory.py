@@ -118,11 +118,12 @@ class SwapDirectory:
         """What is in it is this run's from now on, as if it had put it there."""
         self._ours = True
 
-    def make_room(self) -> None:
-        """Remove what a run without generations left behind.
+    def require_replaceable(self) -> None:
+        """Ask this of all directories of a store before make_room() of any.
 
         Raises:
-            StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of.
+            StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of;
+                or that path is not there, so that nobody can tell.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -134,10 +135,16 @@ class SwapDirectory:
                 f"anew give this run another directory in nvme.paths, or remove the old one with `infinity checkpoint "
                 f"remove {self.path}`."
             )
+
+    def make_room(self) -> None:
+        """Remove what a run without generations left behind, for good."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
+        left = self.header_path.exists()
         self.remove_all()
+        if left:
+            durable.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
         """The generations this directory's files belong to; None when they belong to none."""

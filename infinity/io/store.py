@@ -122,6 +122,8 @@ class SwapStore:
 
     def _create(self, mode: Literal["in place", "generations"]) -> None:
         for directory in self.directories:
+            directory.require_replaceable()
+        for directory in reversed(self.directories):  # the first says of the others whether anything was committed
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
         self.shares = self._measure_shares()
@@ -273,7 +275,7 @@ class SwapStore:
         for member in self._members:
             member.close()
         keep = bool(self.directories) and self.keeps and not discard
-        for directory in self.directories:
+        for directory in reversed(self.directories):
             directory.close(keep=keep)
 
 

@@ -27,6 +27,6 @@ class StateHandle:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ReleasedParameterError(
             f"the state_dict of an optimizer on offloaded parameters holds handles ({self.state} of "
-            f"'{self.parameter}' is in the swap store), so saving it would lose the states. Checkpoints that include "
-            "them are not available yet; infinity.save_pretrained writes the weights."
+            f"'{self.parameter}' is in the swap store), so saving it would lose the states. With commit_every they are "
+            "in the run's generations (infinity.resume), and `infinity checkpoint export` copies them."
         )

@@ -363,7 +363,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         that are in the store now.
 
         Raises:
-            ModelError: the state_dict is of another run or step, or has tensors: loading those is not available yet.
+            ModelError: the state_dict is of another run or step, or has tensors, which are not loaded here.
             ConfigError: a hyperparameter is out of range.
         """
         saved = dict(state_dict)
@@ -382,8 +382,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for key in {*now.get("begun", {}), *saved} - {"step"}:
             if saved.get(key) != StateHandle(name, key, now.get("step", 0)):
                 raise ModelError(
-                    f"cannot load {key} of '{name}': it is not the state that is in the swap store now. Loading "
-                    "optimizer states is not available yet."
+                    f"cannot load {key} of '{name}': it is not the state that is in the swap store now. States come "
+                    "back with infinity.resume, or from a copy with infinity.offload_from_checkpoint."
                 )
         if saved.get("step") != now.get("step"):
             raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")

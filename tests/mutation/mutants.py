@@ -27,6 +27,7 @@ class Mutant:
 
 
 _RESUME = "tests/runtime/test_resume.py"
+_LOOPS = "tests/runtime/test_loops.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
 _DURABLE = "tests/io/test_durable.py"
@@ -64,15 +65,15 @@ MUTANTS = [
     Mutant(
         "the fdatasync of the swap file",
         "infinity/schedule/commits.py",
-        "            self._sync = self._backing.require_store().sync()\n",
-        '            self._sync = type("Done", (), {"result": lambda self: None})()\n',
+        "        self._sync = self._backing.require_store().sync()\n",
+        '        self._sync = type("Done", (), {"result": lambda self: None})()\n',
         ("tests/crash/test_power_loss.py",),
     ),
     Mutant(
         "the wait for the fdatasync, and so its result",
         "infinity/schedule/commits.py",
-        "        sync.result()\n",
-        "",
+        "        sync, self._sync = self._sync, None\n        sync.result()\n",
+        "        sync, self._sync = self._sync, None\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
@@ -92,16 +93,37 @@ MUTANTS = [
         _CRASH,
     ),
     Mutant(
-        "the next step waits for the commit of the last",
-        "infinity/schedule/ledger.py",
-        "        if training:\n            self.finish_commit(before_forward=True)\n",
-        "        if training:\n",
-        (_RESUME, "-k", "bits_of"),
+        "a commit is finished before the next step",
+        "infinity/schedule/commits.py",
+        "        if not waits:\n            self.finish(before_forward=True)\n",
+        "",
+        (_RESUME, "-k", "failed_fdatasync"),
+    ),
+    Mutant(
+        "the manifest after the fdatasync, not before",
+        "infinity/schedule/commits.py",
+        "        sync.result()\n        generations.make(step, facts_of(self._backing), body)\n",
+        "        generations.make(step, facts_of(self._backing), body)\n        sync.result()\n",
+        ("tests/crash/test_power_loss.py",),
+    ),
+    Mutant(
+        "the fsync of the directory before a resume goes on",
+        "infinity/io/generations.py",
+        "        durable.sync_directory(directory.path)\n        found = directory.generations()\n",
+        "        found = directory.generations()\n",
+        (_LOOPS, "-k", "fsyncs"),
+    ),
+    Mutant(
+        "the loop is noted when its loader is asked",
+        "infinity/schedule/tracking.py",
+        "        if self._between:\n            self.iteration_ended()\n",
+        "",
+        (_LOOPS, "-k", "wherever"),
     ),
     Mutant(
         "what is in RAM is written before a commit",
         "infinity/schedule/commits.py",
-        "            self._write_dirty()\n",
+        "        self._write_dirty()\n",
         "",
         (_RESUME,),
     ),
@@ -115,8 +137,8 @@ MUTANTS = [
     Mutant(
         "all of a generation is checked before it is resumed",
         "infinity/io/generations.py",
-        "        damage = list(verify(self._store, self._extents, manifest, memory))\n",
-        "        list(verify(self._store, self._extents, manifest, memory))\n        damage: list[Damage] = []\n",
+        "            damage = list(verify(self._store, self._extents, manifest, memory))\n",
+        "            list(verify(self._store, self._extents, manifest, memory))\n            damage: list[Damage] = []\n",
         (_CORRUPTION,),
     ),
     Mutant(
@@ -129,8 +151,8 @@ MUTANTS = [
     Mutant(
         "nothing is committed while an exception is on its way",
         "infinity/schedule/ledger.py",
-        "                if self.failed is None and not discard and sys.exc_info()[0] is None:\n",
-        "                if self.failed is None and not discard:\n",
+        "                    self.commits.end(self.steps, broken=broken or sys.exc_info()[0] is not None)\n",
+        "                    self.commits.end(self.steps, broken=False)\n",
         (_RESUME, "-k", "exception"),
     ),
     Mutant(
