@@ -43,6 +43,8 @@ from infinity.state.unit import Group
 
 logger = logging.getLogger(__name__)
 
+_LARGE_BYTES = 256 << 20
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -135,7 +137,6 @@ def _offload(
 ) -> Model:
     refuse_in_forked_child()
     use()
-    gc.collect()  # a model that was closed may hang in cycles, and its memory with it
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumed)
     target = torch.device(device) if device is not None else _default_device()
@@ -149,6 +150,8 @@ def _offload(
     can_recompute = bool(getattr(model, "supports_gradient_checkpointing", False))
     plan = make_plan(found.units, resolved, target, can_recompute=can_recompute, optimizer=optimizer)
     logger.info("plan:\n%s", plan.describe())
+    if plan.arena_bytes > _LARGE_BYTES:
+        gc.collect()  # a model that was closed may hang in cycles, and its memory with it
     if not plan.gradient_fp32 and any(group.dtype != torch.float32 for group in _trainable(found)):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     backing = Backing(found.units, plan, resolved, target, faults, resume=resumed is not None)

@@ -45,7 +45,7 @@ class Copy:
             "INFINITY_POWER_IMAGES": "120",
         }
         self.build()
-        subprocess.run([sys.executable, "-c", CHECK, str(self.path)], check=True, env=self.environment)
+        subprocess.run([sys.executable, "-c", CHECK, str(self.path)], check=True, cwd=self.path, env=self.environment)
 
     def build(self) -> None:
         """The native core of the copy, beside its Python files."""
