@@ -253,6 +253,6 @@ def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
     for parameter, place in ledger.places():
         if place.group.trainable:
             hooks = ParameterHooks(ledger, parameter, place, ends)
-            parameter.register_hook(hooks.before)
-            parameter.register_post_accumulate_grad_hook(hooks.after)
+            ledger.hooks.append(parameter.register_hook(hooks.before))
+            ledger.hooks.append(parameter.register_post_accumulate_grad_hook(hooks.after))
     guard(model)

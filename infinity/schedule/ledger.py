@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError, ModelError, PlanError, SwapTimeoutError
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
@@ -107,6 +108,7 @@ class Ledger:
         self.gradients = Gradients(groups, backing.device)
         self.commits = Commits(backing)
         self._rng_before_forward: dict[str, Any] | None = None
+        self.hooks: list[RemovableHandle] = []  # on parameters
 
     # -- what runtime calls -------------------------------------------------------------------------------------------
 

@@ -26,6 +26,11 @@ def enter(model: nn.Module, ledger: Ledger) -> None:
 
 def _end(ledger: Ledger, model: weakref.ref[nn.Module]) -> None:
     """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
+    for parameter, _ in ledger.places():
+        _places.pop(parameter, None)  # the entry holds the ledger, and so its own key
+    for handle in ledger.hooks:
+        handle.remove()  # a parameter's hooks hold the ledger where the garbage collector cannot see it
+    ledger.hooks.clear()
     ledger.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)
 
 

@@ -384,3 +384,23 @@ def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
     del model, optim
     gc.collect()
     assert not Path(config["nvme"]["paths"][0]).exists()
+
+
+def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None:
+    """Its ledger, and with it the arena, goes with the model; not with the next process."""
+    import gc
+    import weakref
+
+    from infinity.schedule import registry
+
+    model, batch = llama()
+    model = infinity.offload(model, swap_config("nvme", commit_every=1))
+    optim = infinity.AdamW(model.parameters())
+    infinity.track(torch.optim.lr_scheduler.ConstantLR(optim), model=model)
+    model(**batch).loss.backward()
+    optim.step()
+    ledger = weakref.ref(registry.ledger_of(model))
+    infinity.close(model)
+    del model, optim
+    gc.collect()
+    assert ledger() is None
