@@ -138,7 +138,8 @@ MUTANTS = [
         "all of a generation is checked before it is resumed",
         "infinity/io/generations.py",
         "            damage = list(verify(self._store, self._extents, manifest, memory))\n",
-        "            list(verify(self._store, self._extents, manifest, memory))\n            damage: list[Damage] = []\n",
+        "            list(verify(self._store, self._extents, manifest, memory))\n"
+        "            damage: list[Damage] = []\n",
         (_CORRUPTION,),
     ),
     Mutant(
