@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +26,17 @@ Offload = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def _same_seed() -> None:
     torch.manual_seed(0)
+
+
+_tests = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _collect_now_and_then() -> Iterator[None]:
+    """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
+    yield
+    if next(_tests) % 50 == 0:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
