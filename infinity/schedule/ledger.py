@@ -454,3 +454,4 @@ class Ledger:
                     self.commits.end(self.steps, broken=broken or sys.exc_info()[0] is not None)
             finally:
                 self.backing.close(discard=discard)
+                self.failed = None  # its traceback holds the frames it passed, and with them the model

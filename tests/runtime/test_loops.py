@@ -187,7 +187,7 @@ def test_wherever_a_loop_is_left_it_goes_on_to_the_same_bits(kind: type[Loop], e
     """Left by an exception at every place around every step: in the middle of a pass, at its border, and after it."""
     losses, states = ended(kind(infinity.offload(fresh(), config(tmp_path / "undisturbed"))).run())
     resumed = []
-    for number in (2, 3, 4, 6, 7) if every == 1 else (3, 6):
+    for number in (2, 3, 6) if every == 1 else (3,):
         for where in PLACES[kind]:
             swap = config(tmp_path / f"{where}{number}", commit_every=every)
             loop = kind(infinity.offload(fresh(), swap), stop_at(where, number))
@@ -207,7 +207,7 @@ def test_wherever_a_loop_is_left_it_goes_on_to_the_same_bits(kind: type[Loop], e
             mine = loop.losses | found
             assert mine == losses, (where, number)
             assert all(torch.equal(others[name], value) for name, value in states.items()), (where, number)
-    assert len(resumed) > 4
+    assert len(resumed) > 1
     assert max(resumed) <= every, "no more than the running steps are lost"
 
 
