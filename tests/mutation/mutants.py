@@ -104,7 +104,7 @@ MUTANTS = [
         "infinity/schedule/commits.py",
         "        sync.result()\n        generations.make(step, facts_of(self._backing), body)\n",
         "        generations.make(step, facts_of(self._backing), body)\n        sync.result()\n",
-        ("tests/crash/test_power_loss.py",),
+        (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
         "the fsync of the directory before a resume goes on",
@@ -132,7 +132,7 @@ MUTANTS = [
         "infinity/schedule/commits.py",
         "        finally:\n            wait_all(writes)\n",
         "        finally:\n            pass\n",
-        ("tests/crash/test_power_loss.py", "tests/runtime/test_resume.py"),
+        ("tests/crash/test_power_loss.py", "-k", "RAM"),
     ),
     Mutant(
         "all of a generation is checked before it is resumed",
