@@ -132,7 +132,7 @@ MUTANTS = [
         "infinity/schedule/commits.py",
         "        finally:\n            wait_all(writes)\n",
         "        finally:\n            pass\n",
-        ("tests/crash/test_power_loss.py", "-k", "RAM"),
+        (_RESUME, "-k", "failed_write"),
     ),
     Mutant(
         "all of a generation is checked before it is resumed",

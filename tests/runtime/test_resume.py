@@ -402,3 +402,17 @@ def test_load_pretrained_resumes_what_is_there(config: Any, tmp_path: Path) -> N
         optim.step()
         assert loss.item() == expected
     infinity.close(net)
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_a_failed_write_of_what_is_in_ram_fails_the_commit(engine: str, config: Any, tmp_path: Path) -> None:
+    from infinity import _native
+
+    swap = config("host", "host", commit_every=5)
+    swap["nvme"] = swap["nvme"] | {"engine": engine}
+    fault = _native.Fault(3, "error", errno=5, operation="write")
+    run = Run(infinity.offload(model(), swap, faults=[fault])).train(1)
+    with pytest.raises(InfinityError, match="errno 5"):
+        infinity.commit(run.model)
+    assert not generations_in(tmp_path / "swap")
+    infinity.close(run.model)
