@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
-from infinity.io.manifest import Manifest
+from infinity.io.manifest import Manifest, validated
 from infinity.state.records import parse_body
 
 OPTIMIZER = "optimizer"
@@ -70,7 +69,7 @@ class Portable:
                 f"{directory} is no portable copy of a run (there is no {STATE_NAME}); make one with `infinity "
                 "checkpoint export`, or load it as a model, without its training state"
             )
-        self.manifest = _parse(path)
+        self.manifest = validated(Manifest, document.read(path, _KIND), path)
         self.body = parse_body(self.manifest.body, path)
         self._files = _weight_map(directory / OPTIMIZER / f"{OPTIMIZER}.safetensors.index.json")
 
@@ -124,16 +123,6 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
             return value
     except (OSError, SafetensorError) as error:
         raise ResumeError(f"{path}: '{name}' cannot be read: {error}. Export the run again.") from error
-
-
-def _parse(path: Path) -> Manifest:
-    value = document.read(path, _KIND)
-    try:
-        return Manifest.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(path, f"has a wrong value: {where}: {first['msg']}") from None
 
 
 def _weight_map(path: Path) -> dict[str, str]:

@@ -80,7 +80,7 @@ def copy_of(value: Any) -> Any:
     """What read() would give back of it, sharing nothing. Raises TypeError, as write() would."""
     packer = _Packer()
     packed = packer.pack(value, "")
-    return _Unpacker(Path("a copy"), memoryview(b"".join(packer.blobs))).unpack(packed)
+    return _Unpacker(memoryview(b"".join(packer.blobs))).unpack(packed)
 
 
 def read(path: Path, kind: str) -> Any:
@@ -112,7 +112,7 @@ def parse(data: bytes, path: Path, kind: str) -> Any:
         raise ManifestError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
     if end + json_bytes + data_bytes != len(data):
         raise ManifestError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
-    unpacker = _Unpacker(path, memoryview(data)[end + json_bytes :])
+    unpacker = _Unpacker(memoryview(data)[end + json_bytes :])
     try:
         return unpacker.unpack(_json(data[end : end + json_bytes], path))
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
@@ -212,8 +212,7 @@ class _Packer:
 class _Unpacker:
     """The way back. Every size is checked before memory is taken for it."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self._path = path
+    def __init__(self, data: memoryview) -> None:
         self._data = data
 
     def unpack(self, value: Any) -> Any:

@@ -23,13 +23,11 @@ from typing import Any
 
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.manifest import SUM_BLOCK_BYTES, ExtentRecord, Manifest, read_manifest, write_manifest
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_manifest, write_manifest
 from infinity.io.store import Extent, SwapStore, now
 from infinity.sizes import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
-
-_SUM = 8
 
 
 @dataclass(frozen=True)
@@ -277,9 +275,9 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
         found = store.file.block_sums(extent.offset, extent.nbytes)
         if sums is None or not found or found == sums:
             continue
-        for at in range(0, len(sums), _SUM):
-            if found[at : at + _SUM] != sums[at : at + _SUM]:
-                start = at // _SUM * SUM_BLOCK_BYTES
+        for at in range(0, len(sums), SUM_BYTES):
+            if found[at : at + SUM_BYTES] != sums[at : at + SUM_BYTES]:
+                start = at // SUM_BYTES * SUM_BLOCK_BYTES
                 nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
                 yield _damage(
                     store, extent, manifest.step, start, nbytes, "does not have the checksum of what was written"

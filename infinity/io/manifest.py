@@ -16,7 +16,7 @@ from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
 """A manifest has a checksum for each so many bytes of an extent."""
-_SUM_BYTES = 8
+SUM_BYTES = 8
 _BYTES_MAX = 1 << 60
 
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -24,11 +24,13 @@ Bytes = Annotated[int, Field(ge=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
 Name = Annotated[str, Field(max_length=4096)]
 
 
-class _Record(BaseModel):
+class Record(BaseModel):
+    """Data from disk: every field typed, none unknown, nothing converted."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Header(_Record):
+class Header(Record):
     """What a swap file is part of.
 
     Attributes:
@@ -50,7 +52,7 @@ class Header(_Record):
     nbytes: Bytes
 
 
-class ExtentRecord(_Record):
+class ExtentRecord(Record):
     """One state of one group of parameters, and where this generation has it."""
 
     unit: Name
@@ -61,7 +63,7 @@ class ExtentRecord(_Record):
     nbytes: Bytes
 
 
-class Manifest(_Record):
+class Manifest(Record):
     """A generation: all states after the same optimizer step.
 
     Attributes:
@@ -91,17 +93,17 @@ class Manifest(_Record):
         return result
 
 
-_Model = TypeVar("_Model", bound=_Record)
+_Model = TypeVar("_Model", bound=Record)
 
 
 def sum_bytes(nbytes: int) -> int:
     """Bytes of the sums of an extent."""
-    return -(-nbytes // SUM_BLOCK_BYTES) * _SUM_BYTES
+    return -(-nbytes // SUM_BLOCK_BYTES) * SUM_BYTES
 
 
 def read_header(path: Path) -> Header:
     """Raises ManifestError."""
-    header = _parse(Header, path, "store")
+    header = validated(Header, document.read(path, "store"), path)
     if len(header.shares) != len(header.members) or header.member >= len(header.members):
         raise ManifestError(path, "names members that do not go together")
     return header
@@ -113,7 +115,7 @@ def write_header(header: Header) -> list[bytes]:
 
 def read_manifest(path: Path) -> Manifest:
     """Raises ManifestError."""
-    manifest = _parse(Manifest, path, "generation")
+    manifest = validated(Manifest, document.read(path, "generation"), path)
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
         raise ManifestError(path, f"has {len(manifest.sums)} bytes of checksums instead of {expected}")
@@ -125,11 +127,11 @@ def write_manifest(manifest: Manifest) -> list[bytes]:
     return document.write("generation", dict(manifest) | {"extents": [dict(extent) for extent in manifest.extents]})
 
 
-def _parse(model: type[_Model], path: Path, kind: str) -> _Model:
-    value = document.read(path, kind)
+def validated(model: type[_Model], value: Any, source: object) -> _Model:
+    """Raises ManifestError that names `source` and the field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(path, f"has a wrong value: {where}: {first['msg']}") from None
+        raise ManifestError(source, f"has a wrong value: {where}: {first['msg']}") from None

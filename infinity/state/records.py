@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from infinity.errors import ManifestError
+from infinity.io.manifest import Record, validated
 
 _Count = Annotated[int, Field(ge=0, le=1 << 48)]
 _Name = Annotated[str, Field(max_length=4096)]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class GroupRecord(_Record):
+class GroupRecord(Record):
     """A group of a unit's parameters (state/unit.py): `numel` elements in flat buffers, alignment gaps included.
 
     Attributes:
@@ -35,7 +31,7 @@ class GroupRecord(_Record):
     numel: _Count
 
 
-class ParameterRecord(_Record):
+class ParameterRecord(Record):
     """A parameter: elements [offset, offset + numel) of its group.
 
     Attributes:
@@ -50,7 +46,7 @@ class ParameterRecord(_Record):
     offset: _Count
 
 
-class ModelRecord(_Record):
+class ModelRecord(Record):
     """What a reader of the states must know of the model.
 
     Attributes:
@@ -64,14 +60,14 @@ class ModelRecord(_Record):
     parameters: list[ParameterRecord]
 
 
-class ParameterProgress(_Record):
+class ParameterProgress(Record):
     """A parameter's optimizer steps, and which of its moments have begun, by torch's names."""
 
     step: _Count
     begun: dict[_Name, bool]
 
 
-class OptimizerRecord(_Record):
+class OptimizerRecord(Record):
     """An optimizer without its tensors.
 
     Attributes:
@@ -88,7 +84,7 @@ class OptimizerRecord(_Record):
     skips_in_a_row: _Count
 
 
-class Body(_Record):
+class Body(Record):
     """The body of a generation.
 
     Attributes:
@@ -109,9 +105,4 @@ class Body(_Record):
 
 def parse_body(value: dict[str, Any], source: object) -> Body:
     """Raises ManifestError that names `source` and the field."""
-    try:
-        return Body.model_validate(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(source, f"has a wrong value: {where}: {first['msg']}") from None
+    return validated(Body, value, source)
