@@ -14,9 +14,9 @@ from infinity.config import NvmeConfig
 from infinity.errors import ManifestError, ResumeError
 from infinity.io.directory import SwapDirectory
 from infinity.io.engine import open_engine
-from infinity.io.generations import read_kept, verify
+from infinity.io.generations import extents_of, read_kept, verify
 from infinity.io.manifest import Manifest, read_header
-from infinity.io.store import Extent, SwapStore
+from infinity.io.store import SwapStore
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
@@ -98,12 +98,7 @@ class StoredGeneration:
         self._source = store.directories[0].generation_path(manifest.step)
         self.manifest = manifest
         self.body = parse_body(manifest.body, self._source)
-        self._extents = {
-            (record.unit, record.group, record.state): Extent(
-                record.unit, record.group, record.state, (record.offset,), record.nbytes
-            )
-            for record in manifest.extents
-        }
+        self._extents = {(extent.unit, extent.group, extent.state): extent for extent in extents_of(manifest)}
         self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
         for parameter in self.body.model.parameters:
             self._parameters.setdefault((parameter.unit, parameter.group), []).append(parameter)

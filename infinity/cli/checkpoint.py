@@ -10,9 +10,9 @@ from infinity import _native
 from infinity.checkpoint.generation import opened
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import SwapDirectory, generations_in
-from infinity.io.generations import Damage, read_kept, verify
+from infinity.io.generations import Damage, extents_of, read_kept, verify
 from infinity.io.manifest import Manifest, read_header
-from infinity.io.store import Extent, SwapStore
+from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
 
 _BUFFER_BYTES = 32 << 20
@@ -94,13 +94,6 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
         )  # fmt: skip
         return
     yield from verify(store, extents_of(manifest), manifest, memory)
-
-
-def extents_of(manifest: Manifest) -> list[Extent]:
-    """The extents a manifest names, each with the one slot it names."""
-    return [
-        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
-    ]
 
 
 def _remove(paths: list[Path]) -> int:

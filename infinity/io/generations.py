@@ -332,6 +332,13 @@ class _Pieces:
         return failure
 
 
+def extents_of(manifest: Manifest) -> list[Extent]:
+    """The extents a manifest names, each with the one slot it names."""
+    return [
+        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
+    ]
+
+
 def read_kept(found: Mapping[int, Path], run: str) -> Iterator[tuple[int, Manifest | ManifestError]]:
     """Every manifest among `found` (by step) of a store's run, or what is wrong with it."""
     for number, path in found.items():

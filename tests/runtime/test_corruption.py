@@ -22,9 +22,9 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint.generation import opened
-from infinity.cli.checkpoint import extents_of
 from infinity.errors import ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.generations import extents_of
 from infinity.io.manifest import ExtentRecord, Manifest, read_manifest
 from tests.conftest import weights_of
 
