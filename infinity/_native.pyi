@@ -153,9 +153,19 @@ class IOEngine:
     @property
     def reason(self) -> str: ...
     def read(
-        self, file: File, offset: int, into: Buffer, io_class: IOClassName = "weights", *, verify: bool = True
+        self,
+        file: File,
+        offset: int,
+        into: Buffer,
+        io_class: IOClassName = "weights",
+        *,
+        verify: bool = True,
+        after: IOFuture | None = None,
     ) -> IOFuture:
-        """Without `verify` the pages are not compared with what was written."""
+        """Without `verify` the pages are not compared with what was written.
+
+        With `after` the read begins when that is done, and fails as that does.
+        """
     def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
     def sync(self, file: File) -> IOFuture:
         """fdatasync of every member: what was complete before this call survives a power cut once it is done.
