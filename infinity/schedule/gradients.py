@@ -59,6 +59,15 @@ class GroupGradients:
         """The flat gradients, `dtype`, of the whole group."""
         return self._lease.view()
 
+    def stream(self) -> _native.StateStream:
+        """The same as the update takes it."""
+        return _native.StateStream(memory=self.view())
+
+    @property
+    def finite(self) -> bool:
+        """Whether what is present and was summed up is: a GPU's first pieces are not, before the step."""
+        return all(part < float("inf") for part in self._sums.values())
+
     def _range(self, spec: ParameterSpec) -> memoryview:
         return self._lease.view(spec.offset * self.dtype.itemsize, spec.numel * self.dtype.itemsize)
 
@@ -141,7 +150,14 @@ class Gradients:
         self._device = device
 
     def of(self, place: Place) -> GroupGradients:
-        return self._groups[place.unit.index, place.group_index]
+        return self.of_group(place.unit.index, place.group_index)
+
+    def of_group(self, unit_index: int, group_index: int) -> GroupGradients:
+        return self._groups[unit_index, group_index]
+
+    def finite(self, unit_index: int) -> bool:
+        """Whether all of a unit's gradients that were summed up are."""
+        return all(group.finite for (index, _), group in self._groups.items() if index == unit_index)
 
     def has(self, place: Place) -> bool:
         return place.spec.name in self.of(place).present
