@@ -266,6 +266,7 @@ class ParameterHooks(Guard):
             return
         self._ledger.land(self._place, gradient, accumulate=self._accumulate)
         parameter.grad = GradientHandle(parameter)
+        self._ledger.landed(self._place)
 
 
 class BackwardEnds:

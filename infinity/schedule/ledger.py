@@ -196,6 +196,10 @@ class Ledger:
             began = time.perf_counter_ns()
             self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
             self.clock.gradient_ns += time.perf_counter_ns() - began
+
+    def landed(self, place: Place) -> None:
+        """A piece of a parameter's gradient came from backward and was taken."""
+        with self._lock:
             if self.arrivals.came(place):
                 self._guess(place.unit.index)
 
