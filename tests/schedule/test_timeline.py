@@ -54,9 +54,14 @@ def test_a_stall_in_a_stall_is_counted_once(ticks: Ticks) -> None:
 
 def test_a_stall_that_an_exception_ends_is_counted(ticks: Ticks) -> None:
     timeline = Timeline()
-    with pytest.raises(ValueError, match="x"), timeline.stall("step"), timeline.stall("fetch"):
-        ticks.now += 3
-        raise ValueError("x")
+
+    def fail() -> None:
+        with timeline.stall("step"), timeline.stall("fetch"):
+            ticks.now += 3
+            raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"):
+        fail()
     with timeline.stall("step"):
         ticks.now += 4
     assert timeline.stalled_ns() == dict.fromkeys(CAUSES, 0) | {"step": 4, "fetch": 3}
