@@ -380,6 +380,7 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         grad: Buffer | StateStream,
         tag: int = 0,
+        first: bool = False,
     ) -> UpdateFuture:
         """A moment that no segment's rule uses may be left out.
 
@@ -388,6 +389,8 @@ class UpdatePipeline:
         Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
 
         `tag` is any number below 2^64; it comes back with the job's tiles, and their transfers, in the trace.
+
+        With `first` it comes before the jobs that were not begun.
         """
     def withdraw(self, update: UpdateFuture) -> bool:
         """Take a job back of which nothing was begun: it fails as canceled. False, and it goes on, otherwise."""

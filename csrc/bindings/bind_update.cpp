@@ -77,7 +77,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag) {
+                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag, bool first) {
   constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
   if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
   UpdateJob job;
@@ -115,7 +115,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                  {"grad", &gradients.memory},
                  {"staging", &self.staging}});
   auto not_finite = job.not_finite;
-  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job)), std::move(kept),
+  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job), first), std::move(kept),
                                     std::move(not_finite));
 }
 
@@ -162,7 +162,8 @@ void bind_update(py::module_& module) {
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
-           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0)
+           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0,
+           py::arg("first") = false)
       .def(
           "withdraw",
           [](const PyPipeline& self, const PyUpdate& update) {

@@ -266,13 +266,15 @@ UpdatePipeline::~UpdatePipeline() {
   impl_->driver.join();
 }
 
-Future UpdatePipeline::submit(UpdateJob job) {
+Future UpdatePipeline::submit(UpdateJob job, bool first) {
   auto active = activate(std::move(job), impl_->tile_numel, impl_->tile_bytes);
   Future future = active->future;
   {
     const std::lock_guard lock(impl_->mutex);
     if (impl_->stop) throw std::invalid_argument("the update pipeline is closed");
-    impl_->jobs.push_back(std::move(active));
+    auto& jobs = impl_->jobs;
+    const bool front_begun = !jobs.empty() && jobs.front()->cursor > 0;  // no other one can have been
+    jobs.insert(first ? jobs.begin() + (front_begun ? 1 : 0) : jobs.end(), std::move(active));
   }
   impl_->changed.notify_all();
   return future;

@@ -69,10 +69,10 @@ struct UpdateCounters {
   std::uint64_t write_wait_ns = 0;  // driver thread idle because no staging was free and no read was outstanding
 };
 
-// Jobs are done in the order they were submitted; tiles flow across job borders, so the pipe does not drain between
-// units. One driver thread: keeps reads going as far as staging reaches, runs Adam on the oldest tile that is read,
-// starts its writes. A tile in which every element is skipped (or in no segment) is neither read nor written, unless
-// the job is moved as a whole.
+// Jobs are done in the order they were submitted, but for those that go first; tiles flow across job borders, so the
+// pipe does not drain between units. One driver thread: keeps reads going as far as staging reaches, runs Adam on the
+// oldest tile that is read, starts its writes. A tile in which every element is skipped (or in no segment) is neither
+// read nor written, unless the job is moved as a whole.
 //
 // A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
 // States of a failed job are partly new, partly old; of a tile with a damaged page nothing new reaches the file, but
@@ -92,8 +92,9 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit the staging.
-  Future submit(UpdateJob job);
+  // With `first` the job comes before those not begun. Throws std::invalid_argument for an inconsistent job, or one
+  // whose tiles do not fit the staging.
+  Future submit(UpdateJob job, bool first = false);
   // Takes a job back of which no tile was started: it fails with ECANCELED, having touched nothing. False, and the job
   // goes on, when it was begun.
   bool withdraw(const Future& job);

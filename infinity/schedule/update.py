@@ -101,7 +101,9 @@ def submit_update(
     step: int,
     committed: bool,
 ) -> UpdateTransfer:
-    """Start the update of a unit's group; groups go through the pipeline in the order of these calls.
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for early
+    ones: the newest is the next. So what is left of them when the step is decided lies all over the model, and the next
+    forward meets it now and then instead of all at once.
 
     Args:
         step: the optimizer step, counted from 1.
@@ -132,6 +134,7 @@ def submit_update(
         exp_avg_sq=exp_avg_sq,
         grad=gradients.stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
+        first=weights.speculative,
     )
     return UpdateTransfer(future, unit.name, "optimizer states", step, tuple(streams.moves))
 

@@ -63,6 +63,10 @@ class UnitUpdate:
 class Updates:
     """Invariant: a unit has at most one update under way, a guess or a decided one.
 
+    Attributes:
+        guesses, decided: by unit.
+        shadow_bytes: host memory that is free for the new weights of early updates.
+
     Args:
         slot_of: the host memory a unit's weights were fetched to, when they are used there; else None.
     """
@@ -78,7 +82,7 @@ class Updates:
         self._backing = backing
         self._gradients = gradients
         self._slot_of = slot_of
-        self._shadow_bytes = backing.plan.shadow_bytes
+        self.shadow_bytes = backing.plan.shadow_bytes
         self.guesses: dict[int, UnitUpdate] = {}
         self.decided: dict[int, UnitUpdate] = {}
 
@@ -94,7 +98,7 @@ class Updates:
         trained = [weights.groups[group] for group in backing.states[index]]
         if weights.lease is None:
             homes += trained
-        elif weights.nbytes > self._shadow_bytes or len(trained) < len(unit.groups):
+        elif weights.nbytes > self.shadow_bytes or len(trained) < len(unit.groups):
             return False
         return all(backing.spare_slot(home.stored()) is not None for home in homes)
 
@@ -108,7 +112,7 @@ class Updates:
             shadow = self._backing.arena.try_lease(weights.nbytes)
             if shadow is None:
                 return False
-            self._shadow_bytes -= shadow.nbytes
+            self.shadow_bytes -= shadow.nbytes
             place = replace(place, shadow=shadow)
         with interrupts_deferred():
             self._submit(self.guesses, unit, wanted, place, step, committed=committed)
@@ -156,7 +160,7 @@ class Updates:
 
     def _free(self, update: UnitUpdate) -> None:
         if update.place.shadow is not None:
-            self._shadow_bytes += update.place.shadow.nbytes
+            self.shadow_bytes += update.place.shadow.nbytes
             update.place.shadow.release()
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -189,9 +193,9 @@ class Updates:
         return list(self.decided.values())
 
     def _withdrawn(self, guess: UnitUpdate) -> bool:
-        """Take a guess back that was not begun: it is in the order of the backward, and may overwrite now."""
-        first = next(iter(guess.transfers.values()))
-        return self._backing.pipeline.withdraw(first.future)
+        """Take back what was not begun of a guess: it may overwrite now, and comes in the order of the forward."""
+        withdrawn = [self._backing.pipeline.withdraw(transfer.future) for transfer in guess.transfers.values()]
+        return any(withdrawn)
 
     def _submit(
         self,
@@ -256,7 +260,7 @@ class Updates:
         for home in weights.groups:
             home.lease = shadow
         self._backing.weights[index] = replace(weights, lease=shadow)
-        self._shadow_bytes += weights.lease.nbytes
+        self.shadow_bytes += weights.lease.nbytes
         weights.lease.release()
 
     def require_well(self) -> None:

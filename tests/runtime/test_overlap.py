@@ -1,0 +1,191 @@
+"""Whenever the updates run, thirty steps end in the same bits: with clipping or without, with accumulation, commits,
+states anywhere, learning rates that change with every step, a step that is skipped.
+
+`make test` takes a sample of the combinations that covers every pair; `make overlap-test` takes all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.config import load_config
+from infinity.plan.planner import make_plan
+from infinity.schedule import registry
+from infinity.state.discover import discover
+from tests.conftest import states_of, weights_of
+from tests.models import llama, loss_of
+
+STEPS = 30
+NAN_STEP = 11
+FULL = bool(os.environ.get("INFINITY_OVERLAP_FULL"))
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "overlap": ("auto", "during_backward", "before_forward", "off"),
+    "clipping": ("never", "sometimes", "always"),
+    "accumulation": (1, 4),
+    "commit_every": (0, 1, 5),
+    "weights": ("nvme", "host"),
+    "cached": ("none", "half", "all"),
+    "moments": ("fp32", "int8"),
+}
+Combination = dict[str, Any]
+Result = tuple[list[float], list[float], dict[str, torch.Tensor], int]
+
+
+def combinations() -> list[Combination]:
+    """All, or a few in which every two values of two axes meet."""
+    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    if FULL:
+        return every
+    random.Random(0).shuffle(every)
+    open_pairs = {pair for combination in every for pair in itertools.combinations(combination.items(), 2)}
+    chosen = []
+    while open_pairs:
+        best = max(every[:200], key=lambda each: len(open_pairs.intersection(itertools.combinations(each.items(), 2))))
+        covered = open_pairs.intersection(itertools.combinations(best.items(), 2))
+        if covered:
+            chosen.append(best)
+            open_pairs -= covered
+        random.Random(len(chosen)).shuffle(every)
+    return chosen
+
+
+def model_and_batches(accumulation: int) -> tuple[Any, list[Any]]:
+    torch.manual_seed(0)
+    model, batch = llama()
+    batches = []
+    for index in range(accumulation):
+        ids = torch.roll(batch["input_ids"], index, dims=1)
+        batches.append({"input_ids": ids, "labels": ids})
+    return model.bfloat16().train(), batches
+
+
+def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str, Any]:
+    given = {
+        "weights": weights,
+        "optimizer": {"none": "nvme", "half": "auto", "all": "host"}[cached],
+        "activations": "keep",
+        "memory": {"device": "640KiB", "host": "64MiB"},
+        "nvme": {"paths": [str(path)]},
+        "update": {"tile": "64KiB", "threads": 2},
+    } | config
+    if cached == "half":
+        plan = make_plan(
+            discover(model_and_batches(1)[0], given["moments"]).units,
+            load_config(given | {"optimizer": "nvme", "overlap": "off"}),
+            torch.device("cpu"),
+            can_recompute=False,
+        )
+        given["memory"]["host"] = plan.host_bytes + plan.state_bytes // 2 + plan.weight_bytes // 2
+    return given
+
+
+def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> Result:
+    """Losses, norms, weights and moments after STEPS steps, and how many updates began early and were right."""
+    model, batches = model_and_batches(accumulation)
+    model = infinity.offload(model, config_of(path, **config))
+    optim = infinity.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=clip)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optim, lambda step: 1.0 / (1 + step % 7))
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for index, batch in enumerate(batches):
+            loss = loss_of(model, batch) / accumulation
+            (loss * float("nan") if step == NAN_STEP and index == accumulation - 1 else loss).backward()
+            total += loss.item()
+        before = (weights_of(model), states_of(model)) if step == NAN_STEP else None
+        optim.step()
+        if before is not None:
+            assert all(torch.equal(value, before[0][name]) for name, value in weights_of(model).items())
+            assert all(torch.equal(value, before[1][name]) for name, value in states_of(model).items())
+        optim.zero_grad()
+        schedule.step()
+        losses.append(total)
+        norms.append(optim.last_grad_norm)
+    assert optim.skipped_steps == 1
+    early = registry.ledger_of(model).guesses.counts.early
+    result = losses, norms, weights_of(model) | states_of(model), early
+    require_no_leaks(model)
+    infinity.close(model, discard=True)
+    return result
+
+
+def require_no_leaks(model: Any) -> None:
+    """Between steps nothing is leased but homes, gradients, staging and the slots of units that are fetched."""
+    ledger = registry.ledger_of(model)
+    ledger.fence()
+    assert not ledger.updates.guesses
+    assert not ledger.updates.decided
+    backing = ledger.backing
+    fetched = sum(
+        record.unit.weight_bytes
+        for record in ledger.records
+        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
+    )
+    plan = backing.plan
+    slots = plan.slot_bytes if plan.weights == "nvme" else 0
+    assert backing.arena.free_bytes + fetched == slots + plan.shadow_bytes
+    assert ledger.updates.shadow_bytes == plan.shadow_bytes
+
+
+_expected: dict[tuple[str, int, str], Result] = {}
+_thresholds: dict[tuple[int, str], float] = {}
+
+
+def clip_of(path: Path, clipping: str, accumulation: int, moments: str) -> float | None:
+    """`sometimes` is the median of the norms that a run without clipping has."""
+    if clipping != "sometimes":
+        return {"never": 1e9, "always": 0.01}[clipping]
+    key = accumulation, moments
+    if key not in _thresholds:
+        norms = expected(path, "never", accumulation, moments)[1]
+        _thresholds[key] = sorted(norm for norm in norms if norm == norm)[len(norms) // 2]
+    return _thresholds[key]
+
+
+def expected(path: Path, clipping: str, accumulation: int, moments: str) -> Result:
+    """Everything in RAM, one phase after the other."""
+    key = clipping, accumulation, moments
+    if key not in _expected:
+        clip = clip_of(path, clipping, accumulation, moments)
+        _expected[key] = train(
+            path / "none",
+            clip,
+            accumulation,
+            weights="host",
+            cached="all",
+            overlap="off",
+            commit_every=0,
+            moments=moments,
+        )
+    return _expected[key]
+
+
+def _id(combination: Combination) -> str:
+    return "-".join(str(value) for value in combination.values())
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=_id)
+def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path: Path) -> None:
+    clipping, accumulation = combination.pop("clipping"), combination.pop("accumulation")
+    clip = clip_of(tmp_path, clipping, accumulation, combination["moments"])
+    wanted = expected(tmp_path, clipping, accumulation, combination["moments"])
+    found = train(tmp_path / "swap", clip, accumulation, **combination)
+    assert found[0] == wanted[0]
+    torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=0, equal_nan=True)
+    assert found[2].keys() == wanted[2].keys()
+    for name, values in found[2].items():
+        assert torch.equal(values, wanted[2][name]), name
+    guesses = combination["overlap"] in ("auto", "during_backward") and clipping == "never"
+    if guesses and combination["cached"] == "none" and combination["commit_every"] <= 1:
+        assert found[3] > STEPS, "hardly anything was begun early"
+    if combination["overlap"] in ("off", "before_forward"):
+        assert found[3] == 0
