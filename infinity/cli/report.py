@@ -26,7 +26,8 @@ class Report:
         io_bound_s: bytes per step at the rate the engine reached while it was busy; `compute_bound_s`: compute and
         Adam alone.
         efficiency: the larger bound / step_s.
-        peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model.
+        peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model, `cached_bytes`
+            of them in RAM for good.
     """
 
     steps: int
@@ -48,6 +49,7 @@ class Report:
     efficiency: float
     peak_rss_bytes: int
     state_bytes: int
+    cached_bytes: int
     engine: str
 
     def text(self) -> str:
@@ -63,13 +65,14 @@ class Report:
             ("  optimizer update", f"{self.update_s:.3f} s"),
             (
                 "moved per parameter",
-                f"{self.bytes_per_parameter:.1f} B per step, counted; planned with nothing cached "
-                f"{self.planned_bytes_per_parameter:.1f} B",
+                f"{self.bytes_per_parameter:.1f} B per step, counted; planned, were no weights "
+                f"kept between passes, {self.planned_bytes_per_parameter:.1f} B",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
                 "peak memory",
-                f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}",
+                f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}, of "
+                f"which {format_bytes(self.cached_bytes)} rest in RAM",
             ),
             (
                 "efficiency",
@@ -118,6 +121,7 @@ def make_report(
         efficiency=max(busy, compute_bound) / max(seconds, 1e-9),
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         state_bytes=after.state_bytes,
+        cached_bytes=after.cached_bytes + after.cached_weight_bytes,
         engine=after.engine,
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -12,36 +11,20 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
+from infinity.plan.totals import Totals, total
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
-from infinity.state.dtypes import master_format, native_name, residual_itemsize
+from infinity.state.dtypes import master_format, native_name
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
 
-CHECKSUM_BYTES = 4
-"""Of RAM for each page of the swap file."""
-
-_WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
 _STAGING_BYTES = 32 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
 _STAGING_SHARE_OF_HOST = 1 / 8
 _TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 16
 _TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
-
-
-@dataclass(frozen=True)
-class _Totals:
-    weight: int
-    trained_weight: int
-    state: int
-    gradient_native: int
-    gradient_fp32: int
-    numel: int
-    trainable_numel: int
-    largest: Unit
-    second_bytes: int
-    resident_bytes: int
 
 
 def make_plan(
@@ -63,62 +46,72 @@ def make_plan(
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
     stored = STORED[optimizer]
-    totals = _total(units, config, len(stored))
-    on_cpu = device.type == "cpu"
-    host_budget = config.memory.host or int(available_host_bytes() * 0.8)
-    device_budget = config.memory.device or int(available_device_bytes(device) * (0.4 if on_cpu else 0.9))
+    totals = total(units, config, len(stored))
+    budgets = _budgets(config, device)
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
-    tile_numel, tile_bytes, staging_bytes = _staging(units, config, threads, host_budget)
-    weights = _place_weights(config, totals, device_budget, host_budget, on_cpu)
-    slots = _slot_bytes(totals, weights, device_budget, on_cpu)
-    upload = 0 if on_cpu or weights != "nvme" else 2 * totals.largest.weight_bytes
-    fixed = staging_bytes + upload + (totals.weight if weights == "host" or (weights == "device" and not on_cpu) else 0)
-    states = _place_optimizer(config, totals, host_budget - fixed)
-    fixed += totals.state if states == "host" else 0
-    swap = _swap_bytes(config, totals, weights, states)
-    fixed += swap // PAGE_BYTES * CHECKSUM_BYTES if config.nvme.checksums else 0
-    gradient_fp32 = fixed + totals.gradient_fp32 <= host_budget
-    gradient = totals.gradient_fp32 if gradient_fp32 else totals.gradient_native
-    if fixed + gradient > host_budget:
-        raise _host_error(totals, weights, states, fixed, gradient, host_budget)
-    _require_paths(config, weights, states)
+    tile_numel, tile_bytes, staging_bytes = _staging(units, config, threads, budgets.host)
+    placed, gradient = _place(config, totals, budgets, staging_bytes)
+    slots = _slot_bytes(totals, placed, budgets)
+    _require_paths(config, placed)
+    swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram)
+    read, written = _step_bytes(config, totals, placed)
     return Plan(
         device=str(device),
-        weights=weights,
-        optimizer=states,
+        weights=placed.weights,
+        optimizer=placed.optimizer,
+        weights_in_ram=placed.weights_in_ram,
+        states_in_ram=placed.states_in_ram,
         activations=_activations(config, can_recompute),
         master=config.master,
         moments=config.moments,
         stored=stored,
         commit_every=config.commit_every,
         keep=config.keep,
-        gradient_fp32=gradient_fp32,
-        numel=totals.numel,
-        trainable_numel=totals.trainable_numel,
+        gradient_fp32=gradient == totals.gradient_fp32,
+        numel=sum(unit.numel for unit in units),
+        trainable_numel=sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs),
+        unit_count=len(units),
+        trained_count=len(totals.trained),
         weight_bytes=totals.weight,
         state_bytes=totals.state,
+        weight_ram_bytes=totals.weight_of(placed.weights_in_ram),
+        state_ram_bytes=totals.state_of(placed.states_in_ram),
         gradient_bytes=gradient,
         slot_bytes=slots,
         staging_bytes=staging_bytes,
-        upload_bytes=upload,
+        upload_bytes=placed.upload_bytes,
         tile_numel=tile_numel,
         tile_bytes=tile_bytes,
         threads=threads,
-        device_bytes=slots if weights == "nvme" or not on_cpu else (totals.weight if weights == "device" else 0),
-        host_bytes=fixed + gradient,
-        device_budget=device_budget,
-        host_budget=host_budget,
+        device_bytes=0 if budgets.on_cpu and placed.weights == "host" else slots,
+        host_bytes=staging_bytes + placed.host_bytes + gradient,
+        device_budget=budgets.device,
+        host_budget=budgets.host,
         swap_bytes=swap,
-        step_bytes=_step_bytes(config, totals, weights, states),
+        step_read_bytes=read,
+        step_written_bytes=written,
         swap_rate=_swap_rate(config) if swap else None,
     )
 
 
-def _swap_bytes(config: SwapConfig, totals: _Totals, weights: str, optimizer: str) -> int:
-    """With generations everything has a place in the store, RAM-held or not, and what changes a slot more than stay."""
-    if config.commit_every:
-        return totals.weight - totals.trained_weight + (totals.trained_weight + totals.state) * (config.keep + 1)
-    return (totals.weight if weights == "nvme" else 0) + (totals.state if optimizer == "nvme" else 0)
+def _budgets(config: SwapConfig, device: torch.device) -> Budgets:
+    on_cpu = device.type == "cpu"
+    return Budgets(
+        device=config.memory.device or int(available_device_bytes(device) * (0.4 if on_cpu else 0.9)),
+        host=config.memory.host or int(available_host_bytes() * 0.8),
+        on_cpu=on_cpu,
+    )
+
+
+def _place(config: SwapConfig, totals: Totals, budgets: Budgets, staging_bytes: int) -> tuple[Placement, int]:
+    """Where weights and states rest, and the bytes of host memory for gradients: in fp32 if they fit beside what must
+    be there, else as autograd gives them."""
+    room = budgets.host - staging_bytes
+    for gradient in (totals.gradient_fp32, totals.gradient_native):
+        placed = place(config, totals, budgets, room - gradient)
+        if placed.host_bytes + gradient <= room:
+            return placed, gradient
+    raise _host_error(totals, placed, staging_bytes + placed.host_bytes, gradient, budgets.host)
 
 
 def _swap_rate(config: SwapConfig) -> float | None:
@@ -126,27 +119,6 @@ def _swap_rate(config: SwapConfig) -> float | None:
     profiles = {path: profile_of(path) for path in config.nvme.paths}
     known = [profile.mixed_rate for profile in profiles.values() if profile is not None]
     return sum(known) if len(known) == len(profiles) else None
-
-
-def _total(units: Sequence[Unit], config: SwapConfig, moments: int) -> _Totals:
-    groups = [group for unit in units for group in unit.trainable_groups]
-    by_size = sorted(units, key=lambda unit: unit.weight_bytes, reverse=True)
-    return _Totals(
-        weight=sum(unit.weight_bytes for unit in units),
-        trained_weight=sum(group.weight_bytes for group in groups),
-        state=sum(
-            moments * group.moment_bytes
-            + group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
-            for group in groups
-        ),
-        gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
-        gradient_fp32=sum(group.state_bytes(4) for group in groups),
-        numel=sum(unit.numel for unit in units),
-        trainable_numel=sum(spec.numel for group in groups for spec in group.specs),
-        largest=by_size[0],
-        second_bytes=by_size[1].weight_bytes if len(by_size) > 1 else 0,
-        resident_bytes=sum(unit.weight_bytes for unit in units if unit.resident),
-    )
 
 
 def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budget: int) -> tuple[int, int, int]:
@@ -184,53 +156,33 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int) -> int:
     )
 
 
-def _slots_needed(totals: _Totals) -> int:
-    """Two units at once, one whose views autograd still holds and one being fetched, beside those that stay."""
-    return totals.largest.weight_bytes + totals.second_bytes + totals.resident_bytes
-
-
-def _place_weights(config: SwapConfig, totals: _Totals, device_budget: int, host_budget: int, on_cpu: bool) -> str:
-    if config.weights != "auto":
-        return config.weights
-    if totals.weight <= device_budget * _WEIGHT_SHARE_OF_DEVICE and not on_cpu:
-        return "device"
-    # Half of the host budget is left for gradients, staging and states.
-    return "host" if totals.weight <= host_budget // 2 or not config.nvme.paths else "nvme"
-
-
-def _slot_bytes(totals: _Totals, weights: str, device_budget: int, on_cpu: bool) -> int:
-    if weights == "device" or (on_cpu and weights == "host"):
-        if weights == "device" and totals.weight > device_budget:
+def _slot_bytes(totals: Totals, placed: Placement, budgets: Budgets) -> int:
+    """Device memory for fetched weights. On the CPU those in host memory are used where they are."""
+    if placed.weights == "device" or (budgets.on_cpu and placed.weights == "host"):
+        if placed.weights == "device" and totals.weight > budgets.device:
             raise PlanError(
-                f"weights: device needs {format_bytes(totals.weight)}; memory.device is {format_bytes(device_budget)}. "
-                f"Raise it, or set weights: host or nvme."
+                f"weights: device needs {format_bytes(totals.weight)}; memory.device is "
+                f"{format_bytes(budgets.device)}. Raise it, or set weights: host or nvme."
             )
         return totals.weight
-    needed = min(_slots_needed(totals), totals.weight)
-    slots = min(max(int(device_budget * _WEIGHT_SHARE_OF_DEVICE), needed), totals.weight)
-    if slots > device_budget:
+    fetched = totals.every - placed.weights_in_ram if budgets.on_cpu else totals.every
+    needed = totals.slots_needed(fetched)
+    slots = min(max(int(budgets.device * WEIGHT_SHARE_OF_DEVICE), needed), totals.weight_of(fetched))
+    if slots > budgets.device:
+        largest = max((unit for unit in totals.units if unit.index in fetched), key=lambda unit: unit.weight_bytes)
         raise PlanError(
-            f"unit '{totals.largest.name}' needs {format_bytes(needed)} of device memory (its weights, "
-            f"{format_bytes(totals.largest.weight_bytes)}, beside the next unit's and those that stay); "
-            f"memory.device is "
-            f"{format_bytes(device_budget)}. Raise memory.device to {_megabytes(needed)} plus what activations need."
+            f"unit '{largest.name}' needs {format_bytes(needed)} of device memory (its weights, "
+            f"{format_bytes(largest.weight_bytes)}, beside the next unit's and those that stay); memory.device is "
+            f"{format_bytes(budgets.device)}. Raise memory.device to {_megabytes(needed)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
 
 
-def _place_optimizer(config: SwapConfig, totals: _Totals, room: int) -> str:
-    if config.optimizer != "auto":
-        return config.optimizer
-    return "host" if totals.state + totals.gradient_fp32 <= room or not config.nvme.paths else "nvme"
-
-
-def _host_error(
-    totals: _Totals, weights: str, optimizer: str, fixed: int, gradient: int, host_budget: int
-) -> PlanError:
+def _host_error(totals: Totals, placed: Placement, fixed: int, gradient: int, host_budget: int) -> PlanError:
     advice = [f"raise memory.host to {_megabytes(fixed + gradient)}"]
-    if optimizer == "host":
+    if placed.optimizer == "host":
         advice.append("set optimizer: nvme")
-    if weights == "host":
+    if placed.weights == "host":
         advice.append("set weights: nvme")
     return PlanError(
         f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(fixed + gradient)}: "
@@ -241,13 +193,13 @@ def _host_error(
     )
 
 
-def _require_paths(config: SwapConfig, weights: str, optimizer: str) -> None:
+def _require_paths(config: SwapConfig, placed: Placement) -> None:
     if config.commit_every and not config.nvme.paths:
         raise ConfigError(
             f"commit_every: {config.commit_every} needs a directory for the generations: add nvme: {{paths: "
             "[/a/directory/on/an/ssd]} to the swap config, or set commit_every: 0"
         )
-    if "nvme" in (weights, optimizer) and not config.nvme.paths:
+    if "nvme" in (placed.weights, placed.optimizer) and not config.nvme.paths:
         raise ConfigError(
             "states on nvme need a directory: add nvme: {paths: [/a/directory/on/an/ssd]} to the swap config"
         )
@@ -265,19 +217,22 @@ def _activations(config: SwapConfig, can_recompute: bool) -> str:
     return config.activations
 
 
-def _step_bytes(config: SwapConfig, totals: _Totals, weights: str, optimizer: str) -> int:
-    """One micro-batch, nothing cached (design §4, with the weights read once more where the update is a phase of its
-    own), and what commits write of the states in RAM."""
-    moved = committed = 0
-    if weights == "nvme":
-        moved += 2 * totals.weight + 2 * totals.trained_weight
-    else:
-        committed += totals.trained_weight
-    if optimizer == "nvme":
-        moved += 2 * totals.state
-    else:
-        committed += totals.state
-    return moved + (committed // config.commit_every if config.commit_every else 0)
+def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement) -> tuple[int, int]:
+    """Read and written in one step of one micro-batch, no slot outliving a pass (design §4, with the weights read once
+    more where the update is a phase of its own), and what commits write of the states in RAM."""
+    read = written = committed = 0
+    for unit in totals.of_units:
+        if unit.index in placed.weights_in_ram:
+            committed += unit.trained_weight
+        else:
+            read += 2 * unit.weight + unit.trained_weight
+            written += unit.trained_weight
+        if unit.index in placed.states_in_ram:
+            committed += unit.state
+        else:
+            read += unit.state
+            written += unit.state
+    return read, written + (committed // config.commit_every if config.commit_every else 0)
 
 
 def _megabytes(nbytes: int) -> str:

@@ -25,7 +25,7 @@ class Statistics:
         adam_s: time of the arithmetic inside it.
         steps: optimizer steps, skipped ones and those before a resume included.
         committed: the step of the newest durable generation; None where there is none.
-        cached_bytes: optimizer states kept in RAM.
+        cached_bytes, cached_weight_bytes: optimizer states, and weights, that rest in RAM.
         arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.
         engine: io_uring or threads.
         plan: what was decided.
@@ -45,6 +45,7 @@ class Statistics:
     steps: int
     committed: int | None
     cached_bytes: int
+    cached_weight_bytes: int
     arena_bytes: int
     slot_bytes: int
     engine: str
@@ -72,7 +73,8 @@ def statistics(model: nn.Module) -> Statistics:
         adam_s=update["adam_ns"] / 1e9,
         steps=ledger.steps,
         committed=ledger.commits.newest,
-        cached_bytes=plan.state_bytes if plan.optimizer == "host" else 0,
+        cached_bytes=plan.state_ram_bytes,
+        cached_weight_bytes=plan.weight_ram_bytes,
         arena_bytes=backing.arena.nbytes,
         slot_bytes=plan.slot_bytes,
         engine=backing.engine.name,

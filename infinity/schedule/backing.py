@@ -176,7 +176,7 @@ class Backing:
 
     def _settle_weights(self, unit: Unit, extents: list[Extent | None]) -> UnitWeights:
         lease = None
-        if self.plan.weights != "nvme":
+        if unit.index in self.plan.weights_in_ram:
             lease = self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
         groups = tuple(
             Home(lease, group.weight_offset, group.weight_bytes, extent, dirty=lease is not None)
@@ -192,8 +192,8 @@ class Backing:
             nbytes = _state_bytes(group, homes.master, self.plan, state)
             if nbytes == 0:
                 return None
-            in_memory = self.plan.optimizer == "host"
-            lease = self.arena.lease(nbytes, f"{state} of '{unit.name}'") if in_memory else None
+            held = unit.index in self.plan.states_in_ram
+            lease = self.arena.lease(nbytes, f"{state} of '{unit.name}'") if held else None
             return Home(lease, 0, nbytes, extent)
 
         return GroupStates(
@@ -237,7 +237,7 @@ def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent 
     weights: list[Extent | None] = []
     for index, group in enumerate(unit.groups):
         extent = None
-        if kept or plan.weights == "nvme":
+        if kept or unit.index not in plan.weights_in_ram:
             of_group = slots if group.trainable else 1
             extent = layout.add(unit.name, "weight", group.weight_bytes, group=index, slots=of_group)
         weights.append(extent)
@@ -249,7 +249,7 @@ def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent 
         extents: dict[str, Extent | None] = {}
         for state in ("residual", "exp_avg", "exp_avg_sq"):
             nbytes = _state_bytes(group, master, plan, state)
-            stored = nbytes > 0 and (kept or plan.optimizer == "nvme")
+            stored = nbytes > 0 and (kept or unit.index not in plan.states_in_ram)
             extents[state] = layout.add(unit.name, state, nbytes, group=index, slots=slots) if stored else None
         groups[index] = _PlannedHomes(master, extents["residual"], extents["exp_avg"], extents["exp_avg_sq"])
     return weights, groups

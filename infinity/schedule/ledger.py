@@ -335,7 +335,8 @@ class Ledger:
         gc.collect()  # views of slots may hang in reference cycles
         if self._start(record, None):
             return
-        busy = [other.unit for other in self.records if other.residency is not Residency.RELEASED]
+        used = [other for other in self.records if other.residency is not Residency.RELEASED]
+        busy = [other.unit for other in used if self._takes_room(other)]
         needed = record.unit.weight_bytes + sum(unit.weight_bytes for unit in busy)
         raise PlanError(
             f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units "
@@ -357,10 +358,15 @@ class Ledger:
                 return False
             self._evict(victim)
 
+    def _takes_room(self, record: UnitRecord) -> bool:
+        return self._slots.counts(self.backing.weights[record.unit.index])
+
     def _victim(self, distance: int | None) -> UnitRecord | None:
         best, farthest = None, -1 if distance is None else distance
         for record in self.records:
             if record.residency is Residency.RELEASED or record.uses or record.held or record.unit.resident:
+                continue
+            if not self._takes_room(record):
                 continue
             if record.residency is Residency.FETCHING and distance is not None:
                 continue  # a prefetch makes room for what is needed now, not for another prefetch

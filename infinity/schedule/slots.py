@@ -1,4 +1,4 @@
-"""Device memory for fetched weights: three ways to fill it, one interface, one byte budget."""
+"""Device memory for fetched weights: one interface and one byte budget, wherever they come from and go."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from infinity.errors import SwapTimeoutError
-from infinity.io.arena import Lease, PinnedArena
+from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.schedule.backing import Backing, UnitWeights
@@ -30,17 +30,8 @@ class SlotPool(Protocol):
 
     def free(self, slot: Slot) -> None: ...
 
-
-class HomeSlots:
-    """Weights in RAM, used on the CPU: the slot is their home."""
-
-    def start(self, home: UnitWeights) -> Fetch | None:
-        if home.lease is None:
-            raise AssertionError("weights on NVMe in a pool of homes")
-        return _Landed(HostSlot(home.lease.tensor(), None))
-
-    def free(self, slot: Slot) -> None:
-        slot.free()
+    def counts(self, home: UnitWeights) -> bool:
+        """Whether a slot of these weights takes of the budget: evicting them makes room for others."""
 
 
 class _Landed:
@@ -54,20 +45,24 @@ class _Landed:
         return self._slot
 
 
-class LeaseSlots:
-    """Weights on NVMe, used on the CPU: read straight into a lease, which is the slot.
+class HostSlots:
+    """Weights used on the CPU. In RAM their home is the slot; on NVMe they are read straight into a lease, which is.
 
     The arena's free space is the budget: everything else in it was leased before.
     """
 
-    def __init__(self, arena: PinnedArena, store: SwapStore) -> None:
-        self._arena = arena
-        self._store = store
-        self._long_bytes = arena.free_bytes // 4
+    def __init__(self, backing: Backing) -> None:
+        self._backing = backing
+        self._long_bytes = backing.arena.free_bytes // 4
 
     def start(self, home: UnitWeights) -> Fetch | None:
-        lease = self._arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
-        return None if lease is None else _LeaseFetch(lease, _read(self._store, home, lease))
+        if home.lease is not None:
+            return _Landed(HostSlot(home.lease.tensor(), None))
+        lease = self._backing.arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
+        return None if lease is None else _LeaseFetch(lease, _read(self._backing.require_store(), home, lease))
+
+    def counts(self, home: UnitWeights) -> bool:
+        return home.lease is None
 
     def free(self, slot: Slot) -> None:
         slot.free()
@@ -125,6 +120,9 @@ class CudaSlots:
                 return lease
         return None
 
+    def counts(self, home: UnitWeights) -> bool:
+        return True
+
     def give_back(self, nbytes: int) -> None:
         self._free_bytes += nbytes
 
@@ -162,17 +160,13 @@ class _UploadFetch:
 
 
 def open_slots(backing: Backing) -> SlotPool:
-    """The pool that fits the device and the tier of the weights."""
+    """The pool that fits the device."""
     device = backing.device
     if isinstance(device, CudaDevice):
         return CudaSlots(backing, device)
     if not isinstance(device, CpuDevice):
         raise AssertionError(f"no slots for {device}")
-    if backing.plan.weights == "nvme":
-        if backing.store is None:
-            raise AssertionError("weights on NVMe without a store")
-        return LeaseSlots(backing.arena, backing.store)
-    return HomeSlots()
+    return HostSlots(backing)
 
 
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,9 @@ class Plan:
     """What was decided.
 
     Attributes:
-        weights, optimizer: resolved tiers (device | host | nvme).
+        weights, optimizer: resolved tiers (device | host | nvme); nvme where only some are in RAM.
+        weights_in_ram, states_in_ram: the units, by index, whose weights, or optimizer states, are in host memory for
+            good.
         activations: resolved (keep | recompute).
         master: of bf16 weights.
         moments: how exp_avg and exp_avg_sq are kept, where they may be.
@@ -24,13 +26,15 @@ class Plan:
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
         upload_bytes: host memory that reads land in before they are copied to a GPU.
+        unit_count, trained_count: units, and those of them that have optimizer states.
         weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the
             optimizer's: residual and moments.
+        weight_ram_bytes, state_ram_bytes: of those in RAM.
         device_bytes, host_bytes: what the plan takes of each budget.
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file, all slots.
-        step_bytes: predicted NVMe traffic of one step with one micro-batch, read and written; every moment there is
-            room for is used. Over `commit_every` steps, what a commit writes beside is shared out.
+        step_read_bytes, step_written_bytes: predicted NVMe traffic of one step with one micro-batch; every moment
+            there is room for is used. Over `commit_every` steps, what a commit writes beside is shared out.
         swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
             None where it has not.
     """
@@ -38,6 +42,8 @@ class Plan:
     device: str
     weights: str
     optimizer: str
+    weights_in_ram: frozenset[int]
+    states_in_ram: frozenset[int]
     activations: str
     master: _native.MasterName
     moments: _native.MomentsName
@@ -47,8 +53,12 @@ class Plan:
     gradient_fp32: bool
     numel: int
     trainable_numel: int
+    unit_count: int
+    trained_count: int
     weight_bytes: int
     state_bytes: int
+    weight_ram_bytes: int
+    state_ram_bytes: int
     gradient_bytes: int
     slot_bytes: int
     staging_bytes: int
@@ -61,8 +71,14 @@ class Plan:
     device_budget: int
     host_budget: int
     swap_bytes: int
-    step_bytes: int
+    step_read_bytes: int
+    step_written_bytes: int
     swap_rate: float | None = None
+
+    @property
+    def step_bytes(self) -> int:
+        """Predicted NVMe traffic of one step, both directions."""
+        return self.step_read_bytes + self.step_written_bytes
 
     @property
     def step_io_s(self) -> float | None:
@@ -73,9 +89,15 @@ class Plan:
     def arena_bytes(self) -> int:
         """Exact size of the one pinned allocation."""
         on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
-        home = self.weight_bytes if self.weights != "nvme" else 0
-        states = self.state_bytes if self.optimizer == "host" else 0
-        return home + states + self.gradient_bytes + self.staging_bytes + self.upload_bytes + on_device
+        held = self.weight_ram_bytes + self.state_ram_bytes
+        return held + self.gradient_bytes + self.staging_bytes + self.upload_bytes + on_device
+
+    @staticmethod
+    def _describe_share(tier: str, held_bytes: int, held: int, count: int) -> str:
+        """How much of what is on NVMe is in RAM all the same; '' where that is nothing."""
+        if tier != "nvme" or not held:
+            return ""
+        return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)"
 
     def _describe_generations(self) -> str:
         if not self.commit_every:
@@ -91,9 +113,13 @@ class Plan:
         return "\n".join(
             [
                 f"{self.numel / 1e6:.1f} M parameters, {self.trainable_numel / 1e6:.1f} M trained, on {self.device}",
-                f"  weights      {self.weights:<7}{format_bytes(self.weight_bytes):>12}",
+                f"  weights      {self.weights:<7}{format_bytes(self.weight_bytes):>12}"
+                + self._describe_share(self.weights, self.weight_ram_bytes, len(self.weights_in_ram), self.unit_count),
                 f"  optimizer    {self.optimizer:<7}{format_bytes(self.state_bytes):>12}  (master {self.master}, "
-                f"{self.moments} {' and '.join(self.stored) or 'no moments'})",
+                f"{self.moments} {' and '.join(self.stored) or 'no moments'})"
+                + self._describe_share(
+                    self.optimizer, self.state_ram_bytes, len(self.states_in_ram), self.trained_count
+                ),
                 f"  gradients    host   {format_bytes(self.gradient_bytes):>12}  ({accumulation})",
                 f"  activations  {self.activations}",
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for "
