@@ -153,9 +153,19 @@ class IOEngine:
     @property
     def reason(self) -> str: ...
     def read(
-        self, file: File, offset: int, into: Buffer, io_class: IOClassName = "weights", *, verify: bool = True
+        self,
+        file: File,
+        offset: int,
+        into: Buffer,
+        io_class: IOClassName = "weights",
+        *,
+        verify: bool = True,
+        after: IOFuture | None = None,
     ) -> IOFuture:
-        """Without `verify` the pages are not compared with what was written."""
+        """Without `verify` the pages are not compared with what was written.
+
+        With `after` the read begins when that is done, and fails as that does.
+        """
     def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
     def sync(self, file: File) -> IOFuture:
         """fdatasync of every member: what was complete before this call survives a power cut once it is done.
@@ -313,6 +323,8 @@ class StateStream:
 
     Args:
         offset, write_offset: where it is read from and written to in the file; None: written where it was read.
+        source: (weights only) the current values, which stay as they are; new ones go to `memory` and the file.
+        current: False: `memory` is only where new values go; the current ones are read from the file.
     """
 
     def __init__(
@@ -321,6 +333,9 @@ class StateStream:
         file: File | None = None,
         offset: int = 0,
         write_offset: int | None = None,
+        *,
+        source: Buffer | None = None,
+        current: bool = True,
     ) -> None: ...
 
 class UpdatePipeline:
@@ -336,8 +351,10 @@ class UpdatePipeline:
         isa: str | None = None,
     ) -> None: ...
     @staticmethod
-    def staging_tile_bytes(numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName) -> int:
-        """Bytes of a tile of `numel` elements whose streams are all in a file."""
+    def staging_tile_bytes(
+        numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
+    ) -> int:
+        """Bytes of a tile of `numel` elements whose states are all in a file; with `gradients` those, too."""
     def submit(
         self,
         *,
@@ -354,7 +371,7 @@ class UpdatePipeline:
         residual: StateStream | None = None,
         exp_avg: StateStream | None = None,
         exp_avg_sq: StateStream | None = None,
-        grad: Buffer,
+        grad: Buffer | StateStream,
     ) -> UpdateFuture:
         """A moment that no segment's rule uses may be left out.
 
@@ -362,6 +379,10 @@ class UpdatePipeline:
 
         Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
         """
+    def withdraw(self, update: UpdateFuture) -> bool:
+        """Take a job back of which nothing was begun: it fails as canceled. False, and it goes on, otherwise."""
+    def cancel(self, update: UpdateFuture) -> None:
+        """Begin no more tiles of a job; unless it was done it fails as canceled once nothing of it is in flight."""
     def counters(self) -> dict[str, int]:
         """tiles, adam_ns, read_wait_ns, write_wait_ns."""
     def close(self) -> None: ...

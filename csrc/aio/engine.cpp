@@ -211,6 +211,21 @@ Future IoEngine::submit(const IoRequest& request) {
   return future;
 }
 
+Future IoEngine::submit_after(const std::shared_ptr<IoEngine>& engine, const Future& first, const IoRequest& request) {
+  check(request);
+  auto chained = std::make_shared<Completion>();
+  // The callbacks must not own the futures that own them.
+  first->then([engine, chained, request, done = first.get()] {
+    if (done->failure()) {
+      chained->complete(done->failure());
+      return;
+    }
+    const Future second = engine->submit(request);
+    second->then([chained, raw = second.get()] { chained->complete(raw->failure()); });
+  });
+  return chained;
+}
+
 Future IoEngine::sync(const std::shared_ptr<SwapFile>& file) {
   return submit({OpKind::sync, IoClass::weights, file, 0, nullptr, file->members().size()});
 }

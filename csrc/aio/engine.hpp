@@ -44,6 +44,9 @@ class IoEngine {
   // Throws std::invalid_argument for misaligned or empty requests. Never waits for a device.
   Future submit(const IoRequest& request);
 
+  // The same once `first` is done, without a thread that waits for it; a failure of `first` is the result.
+  static Future submit_after(const std::shared_ptr<IoEngine>& engine, const Future& first, const IoRequest& request);
+
   // fdatasync of every member: when the future is done, what was written and completed before this call survives a
   // power cut. After a failure nothing is known of any of it; a second sync may succeed without having written a thing.
   Future sync(const std::shared_ptr<SwapFile>& file);

@@ -65,10 +65,12 @@ std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t blo
 }
 
 std::unique_ptr<PyFuture> submit(const PyEngine& engine, OpKind kind, const PyFile& file, std::uint64_t offset,
-                                 const py::handle& buffer, const std::string& io_class, bool verify = true) {
+                                 const py::handle& buffer, const std::string& io_class, bool verify = true,
+                                 const PyFuture* after = nullptr) {
   Memory memory = memory_from(buffer, kind == OpKind::read, kind == OpKind::read ? "into" : "data");
   const IoRequest request{kind, class_from(io_class), file.get(), offset, memory.data, memory.nbytes, !verify};
-  Future future = engine.get()->submit(request);
+  Future future =
+      after == nullptr ? engine.get()->submit(request) : IoEngine::submit_after(engine.get(), after->get(), request);
   return std::make_unique<PyFuture>(std::move(future), std::vector<Memory>{std::move(memory)});
 }
 
@@ -204,10 +206,11 @@ void bind_aio(py::module_& module) {
       .def(
           "read",
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& into,
-             const std::string& io_class,
-             bool verify) { return submit(engine, OpKind::read, file, offset, into, io_class, verify); },
+             const std::string& io_class, bool verify, const PyFuture* after) {
+            return submit(engine, OpKind::read, file, offset, into, io_class, verify, after);
+          },
           py::arg("file"), py::arg("offset"), py::arg("into"), py::arg("io_class") = "weights", py::kw_only(),
-          py::arg("verify") = true)
+          py::arg("verify") = true, py::arg("after") = nullptr)
       .def(
           "write",
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& data,

@@ -6,17 +6,21 @@
 namespace infinity::bindings {
 namespace {
 
-// A stream with the buffer that backs it.
+// A stream with the buffers that back it.
 struct PyStream {
   StateStream stream;
   Memory memory;
+  Memory source;
 };
 
 PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t offset,
-                     std::optional<std::uint64_t> write_offset) {
+                     std::optional<std::uint64_t> write_offset, const py::object& source, bool current) {
   PyStream result;
   if (!memory.is_none()) result.memory = memory_from(memory, true, "memory");
+  if (!source.is_none()) result.source = memory_from(source, false, "source");
   result.stream.memory = result.memory.data;
+  result.stream.source = result.source.data;
+  result.stream.current = current;
   if (file != nullptr) result.stream.file = file->get();
   result.stream.offset = offset;
   result.stream.write_offset = write_offset.value_or(offset);
@@ -39,9 +43,23 @@ struct PyPipeline {
 };
 
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
+  if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
   // With a file, whole pages are written from the memory.
   require_fits(stream.memory, stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes, 4, name);
+}
+
+// Gradients: a stream, or the memory they are in.
+PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size_t itemsize) {
+  PyStream result;
+  if (py::isinstance<PyStream>(grad)) {
+    result = grad.cast<const PyStream&>();
+    if (result.stream.memory != nullptr) require_fits(result.memory, nbytes, itemsize, "grad");
+  } else {
+    result.memory = memory_of(grad, nbytes, itemsize, false, "grad");
+    result.stream.memory = result.memory.data;
+  }
+  return result;
 }
 
 // The future of an update, which also knows whether a result was not finite.
@@ -75,6 +93,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
     if (stream == nullptr) return StateStream{};
     require_room(*stream, nbytes, name);
     kept.push_back(stream->memory);
+    kept.push_back(stream->source);
     return stream->stream;
   };
   job.weight = take(&weight, numel * itemsize(job.format.weight), "weight");
@@ -83,14 +102,16 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   if (rest > 0) job.residual = take(residual, numel * rest, "residual");
   job.exp_avg = take(exp_avg, moment_bytes(job.format.moments, numel), "exp_avg");
   job.exp_avg_sq = take(exp_avg_sq, moment_bytes(job.format.moments, numel), "exp_avg_sq");
-  kept.push_back(memory_of(grad, numel * itemsize(job.format.grad), itemsize(job.format.grad), false, "grad"));
-  job.grad = kept.back().data;
+  const PyStream gradients = gradient_stream(grad, numel * itemsize(job.format.grad), itemsize(job.format.grad));
+  kept.push_back(gradients.memory);
+  job.grad = gradients.stream;
   Memory none;
   require_apart({{"weight", &weight.memory},
+                 {"the weight's source", &weight.source},
                  {"residual", rest > 0 ? &residual->memory : &none},
                  {"exp_avg", exp_avg != nullptr ? &exp_avg->memory : &none},
                  {"exp_avg_sq", exp_avg_sq != nullptr ? &exp_avg_sq->memory : &none},
-                 {"grad", &kept.back()},
+                 {"grad", &gradients.memory},
                  {"staging", &self.staging}});
   auto not_finite = job.not_finite;
   return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job)), std::move(kept),
@@ -112,7 +133,8 @@ py::dict counters_of(const PyPipeline& self) {
 void bind_update(py::module_& module) {
   py::class_<PyStream>(module, "StateStream")
       .def(py::init(&make_stream), py::arg("memory") = py::none(), py::arg("file") = nullptr, py::arg("offset") = 0,
-           py::arg("write_offset") = py::none());
+           py::arg("write_offset") = py::none(), py::kw_only(), py::arg("source") = py::none(),
+           py::arg("current") = true);
 
   py::class_<PyUpdate, PyFuture>(module, "UpdateFuture").def_property_readonly("finite", &PyUpdate::finite);
 
@@ -129,16 +151,31 @@ void bind_update(py::module_& module) {
            py::arg("isa") = py::none())
       .def_static(
           "staging_tile_bytes",
-          [](std::size_t numel, const std::string& weight_dtype, const std::string& master,
-             const std::string& moments) {
+          [](std::size_t numel, const std::string& weight_dtype, const std::string& master, const std::string& moments,
+             bool gradients) {
             const StateFormat format{dtype_from(weight_dtype), master_from(master), DType::fp32, moments_from(moments)};
-            return UpdatePipeline::staging_tile_bytes(format, numel);
+            return UpdatePipeline::staging_tile_bytes(format, numel, gradients);
           },
-          py::arg("numel"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"), py::arg("moments"))
+          py::arg("numel"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"), py::arg("moments"),
+          py::arg("gradients") = false)
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"))
+      .def(
+          "withdraw",
+          [](const PyPipeline& self, const PyUpdate& update) {
+            const py::gil_scoped_release unlocked;
+            return self.pipeline.get()->withdraw(update.get());
+          },
+          py::arg("update"))
+      .def(
+          "cancel",
+          [](const PyPipeline& self, const PyUpdate& update) {
+            const py::gil_scoped_release unlocked;
+            self.pipeline.get()->cancel(update.get());
+          },
+          py::arg("update"))
       .def("counters", &counters_of)
       .def("close", &PyPipeline::close);
 }

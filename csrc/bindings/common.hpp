@@ -55,6 +55,7 @@ class PyFuture {
   PyFuture(const PyFuture&) = delete;
   PyFuture& operator=(const PyFuture&) = delete;
 
+  [[nodiscard]] const Future& get() const { return future_; }
   [[nodiscard]] bool done() const { return future_->done(); }
   // Waits in slices without the GIL, so that Ctrl-C is served.
   [[nodiscard]] bool wait(std::optional<double> timeout_s) const;

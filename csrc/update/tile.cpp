@@ -1,5 +1,6 @@
 #include "update/tile.hpp"
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -13,20 +14,17 @@ static_assert(kCutNumel % kPageBytes == 0, "one byte per element, and a cut is s
 
 void check_stream(const StateStream& stream, const char* name) {
   const std::string what(name);
-  if (stream.memory == nullptr && stream.file == nullptr) {
-    throw std::invalid_argument(what + " is neither in memory nor in a file");
-  }
+  if (!stream.given()) throw std::invalid_argument(what + " is neither in memory nor in a file");
+  if (!stream.current && stream.file == nullptr) throw std::invalid_argument(what + " is read from no file");
   if (stream.file != nullptr && (stream.offset % kPageBytes != 0 || stream.write_offset % kPageBytes != 0 ||
                                  reinterpret_cast<std::uintptr_t>(stream.memory) % kPageBytes != 0)) {
     throw std::invalid_argument(what + " is not aligned to 4 KiB");
   }
 }
 
-bool given(const StateStream& stream) { return stream.memory != nullptr || stream.file != nullptr; }
-
 // A moment that no rule uses may be left out, and is not moved. Without arithmetic what is given is moved.
 const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
-  if (!(arithmetic ? used : given(stream))) return nullptr;
+  if (!(arithmetic ? used : stream.given())) return nullptr;
   check_stream(stream, name);
   return &stream;
 }
@@ -44,7 +42,7 @@ enum class Pages : std::uint8_t { read, written };
 bool checked(const Active& active, std::size_t index, Pages which) {
   const StateStream* stream = active.streams[index];
   if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
-  return which == Pages::written || stream->memory == nullptr;
+  return which == Pages::written ? active.written(index) : stream->read_from_file();
 }
 
 Span span_of(const Tile& tile, std::size_t index, Pages which, std::size_t begin, std::size_t end) {
@@ -103,6 +101,14 @@ std::vector<Sums> sums_of(const std::vector<Span>& spans) {
   return result;
 }
 
+// The weights of a piece whose new values go to another place of memory.
+void bring_piece(const Tile& tile, std::size_t begin, std::size_t end) {
+  const std::byte* source = tile.owner->job.weight.source;
+  if (source == nullptr) return;
+  const auto [from, to] = tile.owner->piece(0, begin, end);
+  std::memcpy(tile.memory[0] + from, source + tile.owner->bytes(0, tile.first) + from, to - from);
+}
+
 void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa) {
   const UpdateJob& job = tile.owner->job;
   if (!job.arithmetic) return;
@@ -111,8 +117,8 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   buffers.residual = tile.memory[1];
   buffers.exp_avg = tile.memory[2];
   buffers.exp_avg_sq = tile.memory[3];
-  buffers.grad = job.grad + tile.first * itemsize(job.format.grad);
-  buffers.weight_past_caches = job.weight.file == nullptr;
+  buffers.grad = tile.memory[kGrad];
+  buffers.weight_past_caches = job.weight.file == nullptr && job.weight.source == nullptr;
   const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
@@ -121,7 +127,6 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
 
 std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
   require(job.numel > 0, "a job needs at least one element");
-  require(job.grad != nullptr, "a job needs gradients in memory");
   check_format(job.format);
   check_segments(job.segments, job.numel, job.format);
   require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
@@ -134,7 +139,12 @@ std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::siz
                        [&](const Segment& segment) { return !segment.skip && (segment.hyper.*uses)(); });
   };
   check_stream(kept.weight, "weight");
+  check_stream(kept.grad, "grad");
+  require(kept.residual.source == nullptr && kept.exp_avg.source == nullptr && kept.exp_avg_sq.source == nullptr &&
+              kept.grad.source == nullptr,
+          "only weights have a source");
   active->streams[0] = &kept.weight;
+  active->streams[kGrad] = &kept.grad;
   if (residual_itemsize(kept.format.master) > 0) {
     check_stream(kept.residual, "residual");
     active->streams[1] = &kept.residual;
@@ -163,6 +173,7 @@ std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa) 
     const std::size_t end = std::min(begin + task, tile.numel);
     damage[index] = first_damage(pages(tile, Pages::read, begin, end));
     if (damage[index]) return;
+    bring_piece(tile, begin, end);
     update_piece(tile, begin, end, isa);
     sums[index] = sums_of(pages(tile, Pages::written, begin, end));
   });

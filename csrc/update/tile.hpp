@@ -15,7 +15,8 @@
 
 namespace infinity {
 
-inline constexpr std::size_t kStreams = 4;  // weight, residual, exp_avg, exp_avg_sq
+inline constexpr std::size_t kStreams = 5;  // weight, residual, exp_avg, exp_avg_sq, grad
+inline constexpr std::size_t kGrad = 4;     // is only read
 
 [[nodiscard]] constexpr std::size_t round_up_to_page(std::size_t nbytes) {
   return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes;
@@ -30,12 +31,18 @@ struct Active {
   std::optional<Failure> failure;
   const StateStream* streams[kStreams] = {};  // null: the job has none
 
-  [[nodiscard]] bool int8(std::size_t index) const { return index >= 2 && job.format.moments == Moments::int8; }
+  [[nodiscard]] bool int8(std::size_t index) const {
+    return index >= 2 && index != kGrad && job.format.moments == Moments::int8;
+  }
+  [[nodiscard]] bool written(std::size_t index) const {
+    return index != kGrad && streams[index] != nullptr && streams[index]->file != nullptr;
+  }
 
   // Bytes of the first `numel` elements of a stream, and where element `numel` begins, if a tile may begin there.
   [[nodiscard]] std::uint64_t bytes(std::size_t index, std::uint64_t numel) const {
     if (index == 0) return numel * itemsize(job.format.weight);
     if (index == 1) return numel * residual_itemsize(job.format.master);
+    if (index == kGrad) return numel * itemsize(job.format.grad);
     return moment_bytes(job.format.moments, numel);
   }
 

@@ -31,12 +31,12 @@ bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end
   });
 }
 
-Failure canceled() {
+Failure canceled(const char* why) {
   Failure failure;
   failure.kind = FailureKind::canceled;
   failure.operation = "update";
   failure.error_number = ECANCELED;
-  failure.cause = failure.message = "the update pipeline was closed";
+  failure.cause = failure.message = why;
   return failure;
 }
 
@@ -78,8 +78,8 @@ struct UpdatePipeline::Impl {
   void run() {
     std::unique_lock lock(mutex);
     for (;;) {
-      if (abandoned) cancel(lock, *abandoned);
-      if (stop) cancel(lock, canceled());
+      if (abandoned) cancel_all(lock, *abandoned);
+      if (stop) cancel_all(lock, canceled("the update pipeline was closed"));
       if (start_next_tile(lock)) continue;
       if (!reading.empty() && reading.front()->pending == 0) {
         auto tile = reading.front();
@@ -98,7 +98,7 @@ struct UpdatePipeline::Impl {
   }
 
   // Jobs whose tiles are not all started are given up; what is in flight goes on.
-  void cancel(std::unique_lock<std::mutex>& lock, const Failure& why) {
+  void cancel_all(std::unique_lock<std::mutex>& lock, const Failure& why) {
     while (!jobs.empty()) {
       auto active = jobs.front();
       jobs.pop_front();
@@ -148,8 +148,8 @@ struct UpdatePipeline::Impl {
       } else {
         tile->memory[index] = free;
         free += active.tile_bytes(index, tile_numel);
-        requests.push_back(request(OpKind::read, tile, index));
       }
+      if (stream->read_from_file()) requests.push_back(request(OpKind::read, tile, index));
     }
     transfer(lock, tile, requests,
              [this](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) { changed.notify_all(); });
@@ -171,8 +171,7 @@ struct UpdatePipeline::Impl {
     ++counters.tiles;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
-      const StateStream* stream = tile->owner->streams[index];
-      if (stream != nullptr && stream->file != nullptr) requests.push_back(request(OpKind::write, tile, index));
+      if (tile->owner->written(index)) requests.push_back(request(OpKind::write, tile, index));
     }
     if (requests.empty()) return tile_done(lock, tile);
     transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& held, const std::shared_ptr<Tile>& written) {
@@ -280,10 +279,33 @@ Future UpdatePipeline::submit(UpdateJob job) {
   return future;
 }
 
-std::size_t UpdatePipeline::staging_tile_bytes(const StateFormat& format, std::size_t numel) {
+bool UpdatePipeline::withdraw(const Future& job) {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    const auto found = std::find_if(impl_->jobs.begin(), impl_->jobs.end(),
+                                    [&](const auto& active) { return active->future == job && active->cursor == 0; });
+    if (found == impl_->jobs.end()) return false;
+    impl_->jobs.erase(found);
+  }
+  job->complete(canceled("the update was taken back"));
+  return true;
+}
+
+void UpdatePipeline::cancel(const Future& job) {
+  if (withdraw(job)) return;
+  std::unique_lock lock(impl_->mutex);
+  const auto found =
+      std::find_if(impl_->jobs.begin(), impl_->jobs.end(), [&](const auto& active) { return active->future == job; });
+  if (found != impl_->jobs.end() && !(*found)->failure) (*found)->failure = canceled("the update was taken back");
+  lock.unlock();
+  impl_->changed.notify_all();
+}
+
+std::size_t UpdatePipeline::staging_tile_bytes(const StateFormat& format, std::size_t numel, bool gradients) {
   const std::size_t moment = round_up_to_page(moment_bytes(format.moments, numel));
   return round_up_to_page(numel * itemsize(format.weight)) +
-         round_up_to_page(numel * residual_itemsize(format.master)) + 2 * moment;
+         round_up_to_page(numel * residual_itemsize(format.master)) + 2 * moment +
+         (gradients ? round_up_to_page(numel * sizeof(float)) : 0);
 }
 
 bool UpdatePipeline::abandoned() const {

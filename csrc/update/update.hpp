@@ -18,11 +18,19 @@ namespace infinity {
 // memory is current, is updated in place, and what was updated is written to the file too. Element 0 of the job is at
 // memory[0], is read from file offset `offset` and written to `write_offset`, which may be the same place; each is 4
 // KiB-aligned and has room for the last tile rounded up to 4 KiB.
+//
+// Two ways to have the new values in another place of memory than the old ones: `source` (weights only) holds the
+// current values and stays as it is; without `current` they are read from the file into `memory`.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;
   std::uint64_t write_offset = offset;
+  const std::byte* source = nullptr;
+  bool current = true;
+
+  [[nodiscard]] bool given() const { return memory != nullptr || file != nullptr; }
+  [[nodiscard]] bool read_from_file() const { return source == nullptr && (memory == nullptr || !current); }
 };
 
 struct UpdateJob {
@@ -34,9 +42,9 @@ struct UpdateJob {
   StateStream residual;  // unused for Master::weight and Master::none
   StateStream exp_avg;   // both moments are moved only where a segment's rule uses them
   StateStream exp_avg_sq;
-  const std::byte* grad = nullptr;  // in memory
-  bool whole = false;               // tiles that no segment touches are moved too: the states go to another place
-  bool arithmetic = true;           // false: the states are read and written back as they are (replaying the traffic)
+  StateStream grad;        // read only, in memory or in a file
+  bool whole = false;      // tiles that no segment touches are moved too: the states go to another place
+  bool arithmetic = true;  // false: the states are read and written back as they are (replaying the traffic)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
 };
 
@@ -72,12 +80,17 @@ class UpdatePipeline {
 
   // Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit the staging.
   Future submit(UpdateJob job);
+  // Takes a job back of which no tile was started: it fails with ECANCELED, having touched nothing. False, and the job
+  // goes on, when it was begun.
+  bool withdraw(const Future& job);
+  // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless it was done.
+  void cancel(const Future& job);
   [[nodiscard]] UpdateCounters counters() const;
   // True once a device was given up that may still use the staging: it must never be freed.
   [[nodiscard]] bool abandoned() const;
 
-  // Bytes of a tile of `numel` elements whose streams are all in a file; the dtype of the gradient does not matter.
-  [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel);
+  // Bytes of a tile of `numel` elements whose states are all in a file, and with `gradients` those, too.
+  [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel, bool gradients);
 
  private:
   struct Impl;

@@ -219,19 +219,25 @@ class SwapStore:
         at: int = 0,
         io_class: _native.IOClassName = "weights",
         verify: bool = True,
+        slot: int | None = None,
+        after: Transfer | None = None,
     ) -> Transfer:
         """Start reading bytes [at, at + len(into)) of an extent's newest values.
 
         Args:
             into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
             verify: compare every page with what was written there.
+            slot: read this one instead of the newest values.
+            after: begin when that is done, and fail as that does.
 
         Raises (from `Transfer.result`):
             SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
             SwapCorruptionError: a page differs from what was written there.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
-        future = self.engine.read(self.file, extent.offset + at, into, io_class, verify=verify)
+        offset = extent.offset if slot is None else extent.offsets[slot]
+        first = None if after is None else after.future
+        future = self.engine.read(self.file, offset + at, into, io_class, verify=verify, after=first)
         return Transfer(future, extent.unit, extent.state, self.step)
 
     def write(

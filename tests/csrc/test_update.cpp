@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t kNumel = 40 * 4096;
 constexpr std::size_t kTile = 4096;
 const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
-const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile);
+const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile, true);
 constexpr std::uint64_t kStates = 3 * kNumel * 4;  // bytes of one job's states
 constexpr std::uint64_t kJobs = 4;
 
@@ -50,7 +50,7 @@ struct Rig {
     result.weight = {nullptr, file, which * kStates};
     result.exp_avg = {nullptr, file, which * kStates + kNumel * 4};
     result.exp_avg_sq = {nullptr, file, which * kStates + 2 * kNumel * 4};
-    result.grad = grad->data();
+    result.grad.memory = grad->data();
     result.arithmetic = arithmetic;
     return result;
   }

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -349,3 +350,25 @@ def test_too_few_threads_are_an_os_error_and_not_the_end_of_the_process(thing: s
         """,
         thing,
     )
+
+
+def test_a_read_can_wait_for_what_comes_before_it_and_fails_as_that_does(tmp_path: Path) -> None:
+    arena = _native.Arena(1 << 20, huge_pages=False)
+    new, into = arena.view(0, 8192), arena.view(8192, 8192)
+    new[:] = bytes(range(256)) * 32
+    faults = [_native.Fault(2, "error", 5, operation="write")]
+    with closing(_native.IOEngine("threads", block_bytes=4096, faults=faults)) as engine:
+        file = _native.File(str(tmp_path / "swap"), create=True)
+        file.preallocate(1 << 20)
+        write = engine.write(file, 0, new)
+        read = engine.read(file, 0, into, after=write)
+        assert read.wait(60)
+        assert read.failure() is None
+        assert bytes(into) == bytes(new)
+        failing = engine.write(file, 8192, new)
+        read = engine.read(file, 8192, into, after=failing)
+        assert read.wait(60)
+        failure = read.failure()
+        assert failure is not None
+        assert failure.operation == "write"
+        file.close()

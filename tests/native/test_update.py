@@ -51,7 +51,9 @@ class Bench:
         self.file = _native.File(str(path / "states"), create=True)
         self.file.preallocate(8 << 20)
         self.pool = _native.ThreadPool(threads)
-        nbytes = _native.UpdatePipeline.staging_tile_bytes(tile, weight_dtype="bf16", master="split16", moments="fp32")
+        nbytes = _native.UpdatePipeline.staging_tile_bytes(
+            tile, weight_dtype="bf16", master="split16", moments="fp32", gradients=True
+        )
         self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.take(3 * nbytes), tile, nbytes)
         self.values = initial()
         self.memory: dict[str, memoryview] = {}
@@ -77,8 +79,13 @@ class Bench:
         return _native.StateStream(memory=view, file=file, offset=self.offsets[name])
 
     def submit(
-        self, streams: dict[str, _native.StateStream], segments: list[_native.Segment], *, whole: bool = False
-    ) -> _native.IOFuture:
+        self,
+        streams: dict[str, _native.StateStream],
+        segments: list[_native.Segment],
+        *,
+        whole: bool = False,
+        grad: _native.StateStream | None = None,
+    ) -> _native.UpdateFuture:
         return self.pipeline.submit(
             numel=NUMEL,
             weight_dtype="bf16",
@@ -87,7 +94,7 @@ class Bench:
             segments=segments,
             grad_scale=0.5,
             whole=whole,
-            grad=self.grad,
+            grad=self.grad if grad is None else grad,
             **streams,
         )
 
@@ -299,4 +306,93 @@ def test_closing_with_jobs_queued_cancels_them(tmp_path: Path) -> None:
         assert future.wait(60)
         failure = future.failure()
         assert failure is None or failure.errno == errno.ECANCELED
+    bench.close()
+
+
+@pytest.mark.parametrize("tile", [4096, 1 << 17])
+@pytest.mark.parametrize("write", [True, False])
+def test_new_weights_go_elsewhere_and_the_old_ones_stay(
+    write: bool, tile: int, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    """To other memory, to the file alone, or to both; what no segment touches goes there, too."""
+    for to_memory in (True, False):
+        if not (write or to_memory):
+            continue
+        bench = Bench(tmp_path, "io_uring", tile, 2)
+        bench.file.keep_checksums(8 << 20)
+        streams = {name: bench.stream(name, "file") for name in STATES}
+        source = bench.take(len(bench.values["weight"]))
+        source[:] = bench.values["weight"].tobytes()
+        target = bench.take(len(source)) if to_memory else None
+        streams["weight"] = _native.StateStream(
+            memory=target, source=source, file=bench.file if write else None, offset=bench.offsets["weight"]
+        )
+        future = bench.submit(streams, SEGMENTS, whole=True)
+        assert future.wait(60)
+        assert future.failure() is None
+        assert bytes(source) == bench.values["weight"].tobytes()
+        if target is not None:
+            assert bytes(target)[: len(expected["weight"])] == expected["weight"]
+        for name in STATES[0 if write else 1 :]:
+            assert bench.result(name, from_file=True) == expected[name], name
+        bench.close()
+
+
+def test_weights_can_be_read_from_the_file_into_the_memory_that_keeps_the_new_ones(
+    expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, "io_uring", 8192, 2)
+    bench.file.keep_checksums(8 << 20)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    memory = bench.take(len(bench.values["weight"]))
+    streams["weight"] = _native.StateStream(memory, bench.file, bench.offsets["weight"], current=False)
+    future = bench.submit(streams, SEGMENTS, whole=True)
+    assert future.wait(60)
+    assert future.failure() is None
+    assert bytes(memory)[: len(expected["weight"])] == expected["weight"]
+    assert bench.result("weight", from_file=True) == expected["weight"]
+    bench.close()
+
+
+@pytest.mark.parametrize("tile", [4096, 1 << 17])
+def test_gradients_are_read_from_the_file(tile: int, expected: dict[str, bytes], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "io_uring", tile, 2)
+    bench.file.keep_checksums(8 << 20)
+    assert bench.engine.write(bench.file, 6 << 20, bench.grad).wait(60)
+    written = bench.engine.counters()["write_bytes_states"]
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    future = bench.submit(streams, SEGMENTS, grad=_native.StateStream(file=bench.file, offset=6 << 20))
+    assert future.wait(60)
+    assert future.failure() is None
+    moved = bench.engine.counters()["write_bytes_states"] - written
+    assert moved <= sum(-(-NUMEL * ITEM[name] // 4096) * 4096 for name in STATES), "gradients are only read"
+    for name in STATES:
+        assert bench.result(name, from_file=True) == expected[name], name
+    bench.close()
+
+
+def test_a_job_is_taken_back_before_it_begins_or_stopped_after(tmp_path: Path) -> None:
+    """Of the first nothing is touched; of the second what was read stays, where it writes to another place."""
+    bench = Bench(tmp_path, "threads", 4096, 1)
+    for name in STATES:
+        bench.stream(name, "file")
+    there = 4 << 20
+    streams = {
+        name: _native.StateStream(file=bench.file, offset=bench.offsets[name], write_offset=bench.offsets[name] + there)
+        for name in STATES
+    }
+    before = {name: bench.result(name, from_file=True) for name in STATES}
+    first, *_, second = [bench.submit(streams, SEGMENTS, whole=True) for _ in range(8)]
+    assert bench.pipeline.withdraw(second)
+    failure = second.failure()
+    assert failure is not None
+    assert failure.kind == "canceled"
+    bench.pipeline.cancel(first)
+    assert first.wait(60)
+    assert not bench.pipeline.withdraw(first)
+    bench.pipeline.cancel(first)
+    assert {name: bench.result(name, from_file=True) for name in STATES} == before
+    third = bench.submit(streams, SEGMENTS, whole=True)
+    assert third.wait(60)
+    assert third.failure() is None
     bench.close()
