@@ -103,9 +103,10 @@ class Ledger:
             for index, states in backing.states[record.unit.index].items():
                 group = record.unit.groups[index]
                 groups[record.unit.index, index] = GroupGradients(
-                    record.unit, group, states.gradient, backing.device, backing.pool
+                    record.unit, group, states.gradient, states.spilled, backing.landing, backing.device, backing.pool
                 )
-        self.gradients = Gradients(groups, backing.device)
+        self.gradients = Gradients(groups, backing.landing, backing.device)
+        self._staying = frozenset(unit.index for unit in units if unit.resident)
         self.commits = Commits(backing)
         self._rng_before_forward: dict[str, Any] | None = None
         self.hooks: list[RemovableHandle] = []  # on parameters
@@ -160,12 +161,22 @@ class Ledger:
         with self._lock:
             for record in self.records:
                 record.held = record.unit.index in indices
+            with self._spilling():
+                self.gradients.backward_begins(indices, self._staying)
             for index in indices:
                 self._bring(self.records[index])
 
+    @contextmanager
+    def _spilling(self) -> Iterator[None]:
+        try:
+            yield
+        except SwapTimeoutError as error:
+            self.failed = error  # the device was given up: nothing else will come from it
+            raise
+
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land)."""
-        with self._lock:
+        with self._lock, self._spilling():
             began = time.perf_counter_ns()
             self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
             self.clock.gradient_ns += time.perf_counter_ns() - began
@@ -184,6 +195,8 @@ class Ledger:
         with self._lock:
             for record in self.records:
                 record.held = False
+            with self._spilling():
+                self.gradients.backward_begins((), ())
 
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
@@ -195,8 +208,11 @@ class Ledger:
     # -- what optim calls ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Bring everything to rest: no commit or fetch under way, gradients landed, parameters as infinity left
-        them."""
+        """Bring everything to rest: no commit or fetch under way, gradients landed, parameters as infinity left them.
+
+        Raises:
+            SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
+        """
         self.require_usable()
         self.require_untouched()
         with self._lock, self._committing():
@@ -208,7 +224,8 @@ class Ledger:
             for record in self.records:
                 if record.residency is Residency.FETCHING:
                     self._finish(record)
-            self.gradients.synchronize()
+            with self._spilling():
+                self.gradients.synchronize()
             self.backing.device.synchronize_uploads()
 
     def end_step(self, updated: Sequence[int]) -> None:

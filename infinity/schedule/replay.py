@@ -61,6 +61,8 @@ def _replay_passes(ledger: Ledger) -> None:
         ledger.release(index)
     for index in reversed(indices):
         ledger.hold([index])
+        for group in ledger.gradients.of_unit(index):
+            group.replay()
     ledger.end_backward()
 
 
@@ -81,6 +83,9 @@ def _replay_update(ledger: Ledger) -> None:
         raise
     for transfer in transfers:
         transfer.land()
+    for record in ledger.records:
+        for group in ledger.gradients.of_unit(record.unit.index):
+            group.forget()
     ledger.end_step(sorted(set(updated)))
 
 

@@ -85,7 +85,7 @@ def submit_update(
         residual=residual,
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
-        grad=gradients.view(),
+        grad=gradients.stream(),
     )
     return UpdateTransfer(future, record.unit.name, "optimizer states", ledger.steps + 1, tuple(streams.moves))
 
