@@ -34,7 +34,7 @@ from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
 from infinity.optim.sgd import SGD
-from infinity.runtime.offload import close, offload, resume
+from infinity.runtime.offload import close, offload, resume, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, track
 
@@ -73,6 +73,7 @@ __all__ = [
     "resume",
     "save_pretrained",
     "statistics",
+    "synchronize",
     "track",
 ]
 __version__ = "0.1.0"

@@ -77,6 +77,10 @@ class SwapConfig(_Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
+    overlap: Literal["auto", "during_backward", "before_forward", "off"] = "auto"
+    """When updates run: during_backward begins them before the step is decided and redoes what the step makes wrong;
+    before_forward begins them with the step and lets each unit's next use wait for its own; off: step() does it all;
+    auto: during_backward as long as that turns out right. Never changes a bit of the result."""
     commit_every: int = Field(default=0, ge=0)
     """Steps between durable generations; 0: never, states are updated in place."""
     keep: int = Field(default=1, ge=1, le=64)

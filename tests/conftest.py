@@ -92,6 +92,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Moments of every trained parameter, in fp32, by 'name.state'."""
+    infinity.synchronize(model)
     ledger, result = registry.ledger_of(model), {}
     for _, place in ledger.places():
         if not place.group.trainable:

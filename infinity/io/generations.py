@@ -82,14 +82,21 @@ class Generations:
 
     def destination(self, extent: Extent) -> int:
         """The slot that new values of a state go to: never one that a generation names."""
-        index = self._index[id(extent)]
-        named = {slots[index] for slots in self._kept.values()}
-        if extent.slot not in named:
+        if extent.slot not in self._named(extent):
             return extent.slot
-        free = [slot for slot in range(len(extent.offsets)) if slot not in named]
-        if not free:
+        free = self.spare(extent)
+        if free is None:
             raise AssertionError(f"no free slot for {extent.state} of unit '{extent.unit}'")
-        return free[0]
+        return free
+
+    def spare(self, extent: Extent) -> int | None:
+        """A slot that neither a generation names nor the newest values are in; None where there is none."""
+        taken = self._named(extent) | {extent.slot}
+        return next((slot for slot in range(len(extent.offsets)) if slot not in taken), None)
+
+    def _named(self, extent: Extent) -> set[int]:
+        index = self._index[id(extent)]
+        return {slots[index] for slots in self._kept.values()}
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
         """Write the manifest of the newest values as generation `step`. What they are must be durable already.

@@ -38,6 +38,7 @@ class Adagrad(OffloadedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        accumulation_steps: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -46,7 +47,14 @@ class Adagrad(OffloadedOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "eps": eps,
         }
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            maximize=maximize,
+            seed=seed,
+            accumulation_steps=accumulation_steps,
+        )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"sum": "exp_avg_sq"}

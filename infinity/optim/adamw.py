@@ -34,9 +34,17 @@ class Adam(OffloadedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        accumulation_steps: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            maximize=maximize,
+            seed=seed,
+            accumulation_steps=accumulation_steps,
+        )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {name: name for name in STORED[self._rule]}
@@ -71,6 +79,7 @@ class AdamW(Adam):
         amsgrad: refused.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
         seed: of stochastic rounding, see OffloadedOptimizer.
+        accumulation_steps: backward passes before each step; None: as many as the last time.
 
     Raises:
         ModelError: a parameter is not offloaded, or they are of several models.
@@ -91,6 +100,7 @@ class AdamW(Adam):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        accumulation_steps: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -102,4 +112,5 @@ class AdamW(Adam):
             maximize=maximize,
             max_grad_norm=max_grad_norm,
             seed=seed,
+            accumulation_steps=accumulation_steps,
         )

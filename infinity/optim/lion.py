@@ -36,9 +36,17 @@ class Lion(OffloadedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        accumulation_steps: int | None = None,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            maximize=maximize,
+            seed=seed,
+            accumulation_steps=accumulation_steps,
+        )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"exp_avg": "exp_avg"}

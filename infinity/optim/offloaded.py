@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity import _native
-from infinity.errors import ConfigError, InfinityError, ModelError, NonFiniteGradientError, ResumeError, SwapIOError
+from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
 from infinity.optim.handles import StateHandle
 from infinity.schedule import registry
 from infinity.schedule.gradients import GradientHandle, Place
 from infinity.schedule.interrupt import interrupts_deferred
 from infinity.schedule.ledger import Ledger
-from infinity.schedule.update import UpdateTransfer, submit_update
+from infinity.schedule.update import GroupUpdate, SegmentRequest
 from infinity.state.moments import Moment
 from infinity.state.records import OptimizerRecord, ParameterProgress
 
@@ -42,6 +41,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         maximize: go up the gradient.
         seed: of stochastic rounding (`moments: bf16`, `master: none`); with the step and the element it gives the
             random bits, so a run can be repeated to the bit.
+        accumulation_steps: backward passes before each step, so that updates begin during the last one; None: as many
+            as the last time. A wrong number costs time, never a bit.
 
     Attributes:
         last_grad_norm: global norm of the last step's gradients, before clipping.
@@ -61,12 +62,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         maximize: bool,
         seed: int,
+        accumulation_steps: int | None,
     ) -> None:
+        if accumulation_steps is not None and accumulation_steps < 1:
+            raise ConfigError(f"accumulation_steps must be at least 1, or None, not {accumulation_steps}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
         self._ledger: Ledger | None = None
         self._places: dict[nn.Parameter, Place] = {}
+        self._members: dict[int, list[tuple[nn.Parameter, int]]] = {}  # by unit: parameters and their param group
         self.max_grad_norm = max_grad_norm
+        self.accumulation_steps = accumulation_steps
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
@@ -122,6 +128,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._ledger is not None:
             self._require_room(self._ledger, group)
         self._places |= places
+        for parameter, place in places.items():
+            self._members.setdefault(place.unit.index, []).append((parameter, len(self.param_groups) - 1))
         self._claim(places)
 
     def _check(self, group: dict[str, Any]) -> None:
@@ -146,11 +154,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, then update every parameter that has a gradient. Returns when all states are in their tier.
+        """Clip, then update every parameter that has a gradient. Returns when it is decided what each update is; a
+        unit's next use waits for its own (with `overlap: off` all are done).
 
         Raises:
             NonFiniteGradientError: gradients were not finite several steps in a row; names the parameter.
-            SwapIOError: a transfer failed; the states are then partly updated, and every later call raises.
+            SwapIOError: a transfer failed, of this step or the one before, which it names; the states are then partly
+                updated, and every later call raises.
         """
         loss = None
         if closure is not None:
@@ -173,13 +183,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         active = self._active()
         total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
         self.last_grad_norm = math.sqrt(total) if not bad else float("nan")
-        updated: list[int] = []
         if bad:
             self._skip(bad)
         else:
             self._skips_in_a_row = 0
-            updated = self._update(active, self._grad_scale())
-        ledger.end_step(updated)
+            self._update(active, self._grad_scale())
+        ledger.end_step()
         ledger.clock.update_ns += time.perf_counter_ns() - began
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
@@ -210,7 +219,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return 1.0
         return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
 
+    @property
+    def guessed_scale(self) -> float:
+        """What gradients are multiplied by unless they are clipped."""
+        return 1.0
+
+    def guess(self, unit: int) -> dict[int, GroupUpdate]:
+        """What the next step wants of a unit's groups if nothing is clipped and nothing changes."""
+        active = [
+            (parameter, self._places[parameter], self.param_groups[index])
+            for parameter, index in self._members.get(unit, ())
+            if parameter.grad is not None
+        ]
+        requests, _ = self._requests(active, self.guessed_scale)
+        return {group_index: request for (_, group_index), request in requests.items()}
+
     def _skip(self, bad: str) -> None:
+        self.ledger.skip()
         self.skipped_steps += 1
         self._skips_in_a_row += 1
         logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
@@ -221,8 +246,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "of the last good step. Lower the learning rate, check the data and the loss for NaN."
             )
 
-    def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> list[int]:
-        segments: dict[tuple[int, int], list[_native.Segment]] = {}
+    def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> None:
+        requests, after = self._requests(active, grad_scale)
+        self.ledger.update(requests)
+        for parameter, state in after.items():
+            self.state[parameter].update(state)
+
+    def _requests(
+        self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float
+    ) -> tuple[dict[tuple[int, int], GroupUpdate], dict[nn.Parameter, dict[str, Any]]]:
+        """What is to be done to each (unit, group), and the state of each parameter after that."""
+        segments: dict[tuple[int, int], list[SegmentRequest]] = {}
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
         for parameter, place, group in active:
@@ -231,58 +265,31 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 where = place.unit.index, place.group_index
                 segments.setdefault(where, []).append(segment)
                 used.setdefault(where, set()).update(self.moments(group).values())
-        transfers: list[UpdateTransfer] = []
-        try:
-            for where in sorted(segments):
-                ordered = sorted(segments[where], key=lambda segment: segment.begin)
-                transfers.append(submit_update(self.ledger, *where, ordered, grad_scale, moments=used[where]))
-        except BaseException as error:
-            if transfers:
-                self.ledger.failed = InfinityError(f"a step was begun and not finished: {error}")
-            raise
-        finally:
-            self._wait(transfers)
-        for parameter, state in after.items():
-            self.state[parameter].update(state)
-        return sorted({index for index, _ in segments})
+        requests = {
+            where: GroupUpdate(
+                tuple(sorted(found, key=lambda segment: segment.begin)), frozenset(used[where]), grad_scale
+            )
+            for where, found in segments.items()
+        }
+        return requests, after
 
     def _segment(
         self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
-    ) -> tuple[_native.Segment, dict[str, Any]]:
+    ) -> tuple[SegmentRequest, dict[str, Any]]:
         """What the next step of a parameter is, and its state after that."""
         state = self.state[parameter]
         step, used = state.get("step", 0) + 1, self.moments(group)
         begun: dict[str, bool] = state.get("begun", {})
-        segment = _native.Segment(
-            place.spec.offset,
-            place.spec.offset + place.spec.numel,
-            **self.hyperparameters(group),
-            maximize=bool(group["maximize"]),
-            step=step,
-            index=place.spec.index,
-            seed=int(group["seed"]),
-            fresh=not used.keys() <= begun.keys(),
-        )
+        options = self.hyperparameters(group) | {
+            "maximize": bool(group["maximize"]),
+            "step": step,
+            "index": place.spec.index,
+            "seed": int(group["seed"]),
+            "fresh": not used.keys() <= begun.keys(),
+        }
+        begin = place.spec.offset
+        segment = SegmentRequest(begin, begin + place.spec.numel, tuple(options.items()))
         return segment, {"step": step, "begun": begun | dict.fromkeys(used, True)}
-
-    def _wait(self, transfers: list[UpdateTransfer]) -> None:
-        for transfer in transfers:
-            try:
-                transfer.result()
-            except SwapIOError as error:
-                self.ledger.failed = self.ledger.failed or error
-                continue
-            if not transfer.finite:
-                logger.warning(
-                    "step %d: a weight or a moment of unit '%s' is not finite any more; the learning rate may be too "
-                    "high",
-                    self.ledger.steps + 1,
-                    transfer.unit,
-                )
-        if isinstance(self.ledger.failed, InfinityError):
-            raise self.ledger.failed
-        for transfer in transfers:
-            transfer.land()
 
     def checkpoint(self) -> OptimizerRecord:
         """What a generation keeps of this optimizer beside the states in the store."""
@@ -343,10 +350,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""
-        for parameter, place in self._places.items():
+        self.ledger.drop_gradients(self._places.values())
+        for parameter in self._places:
             parameter.grad = None
-            if place.group.trainable:
-                self.ledger.gradients.of(place).drop(place.spec.name)
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""

@@ -37,6 +37,7 @@ class SGD(OffloadedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         seed: int = 0,
+        accumulation_steps: int | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -45,7 +46,14 @@ class SGD(OffloadedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, max_grad_norm=max_grad_norm, maximize=maximize, seed=seed)
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            maximize=maximize,
+            seed=seed,
+            accumulation_steps=accumulation_steps,
+        )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"momentum_buffer": "exp_avg"} if group["momentum"] else {}

@@ -11,6 +11,7 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
+from infinity.plan.early import plan_early
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
 from infinity.plan.spilling import GradientPlacement, gradient_placements
@@ -55,6 +56,9 @@ def make_plan(
     slots = _slot_bytes(totals, placed, budgets)
     _require_paths(config, placed, gradients)
     swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
+    early = plan_early(config, totals, placed, swap, budgets.host - host_bytes)
+    swap += early.spare_bytes
     read, written = _step_bytes(config, totals, placed, gradients)
     return Plan(
         device=str(device),
@@ -70,6 +74,10 @@ def make_plan(
         stored=stored,
         commit_every=config.commit_every,
         keep=config.keep,
+        overlap=early.overlap,
+        spare_units=early.spare_units,
+        shadow_bytes=early.shadow_bytes,
+        overlap_reason=early.reason,
         gradient_fp32=gradients.fp32,
         numel=sum(unit.numel for unit in units),
         trainable_numel=sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs),
@@ -88,7 +96,7 @@ def make_plan(
         tile_bytes=staging.tile_bytes,
         threads=threads,
         device_bytes=0 if budgets.on_cpu and placed.weights == "host" else slots,
-        host_bytes=staging.nbytes + placed.host_bytes + gradients.host_bytes(totals),
+        host_bytes=host_bytes + early.shadow_bytes + totals.checksum_bytes(early.spare_bytes),
         device_budget=budgets.device,
         host_budget=budgets.host,
         swap_bytes=swap,

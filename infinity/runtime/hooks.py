@@ -73,8 +73,11 @@ class Scope:
     and cleans up.
     """
 
-    def __init__(self, ledger: Ledger, parameters: list[nn.Parameter], structure: Structure) -> None:
+    def __init__(
+        self, ledger: Ledger, parameters: list[nn.Parameter], structure: Structure, ends: BackwardEnds
+    ) -> None:
         self._ledger = ledger
+        self._ends = ends
         self._structure = structure
         self._saved = SavedTensors(ledger)
         self._depth = 0
@@ -113,6 +116,7 @@ class Scope:
         self._refuse_autocast()
         self._structure.require_unchanged()
         self._ledger.reset()
+        self._ends.forget()
         training = torch.is_grad_enabled()
         self._ledger.begin_forward(training=training)
         if training:
@@ -265,24 +269,35 @@ class ParameterHooks(Guard):
 
 
 class BackwardEnds:
-    """One callback at the end of every backward pass in which a gradient arrived."""
+    """One callback at the end of every backward pass in which a gradient arrived.
+
+    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._task = -1
+        self._tasks: list[int] = []  # of the passes under way, the innermost last
         self.taken: list[nn.Parameter] = []
+
+    def forget(self) -> None:
+        """A forward begins, in no backward: passes that did not end were interrupted."""
+        self._tasks.clear()
 
     def watch(self) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task and task != -1:
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if task == -1 or task in self._tasks:
+            return
+        if not self._tasks:
+            self._ledger.begin_backward()
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
-    def _end(self) -> None:
-        self._task = -1
-        self._ledger.end_backward()
+    def _end(self, task: int) -> None:
+        if task in self._tasks:
+            del self._tasks[self._tasks.index(task) :]
         # torch.autograd.grad runs hooks on leaves, too, but accumulates nothing: put their handles back.
         for parameter in self.taken:
             if parameter.grad is None:
                 parameter.grad = GradientHandle(parameter)
         self.taken.clear()
+        self._ledger.end_backward(outermost=not self._tasks)

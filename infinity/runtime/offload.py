@@ -202,6 +202,17 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
     registry.ledger_of(model).close(discard=discard)
 
 
+def synchronize(model: nn.Module) -> None:
+    """Wait until all updates of the last step are done. Nothing needs this to be right (fetches, evaluation, saving and
+    commits wait for what they use): it is for measuring, and for hearing of a failure now.
+
+    Raises:
+        ModelError: the model was never offloaded.
+        InfinityError: an update failed; names the step.
+    """
+    registry.ledger_of(model).fence()
+
+
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
     """Give meta parameters a device (autograd will not change it later); ties stay ties."""
     placed: dict[nn.Parameter, nn.Parameter] = {}
@@ -241,7 +252,8 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
     parameters = [parameter for named in found.parameters for parameter in named.values()]
-    scope = Scope(ledger, parameters, Structure(model))
+    ends = BackwardEnds(ledger)
+    scope = Scope(ledger, parameters, Structure(model), ends)
     for site in found.sites:
         site.module.register_forward_pre_hook(SiteEnter(ledger, site.units))
         site.module.register_forward_hook(SiteLeave(ledger, site.units), always_call=True)
@@ -249,7 +261,6 @@ def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
     for module in found.scopes:
         module.register_forward_pre_hook(ScopeEnter(scope), prepend=True)
         module.register_forward_hook(ScopeLeave(scope), always_call=True)
-    ends = BackwardEnds(ledger)
     for parameter, place in ledger.places():
         if place.group.trainable:
             hooks = ParameterHooks(ledger, parameter, place, ends)

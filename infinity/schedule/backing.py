@@ -166,6 +166,16 @@ class Backing:
             for states in groups.values():
                 yield from states.homes()
 
+    def destination(self, extent: Extent) -> int:
+        """The slot that new values of a state go to."""
+        return extent.slot if self.generations is None else self.generations.destination(extent)
+
+    def spare_slot(self, extent: Extent) -> int | None:
+        """A slot whose bytes nobody will ever want; None where there is none."""
+        if self.generations is not None:
+            return self.generations.spare(extent)
+        return next((slot for slot in range(len(extent.offsets)) if slot != extent.slot), None)
+
     def require_store(self) -> SwapStore:
         if self.store is None:
             raise AssertionError("an extent without a store")
@@ -254,7 +264,7 @@ def _manifests_bytes(layout: ExtentMap, plan: Plan) -> int:
 def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent | None], dict[int, _PlannedHomes]]:
     """Extents for what lives on NVMe, and for everything where generations are kept. A unit's lie side by side."""
     kept = plan.commit_every > 0
-    slots = plan.keep + 1 if kept else 1
+    slots = plan.keep + 1 if kept else 1 + (unit.index in plan.spare_units)
     weights: list[Extent | None] = []
     for index, group in enumerate(unit.groups):
         extent = None

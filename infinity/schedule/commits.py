@@ -1,24 +1,29 @@
 """When generations are made, and what goes into them beside the states.
 
 [Note: when a commit is begun and when it is finished]
-A commit is begun when the step ends: RAM-held states are written and the fdatasync starts. It is finished when the
-next training forward begins: what is tracked is as the top of the loop has it (see tracking.py), and the manifest is
-written. So nothing of the next step is written before. An explicit infinity.commit and the end of a run finish it, too.
+A commit is begun when the step is decided. When the next training forward begins its body is frozen: what is tracked is
+as the top of the loop has it (see tracking.py). Meanwhile the updates go on; when the last one has landed, what is in
+RAM and was not written with them is written, and the fdatasync starts. When that is done, too, the manifest is written:
+the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit and the
+end of a run finish it, too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from infinity.errors import ConfigError, InfinityError, ModelError, ResumeError, SwapIOError
+from infinity.io import document
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.schedule import rng
 from infinity.schedule.backing import Backing
 from infinity.schedule.interrupt import interrupts_deferred
 from infinity.schedule.tracking import Stateful, Tracking, is_data
+from infinity.schedule.update import GroupUpdate
 from infinity.state.records import Body, ModelRecord, OptimizerRecord
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,17 @@ class Checkpointed(Protocol):
     def take_up(self, saved: OptimizerRecord) -> None: ...
 
     def take_up_hyperparameters(self, saved: OptimizerRecord) -> None: ...
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Backward passes before a step; None: as many as the last time."""
+
+    @property
+    def guessed_scale(self) -> float:
+        """What the gradients will be multiplied by, unless the step clips."""
+
+    def guess(self, unit: int) -> dict[int, GroupUpdate]:
+        """What the next step will want of a unit's groups, as far as is known now."""
 
 
 class Resumed:
@@ -68,7 +84,8 @@ class Resumed:
 
 
 class Commits:
-    """The generations of a run. Life cycle of each: begin() → finish(), or abandon(); nothing is written in between.
+    """The generations of a run. Life cycle of each: begin() → forward_begins() → written() → finish(); the two in the
+    middle may come in either order or be left to finish(), which needs all updates of the step landed.
 
     Attributes:
         tracking: what was given to infinity.track.
@@ -82,6 +99,7 @@ class Commits:
         self._begun: int | None = None
         self._owed = False
         self._sync: Transfer | None = None
+        self._body: dict[str, Any] | None = None
         self.tracking = Tracking(self._around)
         self._optimizers: list[Checkpointed] = []
         self.buffers: Callable[[], dict[str, Any]] = dict
@@ -111,6 +129,11 @@ class Commits:
             self._optimizers = before
             raise
         self._optimizers.append(optimizer)
+
+    @property
+    def sole_optimizer(self) -> Checkpointed | None:
+        """The optimizer, where there is one only."""
+        return self._optimizers[0] if len(self._optimizers) == 1 else None
 
     def require_entered(self, optimizer: Checkpointed) -> None:
         """Raises ModelError when another optimizer took the place of this one."""
@@ -150,18 +173,36 @@ class Commits:
         return None if self._backing.generations is None else self._backing.generations.newest
 
     def begin(self, step: int) -> None:
-        """All states are those after `step`: bring those in RAM to the store and start making them durable.
+        """All states will be those after `step`.
 
         Raises:
-            SwapIOError: the device failed.
             ConfigError: what is tracked cannot be kept.
         """
         if self._begun == step:
             return
-        self._write_dirty()
-        self._sync = self._backing.require_store().sync()
         self.tracking.step_ended()
         self._begun, self._owed = step, False
+        self._sync = self._body = None
+
+    def written(self) -> None:
+        """All updates of the step have landed: write what they did not, and start making it durable. Once.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        if self._begun is not None and self._sync is None:
+            self._write_dirty()
+            self._sync = self._backing.require_store().sync()
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is known what goes into the generation under way beside the states."""
+        return self._body is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether finish() would wait for nothing but small files."""
+        return self.frozen and self._sync is not None and self._sync.done()
 
     def _write_dirty(self) -> None:
         generations, store = self._backing.generations, self._backing.require_store()
@@ -181,22 +222,26 @@ class Commits:
             home.stored().slot, home.dirty = slot, False
 
     def forward_begins(self) -> None:
-        """Finish the commit that was begun, for a training forward follows.
+        """The loop is at its top: freeze what the commit that was begun keeps of it.
 
         Where several optimizers step in turn the loop is only known to be at its top when its loader was asked: until
         then the commit waits, and another step takes its place.
         """
         waits = len(self._optimizers) > 1 and self.tracking.has_data and not self.tracking.at_top
-        if not waits:
-            self.finish(before_forward=True)
+        if self.under_way and not self.frozen and not waits:
+            with self._telling():
+                self._body = document.copy_of(self._body_now(before_forward=True))
         self.tracking.forward_begins()
 
     def step_begins(self) -> None:
-        """A commit that no forward has finished gives way: another optimizer steps in the same iteration.
+        """Something will be written. A commit that a forward has frozen is finished; one that no forward has, gives
+        way: another optimizer steps in the same iteration. All updates have landed.
 
         Raises:
-            SwapIOError: its fdatasync failed.
+            InfinityError: the commit failed.
         """
+        if self.frozen:
+            self.finish()
         if self._begun is None:
             return
         sync, self._sync = self._sync, None
@@ -204,11 +249,9 @@ class Commits:
         if sync is not None:
             sync.result()
 
-    def finish(self, *, before_forward: bool = False) -> None:
-        """Make the generation that was begun, if one was; when this returns it survives a power cut.
-
-        Args:
-            before_forward: a training forward follows at once.
+    def finish(self) -> None:
+        """Make the generation that was begun, if one was; when this returns it survives a power cut. All updates of
+        its step have landed.
 
         Raises:
             InfinityError: an fsync or a write failed, and with it this generation. The newest one before stays.
@@ -216,33 +259,44 @@ class Commits:
         """
         if self._begun is None:
             return
-        with interrupts_deferred():
-            step, self._begun = self._begun, None
+        with interrupts_deferred(), self._telling():
             try:
-                self._finish(step, before_forward)
-            except SwapIOError as error:
-                raise InfinityError(
-                    f"generation {step} could not be made durable: {error.message} The newest that can be resumed is "
-                    f"{self.newest if self.newest is not None else 'none'}."
-                ) from error
-            except TypeError as error:
-                raise ConfigError(f"generation {step} could not be made: {error}") from error
+                self.written()
+                self._finish(self._begun)
+            finally:
+                self._begun = self._body = self._sync = None
 
-    def _finish(self, step: int, before_forward: bool) -> None:
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        step = self._begun
+        try:
+            yield
+        except SwapIOError as error:
+            raise InfinityError(
+                f"generation {step} could not be made durable: {error.message} The newest that can be resumed is "
+                f"{self.newest if self.newest is not None else 'none'}."
+            ) from error
+        except TypeError as error:
+            raise ConfigError(f"generation {step} could not be made: {error}") from error
+
+    def _finish(self, step: int) -> None:
         generations = self._backing.generations
         if generations is None or self._sync is None:
             raise AssertionError("a commit that was not begun")
+        body = self._body if self._body is not None else self._body_now(before_forward=False)
+        self._sync.result()
+        generations.make(step, facts_of(self._backing), body)
+
+    def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
+        """Args: before_forward: a training forward follows at once."""
         noted = self.tracking.note()
-        body = {
+        return {
             **noted.around,
             "tracked": noted.states,
             "model": self._model,
             "rng": noted.rng,
             "rng_before_forward": rng.snapshot() if before_forward else None,
         }
-        sync, self._sync = self._sync, None
-        sync.result()
-        generations.make(step, facts_of(self._backing), body)
 
     def _around(self) -> dict[str, Any]:
         optimizers = [optimizer.checkpoint().model_dump() for optimizer in self._optimizers]
@@ -264,7 +318,7 @@ class Commits:
             return
         if not broken:
             self.commit(step)
-        elif self.under_way and self.tracking.at_top:
+        elif self.under_way and (self.frozen or self.tracking.at_top):
             self.finish()
         else:
             logger.warning(

@@ -35,6 +35,9 @@ class Slot(Protocol):
     def expect(self) -> None:
         """Take the present references as those that count for nothing (the parameters' own views)."""
 
+    def expect_none(self) -> None:
+        """No parameter is a view of it any more."""
+
     def free(self) -> None: ...
 
 
@@ -48,13 +51,16 @@ class HostSlot:
     def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
         self.tensor = tensor
         self.lease = lease
-        self._expected = _references(tensor)
+        self._own = self._expected = _references(tensor)
 
     def wait(self) -> None:
         return
 
     def expect(self) -> None:
         self._expected = _references(self.tensor)
+
+    def expect_none(self) -> None:
+        self._expected = self._own
 
     def outstanding(self) -> bool:
         return _references(self.tensor) > self._expected
@@ -70,13 +76,16 @@ class CudaSlot:
     def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
         self.tensor = tensor
         self._event = event
-        self._expected = _references(tensor)
+        self._own = self._expected = _references(tensor)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self.tensor.device).wait_event(self._event)
 
     def expect(self) -> None:
         self._expected = _references(self.tensor)
+
+    def expect_none(self) -> None:
+        self._expected = self._own
 
     def outstanding(self) -> bool:
         return _references(self.tensor) > self._expected

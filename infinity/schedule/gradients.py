@@ -85,6 +85,11 @@ class GroupGradients:
             return self._spill.stream()
         return _native.StateStream(memory=self._view())
 
+    @property
+    def spilled(self) -> bool:
+        """They are in the store, or on their way there."""
+        return self._spilled
+
     def _view(self) -> memoryview:
         """The memory they are in now; brings them there."""
         if self._spilled and self._spill is not None:
@@ -92,6 +97,11 @@ class GroupGradients:
         if self._home is None:
             raise AssertionError(f"gradients of '{self._unit.name}' have no place")
         return self._home.view()
+
+    @property
+    def finite(self) -> bool:
+        """Whether what is present and was summed up is: a GPU's first pieces are not, before the step."""
+        return all(part < float("inf") for part in self._sums.values())
 
     def _range(self, spec: ParameterSpec) -> memoryview:
         begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
@@ -230,7 +240,18 @@ class Gradients:
         self._device = device
 
     def of(self, place: Place) -> GroupGradients:
-        return self._groups[place.unit.index, place.group_index]
+        return self.of_group(place.unit.index, place.group_index)
+
+    def of_group(self, unit_index: int, group_index: int) -> GroupGradients:
+        return self._groups[unit_index, group_index]
+
+    def finite(self, unit_index: int) -> bool:
+        """Whether all of a unit's gradients that were summed up are."""
+        return all(group.finite for group in self.of_unit(unit_index))
+
+    def in_ram(self, unit_index: int) -> bool:
+        """Whether an update of a unit can read its gradients at once."""
+        return not any(group.spilled for group in self.of_unit(unit_index))
 
     def has(self, place: Place) -> bool:
         return place.spec.name in self.of(place).present

@@ -3,8 +3,11 @@
 [Note: the life of a unit's weights]
 
     RELEASED ──start──▶ FETCHING ──finish──▶ RESIDENT ──evict──▶ RELEASED
+                                                │ step              ▲
+                                                └─────▶ UPDATING ───┘ or back to RESIDENT, when its update is done
 
-A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
+An UPDATING unit's slot is where its update works, or reads; its parameters are placeholders, as those of a released
+one. A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
 After its forward a unit is
 only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no
 forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the
@@ -21,7 +24,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,16 +33,21 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import InfinityError, ModelError, PlanError, SwapTimeoutError
+from infinity.errors import InfinityError, ModelError, PlanError, SwapIOError, SwapTimeoutError
+from infinity.io.arena import Lease
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
 from infinity.io.manifest import Manifest
 from infinity.schedule import rng
+from infinity.schedule.arrivals import Arrivals
 from infinity.schedule.backing import Backing
 from infinity.schedule.commits import Commits, Resumed
-from infinity.schedule.device import Slot
+from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
+from infinity.schedule.guesses import Guesses
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
 from infinity.schedule.trace import Trace
+from infinity.schedule.update import GroupUpdate
+from infinity.schedule.updates import UnitRequest, UnitUpdate, Updates
 from infinity.sizes import format_bytes
 from infinity.state.records import Body, parse_body
 from infinity.state.unit import Unit
@@ -51,6 +59,7 @@ class Residency(enum.Enum):
     RELEASED = "released"
     FETCHING = "fetching"
     RESIDENT = "resident"
+    UPDATING = "updating"
 
 
 @dataclass(eq=False)
@@ -65,6 +74,8 @@ class UnitRecord:
     slot: Slot | None = None
     uses: int = 0
     held: bool = False
+    stale: bool = False
+    """UPDATING, and the new weights will not be in the slot."""
     version: int = 0
     marks: dict[str, tuple[int, int]] = field(default_factory=dict)
     """For each parameter the (data pointer, version) infinity left it with."""
@@ -77,6 +88,7 @@ class Clock:
     fetch_wait_ns: int = 0
     gradient_ns: int = 0
     update_ns: int = 0
+    update_wait_ns: int = 0
 
 
 class Ledger:
@@ -95,6 +107,7 @@ class Ledger:
         self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
         self.resident_at: dict[int, UnitRecord] = {}  # by the address of the slot
         self._slots: SlotPool = open_slots(backing)
+        self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
         forward = [unit.index for unit in units if not unit.resident]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self._training = True
@@ -107,6 +120,9 @@ class Ledger:
                 )
         self.gradients = Gradients(groups, backing.landing, backing.device)
         self._staying = frozenset(unit.index for unit in units if unit.resident)
+        self.arrivals = Arrivals(units)
+        self.updates = Updates(units, backing, self.gradients, self._updatable_slot)
+        self.guesses = Guesses(backing.plan.overlap)
         self.commits = Commits(backing)
         self._rng_before_forward: dict[str, Any] | None = None
         self.hooks: list[RemovableHandle] = []  # on parameters
@@ -133,6 +149,9 @@ class Ledger:
             with self._lock, self._committing():
                 self.commits.take_up_hyperparameters(again=False)
                 self.commits.forward_begins()
+                if self.guesses.mode == "off":
+                    self.commits.finish()
+                self._advance_commit()
             self._rewind()
         with self._lock:
             self._training = training
@@ -159,6 +178,7 @@ class Ledger:
     def hold(self, indices: Sequence[int]) -> None:
         """The backward of these units begins: bring them, keep them until that of other units begins."""
         with self._lock:
+            self._advance_commit()
             for record in self.records:
                 record.held = record.unit.index in indices
             with self._spilling():
@@ -177,9 +197,33 @@ class Ledger:
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land)."""
         with self._lock, self._spilling():
+            self._land_update(place.unit.index)
+            if place.unit.index in self.updates.guesses:
+                self._undo(
+                    "a gradient came for a unit whose update had begun",
+                    "Give the optimizer accumulation_steps=, or run all backward passes but the last inside "
+                    "model.no_sync().",
+                )
             began = time.perf_counter_ns()
             self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
             self.clock.gradient_ns += time.perf_counter_ns() - began
+            if self.arrivals.came(place):
+                self._guess(place.unit.index)
+
+    def begin_backward(self) -> None:
+        """An outermost backward pass brings its first gradient."""
+        with self._lock:
+            self.arrivals.begin_pass()
+
+    def drop_gradients(self, places: Iterable[Place]) -> None:
+        """Forget gradients, and what was begun with them."""
+        with self._lock:
+            if self.updates.guesses:
+                self._undo("the gradients were dropped without a step", "Set overlap: before_forward if that is usual.")
+            for place in places:
+                if place.group.trainable:
+                    self.gradients.of(place).drop(place.spec.name)
+            self.arrivals.forget()
 
     def require(self, index: int) -> torch.Tensor:
         """The slot of unit `index`, uint8 on the device, with its weights in it."""
@@ -191,12 +235,18 @@ class Ledger:
                 raise AssertionError(f"resident unit {record.unit.name} has no slot")
             return record.slot.tensor
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, outermost: bool) -> None:
+        """A backward pass is over, and with `outermost` all those it ran in."""
         with self._lock:
-            for record in self.records:
-                record.held = False
+            if outermost:
+                self.arrivals.end_pass()
+            self._let_go()
             with self._spilling():
                 self.gradients.backward_begins((), ())
+
+    def _let_go(self) -> None:
+        for record in self.records:
+            record.held = False
 
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
@@ -208,44 +258,204 @@ class Ledger:
     # -- what optim calls ---------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Bring everything to rest: no commit or fetch under way, gradients landed, parameters as infinity left them.
+        """Bring everything but early updates to rest: no other update, commit or fetch under way, gradients landed,
+        parameters as infinity left them.
 
         Raises:
             SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
         """
         self.require_usable()
         self.require_untouched()
+        with self._lock, self._spilling():
+            self.gradients.synchronize()
         with self._lock, self._committing():
+            self._land_updates()
             self.commits.take_up_hyperparameters(again=False)
             self.commits.step_begins()
             self.settle()
         with self._lock:
-            self.end_backward()
+            self._let_go()
             for record in self.records:
                 if record.residency is Residency.FETCHING:
                     self._finish(record)
-            with self._spilling():
-                self.gradients.synchronize()
             self.backing.device.synchronize_uploads()
 
-    def end_step(self, updated: Sequence[int]) -> None:
-        """Units `updated` have new weights: what was saved of the old ones is void, copies on a GPU are stale."""
+    def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
+        """The step is decided: what is to be done to which (unit, group). Early updates that guessed it go on; the
+        others are undone, and what is not under way begins. Units wait for their own update when they are used next.
+
+        Raises:
+            InfinityError: the step was begun and not finished; every later call raises.
+        """
+        by_unit: dict[int, dict[int, GroupUpdate]] = {}
+        for index, group_index in sorted(requests):
+            by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
         with self._lock:
-            for index in updated:
-                record = self.records[index]
-                record.version += 1
-                if not self.backing.device.shares_memory and record.residency is Residency.RESIDENT:
-                    self._evict(record)
+            self._count(by_unit)
             self._traces[True].close()
+            order = sorted(range(len(self.records)), key=self._traces[True].next_use)
+            committed = self.commits.due(self.steps + 1)
+            try:
+                updates = self.updates.decide(by_unit, order, self.steps + 1, committed=committed)
+            except SwapIOError as error:
+                self.failed = self.failed or error
+                raise
+            except BaseException as error:
+                self.failed = InfinityError(f"a step was begun and not finished: {error}")
+                raise
+            for update in updates:
+                self._await(self.records[update.unit.index], update)
+
+    def skip(self) -> None:
+        """The step is decided: nothing changes."""
+        with self._lock:
+            self._traces[True].close()
+            if self.updates.guesses:
+                self.guesses.counts.undone += len(self.updates.guesses)
+                self._drop_guesses()
+
+    def end_step(self) -> None:
+        """The step is decided and its updates are under way, or done where nothing overlaps.
+
+        Raises:
+            SwapIOError: an update failed; the states are partly updated, and every later call raises.
+        """
+        with self._lock:
+            self.arrivals.step_ended()
             self._training = True
             self.steps += 1
             if self.backing.store is not None:
                 self.backing.store.step = self.steps
             self.commits.resumed = None
+            if self.guesses.mode == "off":
+                self._land_updates()
             if self.commits.due(self.steps):
                 with self._committing():
                     self.commits.begin(self.steps)
+                    self._advance_commit()
             self._prefetch()
+
+    def _count(self, requests: Mapping[int, UnitRequest]) -> None:
+        """What the guesses of this step came to, and what a guess would have come to."""
+        guesses, counts = self.updates.guesses, self.guesses.counts
+        wrong = [index for index, guess in guesses.items() if guess.wanted != requests.get(index)]
+        scale = self._guessed_scale()
+        clipped = any(group.grad_scale != scale for request in requests.values() for group in request.values())
+        self.guesses.step_decided(right=not wrong and not clipped)
+        counts.undone += len(wrong)
+        counts.early += len(guesses) - len(wrong)
+        counts.late += len(requests.keys() - guesses.keys()) + len(requests.keys() & set(wrong))
+        if wrong and not clipped:
+            self.guesses.warn(
+                "the hyperparameters at step() were not those of the backward pass",
+                "Change them after step(), as torch's schedulers do, or set overlap: before_forward.",
+            )
+
+    def _guessed_scale(self) -> float:
+        optimizer = self.commits.sole_optimizer
+        return 1.0 if optimizer is None else optimizer.guessed_scale
+
+    # -- updates that overlap -----------------------------------------------------------------------------------------
+
+    def _guess(self, index: int) -> None:
+        """A unit's gradients are complete, as far as can be told: begin its update, if that seems worth while."""
+        optimizer = self.commits.sole_optimizer
+        if (
+            optimizer is None
+            or not self.guesses.worth_it
+            or not self.arrivals.last_pass(optimizer.accumulation_steps)
+            or not self.backing.device.shares_memory
+            or not self.gradients.finite(index)
+            or (self.commits.under_way and not self.commits.frozen)
+        ):
+            return
+        with self._committing():
+            self._finish_commit()  # what the new generation names must not be written to before it is durable
+            self.settle()
+        if self.updates.can_guess(index):
+            wanted = optimizer.guess(index)
+            if wanted:
+                self.updates.guess(index, wanted, self.steps + 1, committed=self.commits.due(self.steps + 1))
+
+    def _undo(self, cause: str, advice: str) -> None:
+        self.guesses.counts.undone += len(self.updates.guesses)
+        self.guesses.warn(cause, advice)
+        self._drop_guesses()
+
+    def _drop_guesses(self) -> None:
+        try:
+            self.updates.undo(list(self.updates.guesses))
+        except SwapIOError as error:
+            self.failed = self.failed or error
+            raise
+
+    def _await(self, record: UnitRecord, update: UnitUpdate) -> None:
+        """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
+        it."""
+        record.version += 1
+        if record.residency is not Residency.RESIDENT or record.slot is None:
+            return
+        moves = update.place.shadow is not None
+        update.viewed = moves and record.slot.outstanding()
+        if moves or not self.backing.device.shares_memory:
+            self._evict(record)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._hide(record)
+        record.residency, record.stale = Residency.UPDATING, update.place.speculative
+
+    def _settle(self, record: UnitRecord) -> None:
+        """Before a unit is used: its update must be done, this one only."""
+        if record.unit.index in self.updates.decided:
+            began = time.perf_counter_ns()
+            self._land_update(record.unit.index)
+            self.clock.update_wait_ns += time.perf_counter_ns() - began
+        if record.residency is not Residency.UPDATING or record.slot is None:
+            return
+        if record.stale:
+            self._vacate(record)
+        else:
+            record.residency = Residency.RESIDENT
+            with torch.inference_mode(False), torch.no_grad():
+                self._show(record, record.slot)
+
+    def _land_update(self, index: int) -> None:
+        if index not in self.updates.decided:
+            return
+        try:
+            self.updates.land(index)
+        except SwapIOError as error:
+            self.failed = self.failed or error
+            raise
+        if not self.updates.decided:
+            with self._committing():
+                self._advance_commit()
+
+    def _land_updates(self) -> None:
+        for index in list(self.updates.decided):
+            self._land_update(index)
+
+    def fence(self) -> None:
+        """Wait until the states are those after the last step.
+
+        Raises:
+            InfinityError: an update or a commit failed.
+        """
+        self.require_usable()
+        with self._lock:
+            self._land_updates()
+
+    def _advance_commit(self) -> None:
+        """Carry on with a commit as far as possible without waiting."""
+        if self.commits.under_way and not self.updates.decided:
+            self.commits.written()
+            if self.commits.ready:
+                self.commits.finish()
+
+    def _finish_commit(self) -> None:
+        if self.commits.under_way:
+            self._land_updates()
+            self.commits.finish()
 
     def _rewind(self) -> None:
         """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
@@ -273,11 +483,12 @@ class Ledger:
             InfinityError: the generation does not exist, and the model refuses to go on.
         """
         with self._lock, self._committing():
-            self.commits.finish()
+            self._finish_commit()
 
     def commit(self) -> None:
         """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
         with self._lock, self._committing():
+            self._land_updates()
             self.settle()
             self.commits.commit(self.steps)
 
@@ -297,12 +508,10 @@ class Ledger:
         self._rng_before_forward = body.rng_before_forward
         return body
 
-    def resident_memory(self, index: int) -> torch.Tensor | None:
-        """The slot of a unit when the update may work in it, else None."""
-        record = self.records[index]
-        if record.slot is None or not self.backing.device.shares_memory:
-            return None
-        return record.slot.tensor
+    def _updatable_slot(self, index: int) -> Lease | None:
+        """The host memory a unit's weights were fetched to, when they are used there; else None."""
+        slot = self.records[index].slot
+        return slot.lease if isinstance(slot, HostSlot) else None
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -313,6 +522,11 @@ class Ledger:
             raise InfinityError("this model was closed (infinity.close); load it again to go on")
         if self.failed is not None:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failed}") from self.failed
+        try:
+            self.updates.require_well()
+        except SwapIOError as error:
+            self.failed = error
+            raise
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
@@ -336,6 +550,7 @@ class Ledger:
         self.require_usable()
         if not record.unit.resident:
             self._trace.visit(record.unit.index)
+        self._settle(record)
         if record.residency is Residency.RELEASED:
             self._start_or_raise(record)
         self._prefetch()
@@ -347,6 +562,9 @@ class Ledger:
             record.slot.wait()
 
     def _start_or_raise(self, record: UnitRecord) -> None:
+        if self._start(record, None):
+            return
+        self.updates.wait_for_readers()
         if self._start(record, None):
             return
         gc.collect()  # views of slots may hang in reference cycles
@@ -365,8 +583,12 @@ class Ledger:
 
     def _start(self, record: UnitRecord, distance: int | None) -> bool:
         """Begin a fetch, evicting what is used later than `distance` visits from now (anything, when None)."""
+        for slot in [slot for slot in self._viewed if not slot.outstanding()]:
+            self._viewed.remove(slot)
+            self._slots.free(slot)
         while True:
-            fetch = self._slots.start(self.backing.weights[record.unit.index])
+            index = record.unit.index
+            fetch = self._slots.start(self.backing.weights[index], self.updates.decided.get(index))
             if fetch is not None:
                 record.fetch, record.residency = fetch, Residency.FETCHING
                 return True
@@ -387,10 +609,17 @@ class Ledger:
                 continue
             if record.residency is Residency.FETCHING and distance is not None:
                 continue  # a prefetch makes room for what is needed now, not for another prefetch
+            if self.updates.reads_slot(record.unit.index) or (distance is not None and not self._at_rest(record)):
+                continue
             next_use = self._trace.next_use(record.unit.index)
             if next_use > farthest and not (record.slot is not None and record.slot.outstanding()):
                 best, farthest = record, next_use
         return best
+
+    def _at_rest(self, record: UnitRecord) -> bool:
+        """Whether no update uses the slot of a unit."""
+        decided = self.updates.decided.get(record.unit.index)
+        return decided is None or decided.done()
 
     def _prefetch(self) -> None:
         for record in self.records:
@@ -398,8 +627,20 @@ class Ledger:
                 record.fetch.advance()
         for distance, index in enumerate(self._trace.upcoming()):
             record = self.records[index]
-            if record.residency is Residency.RELEASED and not self._start(record, distance):
+            if record.residency is not Residency.RELEASED or not self._can_fetch(record):
+                continue
+            if not self._start(record, distance):
                 return
+
+    def _can_fetch(self, record: UnitRecord) -> bool:
+        """Weights in RAM wait for their update; a read from the store is chained to it."""
+        decided = self.updates.decided.get(record.unit.index)
+        if decided is None or self.backing.weights[record.unit.index].lease is None:
+            return True
+        if decided.done():
+            self._land_update(record.unit.index)
+            return True
+        return False
 
     def _finish(self, record: UnitRecord) -> None:
         if record.fetch is None:
@@ -438,12 +679,23 @@ class Ledger:
     def _evict(self, record: UnitRecord) -> None:
         if record.residency is Residency.FETCHING:
             self._finish(record)
-        slot, record.slot = record.slot, None
-        record.residency = Residency.RELEASED
+        if record.residency is Residency.UPDATING:
+            self._land_update(record.unit.index)
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
-        if slot is not None:
-            del self.resident_at[slot.tensor.data_ptr()]
+        self._vacate(record)
+
+    def _vacate(self, record: UnitRecord) -> None:
+        """Give up the slot of a unit whose parameters are placeholders."""
+        slot, record.slot = record.slot, None
+        record.residency, record.stale = Residency.RELEASED, False
+        if slot is None:
+            return
+        del self.resident_at[slot.tensor.data_ptr()]
+        slot.expect_none()
+        if slot.outstanding():
+            self._viewed.append(slot)
+        else:
             self._slots.free(slot)
 
     # -- reading and closing ------------------------------------------------------------------------------------------
@@ -470,11 +722,14 @@ class Ledger:
         """
         if self.closed or in_forked_child():
             return
+        broken = broken or sys.exc_info()[0] is not None
         with self._lock:
             self.closed = True
             try:
                 if self.failed is None and not discard:
-                    self.commits.end(self.steps, broken=broken or sys.exc_info()[0] is not None)
+                    self._drop_guesses()
+                    self._land_updates()
+                    self.commits.end(self.steps, broken=broken)
             finally:
                 self.backing.close(discard=discard)
                 self.failed = None  # its traceback holds the frames it passed, and with them the model

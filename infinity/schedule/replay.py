@@ -9,11 +9,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from infinity import _native
-from infinity.errors import SwapIOError
-from infinity.io.store import wait_all
 from infinity.schedule.ledger import Ledger
-from infinity.schedule.update import UpdateTransfer, submit_update
+from infinity.schedule.update import GroupUpdate, SegmentRequest
 
 
 @dataclass(frozen=True)
@@ -63,30 +60,23 @@ def _replay_passes(ledger: Ledger) -> None:
         ledger.hold([index])
         for group in ledger.gradients.of_unit(index):
             group.replay()
-    ledger.end_backward()
+    ledger.end_backward(outermost=True)
 
 
 def _replay_update(ledger: Ledger) -> None:
     ledger.begin_step()
-    transfers: list[UpdateTransfer] = []
-    updated = []
+    requests = {}
     for record in ledger.records:
         for group_index in ledger.backing.states[record.unit.index]:
-            numel = record.unit.groups[group_index].numel
-            whole = _native.Segment(0, numel, lr=0.0, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, step=1)
-            transfers.append(submit_update(ledger, record.unit.index, group_index, [whole], 1.0, arithmetic=False))
-            updated.append(record.unit.index)
-    try:
-        wait_all(transfers)
-    except SwapIOError as error:
-        ledger.failed = ledger.failed or error
-        raise
-    for transfer in transfers:
-        transfer.land()
+            options = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0, "step": 1}
+            whole = SegmentRequest(0, record.unit.groups[group_index].numel, tuple(options.items()))
+            requests[record.unit.index, group_index] = GroupUpdate((whole,), None, 1.0, arithmetic=False)
+    ledger.update(requests)
+    ledger.end_step()
+    ledger.fence()
     for record in ledger.records:
         for group in ledger.gradients.of_unit(record.unit.index):
             group.forget()
-    ledger.end_step(sorted(set(updated)))
 
 
 def _moved(counters: dict[str, int], direction: str) -> int:

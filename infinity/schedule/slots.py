@@ -12,6 +12,7 @@ from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.schedule.backing import Backing, UnitWeights
 from infinity.schedule.device import CpuDevice, CudaDevice, CudaSlot, HostSlot, Slot
+from infinity.schedule.updates import UnitUpdate
 
 
 class Fetch(Protocol):
@@ -26,7 +27,8 @@ class Fetch(Protocol):
 class SlotPool(Protocol):
     """Where slots come from. `start` returns None when there is no room: evicting is the ledger's business."""
 
-    def start(self, home: UnitWeights) -> Fetch | None: ...
+    def start(self, home: UnitWeights, after: UnitUpdate | None) -> Fetch | None:
+        """Args: after: an update under way of weights that live in the store; what it writes is to be fetched."""
 
     def free(self, slot: Slot) -> None: ...
 
@@ -55,11 +57,11 @@ class HostSlots:
         self._backing = backing
         self._long_bytes = backing.arena.free_bytes // 4
 
-    def start(self, home: UnitWeights) -> Fetch | None:
+    def start(self, home: UnitWeights, after: UnitUpdate | None) -> Fetch | None:
         if home.lease is not None:
             return _Landed(HostSlot(home.lease.tensor(), None))
         lease = self._backing.arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
-        return None if lease is None else _LeaseFetch(lease, _read(self._backing.require_store(), home, lease))
+        return None if lease is None else _LeaseFetch(lease, _read(self._backing.require_store(), home, lease, after))
 
     def counts(self, home: UnitWeights) -> bool:
         return home.lease is None
@@ -68,8 +70,13 @@ class HostSlots:
         slot.free()
 
 
-def _read(store: SwapStore, home: UnitWeights, lease: Lease) -> list[Transfer]:
-    return [store.read(group.stored(), lease.view(group.start, group.nbytes)) for group in home.groups]
+def _read(store: SwapStore, home: UnitWeights, lease: Lease, after: UnitUpdate | None) -> list[Transfer]:
+    reads = []
+    for index, group in enumerate(home.groups):
+        update = None if after is None else after.transfers.get(index)
+        slot = None if update is None else update.slot_of(group)
+        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), slot=slot, after=update))
+    return reads
 
 
 class _LeaseFetch:
@@ -99,7 +106,7 @@ class CudaSlots:
         self._device = device
         self._free_bytes = backing.plan.slot_bytes
 
-    def start(self, home: UnitWeights) -> Fetch | None:
+    def start(self, home: UnitWeights, after: UnitUpdate | None) -> Fetch | None:
         if home.nbytes > self._free_bytes:
             return None
         if home.lease is not None:
@@ -109,7 +116,7 @@ class CudaSlots:
         if lease is None:
             return None
         self._free_bytes -= home.nbytes
-        return _UploadFetch(self, self._device, lease, _read(self._backing.require_store(), home, lease))
+        return _UploadFetch(self, self._device, lease, _read(self._backing.require_store(), home, lease, after))
 
     def _landing(self, nbytes: int) -> Lease | None:
         arena = self._backing.arena

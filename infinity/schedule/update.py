@@ -1,19 +1,63 @@
-"""Handing one group's update to the native pipeline: where each state is, and the weights' slot if they are in one."""
+"""One group's update: what an optimizer asks for, and how it is handed to the native pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import overload
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
 
 from infinity import _native
+from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
-from infinity.schedule.backing import Home
-from infinity.schedule.gradients import Place
-from infinity.schedule.ledger import Ledger
+from infinity.schedule.backing import Backing, Home
+from infinity.schedule.gradients import GroupGradients
 from infinity.state.dtypes import native_name
 from infinity.state.moments import Moment
-from infinity.state.unit import Group
+from infinity.state.unit import Unit
+
+
+@dataclass(frozen=True)
+class SegmentRequest:
+    """Elements [begin, end) of a group and the rule they are updated by, as _native.Segment takes them."""
+
+    begin: int
+    end: int
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """What an optimizer wants of a group in one step. Two that are equal give the same bits.
+
+    Attributes:
+        segments: sorted by element; what is in none is not touched.
+        moments: those the segments' rules use, which are moved; None: all there are.
+        grad_scale: the gradients are multiplied by this first.
+        arithmetic: False moves the states to and fro and leaves them as they are.
+    """
+
+    segments: tuple[SegmentRequest, ...]
+    moments: frozenset[Moment] | None
+    grad_scale: float
+    arithmetic: bool = True
+
+    def native_segments(self) -> Sequence[_native.Segment]:
+        return [_native.Segment(each.begin, each.end, **dict(each.options)) for each in self.segments]
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where a unit's weights are beside their home, and where new ones are to go.
+
+    Attributes:
+        slot: the memory they were fetched to, where the update may use it; else None.
+        speculative: what is current must stay as it is.
+        shadow: host memory for the new ones of a unit that lives in RAM, where what is current must stay.
+    """
+
+    slot: Lease | None = None
+    speculative: bool = False
+    shadow: Lease | None = None
 
 
 @dataclass(frozen=True)
@@ -25,7 +69,7 @@ class UpdateTransfer(Transfer):
     """
 
     future: _native.UpdateFuture
-    moves: tuple[tuple[Home, int | None], ...] = ()
+    moves: tuple[tuple[Home, int | None], ...] = field(default=())
 
     @property
     def finite(self) -> bool:
@@ -40,34 +84,34 @@ class UpdateTransfer(Transfer):
             else:
                 home.stored().slot, home.dirty = slot, False
 
+    def slot_of(self, home: Home) -> int | None:
+        """The slot of the store that the new values of a state are written to; None when it is not updated."""
+        return next((slot for moved, slot in self.moves if moved is home), None)
+
 
 def submit_update(
-    ledger: Ledger,
-    index: int,
+    backing: Backing,
+    unit: Unit,
     group_index: int,
-    segments: Sequence[_native.Segment],
-    grad_scale: float,
+    wanted: GroupUpdate,
+    gradients: GroupGradients,
+    weights: WeightsPlace,
     *,
-    moments: Collection[Moment] | None = None,
-    arithmetic: bool = True,
+    step: int,
+    committed: bool,
 ) -> UpdateTransfer:
-    """Start the update of a unit's group; units go through the pipeline in the order of these calls.
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls.
 
     Args:
-        segments: sorted by element; what is in none is not touched.
-        grad_scale: the gradients are multiplied by this first.
-        moments: those the segments' rules use, which are moved; None: all there are.
-        arithmetic: False moves the states to and fro and leaves them as they are.
+        step: the optimizer step, counted from 1.
+        committed: the step becomes a generation, so what is in RAM is written, too.
     """
-    record = ledger.records[index]
-    group = record.unit.groups[group_index]
-    backing = ledger.backing
-    states = backing.states[index][group_index]
-    gradients = ledger.gradients.of(Place(record.unit, group_index, group.specs[0]))
-    streams = _Streams(ledger)
-    weight = streams.of(backing.weights[index].groups[group_index], _slot_view(ledger, index, group))
+    group = unit.groups[group_index]
+    states = backing.states[unit.index][group_index]
+    streams = _Streams(backing, speculative=weights.speculative, committed=committed)
+    weight = streams.weight(backing.weights[unit.index].groups[group_index], weights)
     used = [
-        home if moments is None or name in moments else None
+        home if wanted.moments is None or name in wanted.moments else None
         for name, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq))
     ]
     residual, exp_avg, exp_avg_sq = (streams.of(home) for home in (states.residual, *used))
@@ -77,17 +121,17 @@ def submit_update(
         master=states.master,
         moments=group.moments,
         grad_dtype=native_name(gradients.dtype),
-        segments=segments,
-        grad_scale=grad_scale,
+        segments=wanted.native_segments(),
+        grad_scale=wanted.grad_scale,
         whole=streams.elsewhere,
-        arithmetic=arithmetic,
+        arithmetic=wanted.arithmetic,
         weight=weight,
         residual=residual,
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
         grad=gradients.stream(),
     )
-    return UpdateTransfer(future, record.unit.name, "optimizer states", ledger.steps + 1, tuple(streams.moves))
+    return UpdateTransfer(future, unit.name, "optimizer states", step, tuple(streams.moves))
 
 
 class _Streams:
@@ -97,9 +141,10 @@ class _Streams:
     step is committed.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._backing = ledger.backing
-        self._commits = ledger.commits.due(ledger.steps + 1)
+    def __init__(self, backing: Backing, *, speculative: bool, committed: bool) -> None:
+        self._backing = backing
+        self._speculative = speculative
+        self._committed = committed
         self.moves: list[tuple[Home, int | None]] = []
         self.elsewhere = False  # something is written to another place than it was read from
 
@@ -116,23 +161,33 @@ class _Streams:
         if home is None:
             return None
         if home.in_memory:
+            if self._speculative:
+                raise AssertionError("an early update of a state in RAM would overwrite it")
             memory = home.view()
-            if not self._commits:
-                self.moves.append((home, None))
-                return _native.StateStream(memory=memory)
-        extent, slot = home.stored(), home.stored().slot
-        if self._backing.generations is not None:
-            slot = self._backing.generations.destination(extent)
+        return self._stream(home, memory, None)
+
+    def weight(self, home: Home, place: WeightsPlace) -> _native.StateStream:
+        slot = None if place.slot is None else place.slot.view(home.start, home.nbytes)
+        if not place.speculative:
+            return self.of(home, slot)
+        if not home.in_memory:
+            return self._stream(home, None, slot)
+        if place.shadow is None:
+            raise AssertionError("an early update of weights in RAM needs other memory")
+        return self._stream(home, place.shadow.view(home.start, home.nbytes), home.view())
+
+    def _stream(self, home: Home, memory: _native.Buffer | None, source: _native.Buffer | None) -> _native.StateStream:
+        self.elsewhere |= source is not None
+        if home.in_memory and not self._committed:
+            self.moves.append((home, None))
+            return _native.StateStream(memory=memory, source=source)
+        extent = home.stored()
+        slot = self._backing.spare_slot(extent) if self._speculative else self._backing.destination(extent)
+        if slot is None:
+            raise AssertionError(f"no spare slot for {extent.state} of unit '{extent.unit}'")
         self.moves.append((home, slot))
         self.elsewhere |= home.in_memory or slot != extent.slot
         file, write_offset = self._backing.require_store().file, extent.offsets[slot]
-        return _native.StateStream(memory=memory, file=file, offset=extent.offset, write_offset=write_offset)
-
-
-def _slot_view(ledger: Ledger, index: int, group: Group) -> _native.Buffer | None:
-    """The weights of a group in the device memory they were fetched to, when the update may work there."""
-    slot = ledger.resident_memory(index)
-    if slot is None:
-        return None
-    start = group.weight_offset
-    return slot[start : start + group.weight_bytes].numpy()
+        return _native.StateStream(
+            memory=memory, file=file, offset=extent.offset, write_offset=write_offset, source=source
+        )

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from infinity import _native
 from infinity.sizes import format_bytes
+
+Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class Plan:
         stored: which of exp_avg and exp_avg_sq there are.
         commit_every: steps between durable generations; 0: none, states are updated in place.
         keep: generations that stay.
+        overlap: when updates run (auto | during_backward | before_forward | off), resolved where it is not possible.
+        spare_units: indices of the units that have another slot for early updates although no generations are kept.
+        shadow_bytes: host memory for the new weights of early updates, where the weights live in RAM.
         gradient_fp32: the host memory reserved for gradients has room for fp32.
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
@@ -38,6 +44,7 @@ class Plan:
         swap_bytes: size of the swap file, all slots.
         step_read_bytes, step_written_bytes: predicted NVMe traffic of one step with one micro-batch; every moment
             there is room for is used. Over `commit_every` steps, what a commit writes beside is shared out.
+        overlap_reason: why updates do not begin early, or not all, where they might.
         swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
             None where it has not.
     """
@@ -55,6 +62,9 @@ class Plan:
     stored: tuple[str, ...]
     commit_every: int
     keep: int
+    overlap: Overlap
+    spare_units: frozenset[int]
+    shadow_bytes: int
     gradient_fp32: bool
     numel: int
     trainable_numel: int
@@ -80,6 +90,7 @@ class Plan:
     step_read_bytes: int
     step_written_bytes: int
     swap_rate: float | None = None
+    overlap_reason: str = ""
 
     @property
     def accumulates(self) -> bool:
@@ -101,7 +112,7 @@ class Plan:
         """Exact size of the one pinned allocation."""
         on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
         held = self.weight_ram_bytes + self.state_ram_bytes
-        held += self.gradient_bytes + self.landing_bytes
+        held += self.shadow_bytes + self.gradient_bytes + self.landing_bytes
         return held + self.staging_bytes + self.upload_bytes + on_device
 
     @staticmethod
@@ -125,6 +136,16 @@ class Plan:
         size = format_bytes(self.gradient_bytes + self.landing_bytes)
         fp32 = "fp32, " if self.gradient_fp32 else ""
         return f"{self.gradients:<7}{size:>12}  ({fp32}{accumulation})"
+
+    def _describe_overlap(self) -> str:
+        texts = {
+            "auto": "during backward as long as that turns out right, else before the next forward",
+            "during_backward": "during backward, redone where the step decides otherwise",
+            "before_forward": "from the step on, before each unit's next use",
+            "off": "in the step",
+        }
+        text = f"{texts[self.overlap]} (overlap: {self.overlap})"
+        return f"{text}; {self.overlap_reason}" if self.overlap_reason else text
 
     def describe(self) -> str:
         """A few lines for the log: every tier, every budget, and what is predicted."""
@@ -150,5 +171,6 @@ class Plan:
                 f"{format_bytes(self.step_bytes)} "
                 f"({per_parameter:.1f} B per trained parameter{predicted})",
                 f"  generations   {self._describe_generations()}",
+                f"  updates       {self._describe_overlap()}",
             ]
         )

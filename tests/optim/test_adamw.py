@@ -183,16 +183,16 @@ def test_parameters_of_two_models_are_refused(trained: Any) -> None:
 def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from infinity.optim import offloaded
+    from infinity.schedule import updates
 
     def submit_and_interrupt(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return submit(*args, **options)
 
     model, batch, optim = trained
-    submit = offloaded.submit_update
+    submit = updates.submit_update
     loss_of(model, batch).backward()
-    monkeypatch.setattr(offloaded, "submit_update", submit_and_interrupt)
+    monkeypatch.setattr(updates, "submit_update", submit_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         optim.step()
     monkeypatch.undo()

@@ -234,9 +234,10 @@ def test_hyperparameters_out_of_range_are_refused(make: Any, options: Any, messa
 def test_a_weight_that_stops_being_finite_is_named(offload: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = offload(network(), "host")
     optim = infinity.SGD(model.parameters(), lr=1e38)
-    with caplog.at_level(logging.WARNING, "infinity.optim"):
+    with caplog.at_level(logging.WARNING, "infinity.schedule"):
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 10.0)
             optim.step()
+        infinity.synchronize(model)
     assert "of unit '0' is not finite any more" in caplog.text

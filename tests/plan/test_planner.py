@@ -19,7 +19,7 @@ from tests.models import llama
 def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)).to(dtype)
-    config = {"nvme": {"paths": ["/tmp/never-made"]}} | config
+    config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off"} | config
     return make_plan(discover(blocks).units, load_config(config), torch.device(device), can_recompute=False)
 
 

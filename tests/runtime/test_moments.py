@@ -105,6 +105,7 @@ def test_an_update_moves_as_many_bytes_as_the_design_says(form: Any, expected: f
     model(torch.randn(4, 2048).bfloat16()).float().square().sum().backward()
     before = infinity.statistics(model)
     optim.step()
+    infinity.synchronize(model)
     after = infinity.statistics(model)
     moved = after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes
     assert moved / numel == expected

@@ -103,7 +103,7 @@ def test_any_share_in_ram_ends_in_the_same_bits(name: str, dtype: Any, form: Any
 @pytest.mark.parametrize("form", [{}, {"moments": "int8"}])
 def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path: Path) -> None:
     """Counted by the engine, a step and its commit."""
-    placed = Placed(tmp_path, commit_every=every, **form)
+    placed = Placed(tmp_path, commit_every=every, overlap="off", **form)
     for host in shares(placed.least()):
         model, optim = placed.offloaded(host)
         placed.step(model, optim)
@@ -124,7 +124,7 @@ def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path
 
 
 def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
-    placed = Placed(tmp_path)
+    placed = Placed(tmp_path, overlap="off")
     least = placed.least()
     model, optim = placed.offloaded(least.host_bytes + least.weight_bytes // 2)
     ledger = registry.ledger_of(model)

@@ -64,6 +64,7 @@ def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 
 
 def assert_nothing_is_lost(model: Any) -> None:
     """No gradient is held, no lease of the window or of the arena is missing."""
+    infinity.synchronize(model)
     ledger = registry.ledger_of(model)
     landing = ledger.backing.landing
     if landing is not None:
@@ -91,6 +92,8 @@ def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
 ) -> None:
     expected = train(offload, name, dtype, micro_batches, gradients="host", tier=tier)
     assert_same(train(offload, name, dtype, micro_batches, gradients="nvme", tier=tier), expected)
+    if name == "mixed":
+        return  # so small that the window takes more than the gradients
     half = half_of_the_gradients(swap_config, name, dtype, tier)
     assert_same(train(offload, name, dtype, micro_batches, tier=tier, **half), expected)
 
@@ -117,7 +120,7 @@ def test_engine_and_tiles_change_no_bit(engine: str, update: Any, offload: Any, 
 def test_spilled_gradients_move_as_many_bytes_as_planned(every: int, offload: Any) -> None:
     """Counted by the engine: weights and states in RAM, all that moves are gradients (and commits)."""
     model, batch = model_of("llama", torch.bfloat16)
-    model = offload(model, "host", gradients="nvme", memory=MEMORY, commit_every=every)
+    model = offload(model, "host", gradients="nvme", memory=MEMORY, commit_every=every, overlap="off")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         before = infinity.statistics(model)
@@ -174,7 +177,7 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
 
     def offloaded(faults: Any) -> tuple[Any, Any, Any]:
         model, batch = model_of("llama", torch.bfloat16)
-        model = offload(model, "host", gradients="nvme", memory=MEMORY, faults=faults)
+        model = offload(model, "host", gradients="nvme", memory=MEMORY, faults=faults, overlap="off")
         return model, batch, infinity.AdamW(model.parameters(), lr=1e-3)
 
     model, batch, optim = offloaded([])

@@ -1,0 +1,92 @@
+"""What updates that begin before the step is decided need: a slot beside the current one for what lives on NVMe, other
+memory for the new weights of what lives in RAM.
+
+Where generations are kept and every step is one, each state has such a slot. Where nothing is committed they are
+reserved as far as the disks reach, the last units of the model first: their gradients come first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.plan.placement import Placement
+from infinity.plan.totals import Totals, as_far_as
+from infinity.sizes import format_bytes
+from infinity.state.plan import Overlap
+
+_DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
+_SHADOW_SHARE = 0.5  # of the host memory that nothing else wants
+
+
+@dataclass(frozen=True)
+class EarlyUpdates:
+    """Which updates may begin early.
+
+    Attributes:
+        overlap: as the config has it; before_forward where none may.
+        spare_units: that get another slot although no generations are kept; `spare_bytes` of the swap file.
+        shadow_bytes: host memory for new weights.
+        reason: why not all may that might; empty where nothing is to be said.
+    """
+
+    overlap: Overlap
+    spare_units: frozenset[int] = frozenset()
+    spare_bytes: int = 0
+    shadow_bytes: int = 0
+    reason: str = ""
+
+
+def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes: int, room: int) -> EarlyUpdates:
+    """Reserve what early updates need.
+
+    Args:
+        swap_bytes: of the swap file without it.
+        room: bytes of host memory that nothing else wants.
+    """
+    if config.overlap in ("off", "before_forward"):
+        return EarlyUpdates(config.overlap)
+    moved = [unit for unit in totals.of_units if unit.state and unit.index not in placed.states_in_ram]
+    if not moved:
+        return EarlyUpdates("before_forward", reason="the states are in RAM")
+    reason, spare = "", frozenset[int]()
+
+    def slot_bytes(index: int) -> int:
+        unit = totals.of_units[index]
+        return unit.state + (0 if index in placed.weights_in_ram else unit.trained_weight)
+
+    if config.commit_every == 0:
+        free = int(free_bytes(config.nvme.paths) * _DISK_SHARE) - swap_bytes
+        # The checksums of a slot are kept in RAM.
+        per_byte = totals.checksum_bytes(1 << 30) / (1 << 30)
+        reach = min(free, int(room / per_byte)) if per_byte else free
+        spare = as_far_as(((unit.index, slot_bytes(unit.index)) for unit in reversed(moved)), reach)
+        room -= totals.checksum_bytes(sum(map(slot_bytes, spare)))
+        if len(spare) < len(moved):
+            wanted = sum(slot_bytes(unit.index) for unit in moved)
+            reason = f"early updates of all units would need {format_bytes(wanted)} more on disk"
+    elif config.commit_every > 1:
+        reason = f"commit_every: {config.commit_every} leaves a free slot in the step after each commit only"
+    candidates = [unit for unit in moved if config.commit_every or unit.index in spare]
+    in_ram = [unit.weight for unit in candidates if unit.index in placed.weights_in_ram]
+    shadow = min(sum(in_ram), int(room * _SHADOW_SHARE))
+    if not candidates or (len(in_ram) == len(candidates) and shadow < min(in_ram)):
+        why = reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host"
+        return EarlyUpdates("before_forward", reason=why)
+    return EarlyUpdates(config.overlap, spare, sum(map(slot_bytes, spare)), shadow, reason)
+
+
+def free_bytes(paths: Sequence[Path]) -> int:
+    """What a file striped evenly over these directories can grow to."""
+    free: list[tuple[int, int]] = []
+    for path in paths:
+        there = path.expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        free.append((os.stat(there).st_dev, shutil.disk_usage(there).free))
+    devices = [device for device, _ in free]
+    return min((nbytes // devices.count(device) for device, nbytes in free), default=0) * len(paths)

@@ -1,0 +1,61 @@
+"""Whether to begin updates before the step is decided: what the config allows, and what the last steps have shown."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from infinity.state.plan import Overlap
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = 0.75  # of what was known before a step, the share that stays known after it
+_WRONG_MAX = 0.3  # a wrong guess moves the guessed states once for nothing
+
+
+@dataclass
+class Counts:
+    """Units' updates since the model was offloaded.
+
+    Attributes:
+        early: begun before the step was decided, and right.
+        undone: begun early for nothing.
+        late: begun when the step was decided.
+    """
+
+    early: int = 0
+    undone: int = 0
+    late: int = 0
+
+
+class Guesses:
+    """The guess is always the same: no clipping, no skipping, no other hyperparameters, no further backward pass.
+
+    Attributes:
+        mode: as the plan has it.
+        counts: what became of the guesses.
+    """
+
+    def __init__(self, mode: Overlap) -> None:
+        self.mode = mode
+        self.counts = Counts()
+        self._wrong = 0.0
+        self._warned: set[str] = set()
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether to guess in this step."""
+        if self.mode == "auto":
+            return self._wrong <= _WRONG_MAX
+        return self.mode == "during_backward"
+
+    def step_decided(self, *, right: bool) -> None:
+        """Also where nothing was guessed: what a guess would have been."""
+        self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * (not right)
+
+    def warn(self, cause: str, advice: str) -> None:
+        """Say once why an early update was undone and which setting avoids it."""
+        if cause in self._warned:
+            return
+        self._warned.add(cause)
+        logger.warning("updates that were begun during backward are undone: %s. %s", cause, advice)

@@ -1,0 +1,282 @@
+"""The updates under way, unit by unit: begun early on a guess, or once the step is decided, and landed one by one.
+
+[Note: a step is a dataflow]
+
+    gradients complete ──guess──▶ GUESSED ──step() agrees──▶ DECIDED ──done──▶ landed
+                                     └──step() disagrees, or never comes──▶ undone: what was current still is
+    step() ────────────────────────────────────────────────▶ DECIDED ──done──▶ landed
+
+A guess is that the step will neither clip nor skip, with the hyperparameters of now. It reads what is current and
+writes beside it: into a slot of the store that nobody names, and for weights in RAM into other memory. So it may be
+dropped at any time, and whoever looks meanwhile sees the weights of before.
+
+A decided update may overwrite. From its landing on the new values count. Until then whoever wants the unit waits for
+this unit alone: `Ledger._settle` is the one place.
+
+Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.errors import SwapIOError
+from infinity.io.arena import Lease
+from infinity.io.store import wait_all
+from infinity.schedule.backing import Backing
+from infinity.schedule.gradients import Gradients
+from infinity.schedule.interrupt import interrupts_deferred
+from infinity.schedule.update import GroupUpdate, UpdateTransfer, WeightsPlace, submit_update
+from infinity.state.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+UnitRequest = Mapping[int, GroupUpdate]
+"""What is wanted of a unit's groups, by their index."""
+
+_SLOT_SHARE = 4  # of the memory for fetched weights, what early updates may keep from being used for others: 1/4
+
+
+@dataclass(eq=False)
+class UnitUpdate:
+    """One unit's update under way.
+
+    Attributes:
+        place: where its weights are and go, and whether it is a guess.
+        committed: it writes what a generation needs.
+        viewed: somebody holds views of the weights' memory, so that the new ones must go there.
+    """
+
+    unit: Unit
+    wanted: UnitRequest
+    place: WeightsPlace
+    committed: bool
+    transfers: dict[int, UpdateTransfer]
+    viewed: bool = False
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers.values())
+
+
+class Updates:
+    """Invariant: a unit has at most one update under way, a guess or a decided one.
+
+    Args:
+        slot_of: the host memory a unit's weights were fetched to, when they are used there; else None.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        backing: Backing,
+        gradients: Gradients,
+        slot_of: Callable[[int], Lease | None],
+    ) -> None:
+        self._units = units
+        self._backing = backing
+        self._gradients = gradients
+        self._slot_of = slot_of
+        self._shadow_bytes = backing.plan.shadow_bytes
+        self.guesses: dict[int, UnitUpdate] = {}
+        self.decided: dict[int, UnitUpdate] = {}
+
+    # -- guesses ------------------------------------------------------------------------------------------------------
+
+    def can_guess(self, index: int) -> bool:
+        """Whether an early update of a unit can leave everything as it is, and has transfers to hide."""
+        backing, unit = self._backing, self._units[index]
+        homes = [home for states in backing.states[index].values() for home in states.homes()]
+        if not self._gradients.in_ram(index):
+            return False  # it would wait for their way to the store and back
+        if index in self.guesses or index in self.decided or not homes or any(home.in_memory for home in homes):
+            return False
+        weights = backing.weights[index]
+        trained = [weights.groups[group] for group in backing.states[index]]
+        if weights.lease is None:
+            homes += trained
+        elif weights.nbytes > self._shadow_bytes or len(trained) < len(unit.groups):
+            return False
+        return all(backing.spare_slot(home.stored()) is not None for home in homes)
+
+    def guess(self, index: int, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
+        """Begin the update of a unit before the step is decided. False where there is no memory for it."""
+        unit, weights = self._units[index], self._backing.weights[index]
+        place = WeightsPlace(speculative=True)
+        if weights.lease is None:
+            place = replace(place, slot=self._spare_source(unit))
+        else:
+            shadow = self._backing.arena.try_lease(weights.nbytes)
+            if shadow is None:
+                return False
+            self._shadow_bytes -= shadow.nbytes
+            place = replace(place, shadow=shadow)
+        with interrupts_deferred():
+            self._submit(self.guesses, unit, wanted, place, step, committed=committed)
+        return True
+
+    def _spare_source(self, unit: Unit) -> Lease | None:
+        """The unit's slot, as long as updates that read slots do not hold up those who need one."""
+        held = sum(update.unit.weight_bytes for update in self.guesses.values() if self._reads_slot(update))
+        if (held + unit.weight_bytes) * _SLOT_SHARE > self._backing.plan.slot_bytes:
+            return None
+        return self._slot_of(unit.index)
+
+    @staticmethod
+    def _reads_slot(update: UnitUpdate) -> bool:
+        return update.place.speculative and update.place.slot is not None and not update.done()
+
+    def reads_slot(self, index: int) -> bool:
+        """Whether an early update reads the weights from the slot of this unit, so that it must stay."""
+        update = self.guesses.get(index) or self.decided.get(index)
+        return update is not None and self._reads_slot(update)
+
+    def wait_for_readers(self) -> None:
+        """Wait until no update reads a slot. A failure is told by whoever lands the update, or drops it."""
+        for update in [*self.guesses.values(), *self.decided.values()]:
+            if self._reads_slot(update):
+                _wait_canceled(update.transfers.values())
+
+    def undo(self, indices: Iterable[int]) -> None:
+        """Drop guesses: when this returns nothing of them is in flight and all is as before.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        dropped = [self.guesses[index] for index in indices if index in self.guesses]
+        transfers = [transfer for update in reversed(dropped) for transfer in update.transfers.values()]
+        for transfer in transfers:
+            self._backing.pipeline.cancel(transfer.future)
+        failure = _wait_canceled(transfers)
+        with interrupts_deferred():
+            for update in dropped:
+                del self.guesses[update.unit.index]
+                self._free(update)
+        if failure is not None:
+            raise failure
+
+    def _free(self, update: UnitUpdate) -> None:
+        if update.place.shadow is not None:
+            self._shadow_bytes += update.place.shadow.nbytes
+            update.place.shadow.release()
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def decide(
+        self, requests: Mapping[int, UnitRequest], order: Sequence[int], step: int, *, committed: bool
+    ) -> list[UnitUpdate]:
+        """What the step really does. Guesses that were right go on; the others are undone, and everything that is not
+        under way begins, in `order`.
+
+        Args:
+            requests: by unit.
+            order: of all units, the one that is used first comes first.
+
+        Returns:
+            The updates of this step.
+        """
+        right = [
+            index
+            for index, guess in self.guesses.items()
+            if guess.wanted == requests.get(index) and guess.committed == committed and not self._withdrawn(guess)
+        ]
+        self.undo([index for index in self.guesses if index not in right])
+        for index in right:
+            self.decided[index] = self.guesses.pop(index)
+        for index in order:
+            if index in requests and index not in self.decided:
+                place = WeightsPlace(slot=self._slot_of(index))
+                self._submit(self.decided, self._units[index], requests[index], place, step, committed=committed)
+        return list(self.decided.values())
+
+    def _withdrawn(self, guess: UnitUpdate) -> bool:
+        """Take a guess back that was not begun: it is in the order of the backward, and may overwrite now."""
+        first = next(iter(guess.transfers.values()))
+        return self._backing.pipeline.withdraw(first.future)
+
+    def _submit(
+        self,
+        where: dict[int, UnitUpdate],
+        unit: Unit,
+        wanted: UnitRequest,
+        place: WeightsPlace,
+        step: int,
+        *,
+        committed: bool,
+    ) -> None:
+        update = UnitUpdate(unit, wanted, place, committed, {})
+        where[unit.index] = update
+        for group_index, group_update in wanted.items():
+            update.transfers[group_index] = submit_update(
+                self._backing,
+                unit,
+                group_index,
+                group_update,
+                self._gradients.of_group(unit.index, group_index),
+                place,
+                step=step,
+                committed=committed,
+            )
+
+    # -- landing ------------------------------------------------------------------------------------------------------
+
+    def land(self, index: int) -> UnitUpdate | None:
+        """Wait for the decided update of a unit, if there is one: its new values count from now on.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
+        update = self.decided.get(index)
+        if update is None:
+            return None
+        wait_all(update.transfers.values())
+        with interrupts_deferred():
+            for transfer in update.transfers.values():
+                transfer.land()
+            if update.place.shadow is not None:
+                self._take_in(update, update.place.shadow)
+            del self.decided[index]
+        if not all(transfer.finite for transfer in update.transfers.values()):
+            logger.warning(
+                "step %d: a weight or a moment of unit '%s' is not finite any more; the learning rate may be too high",
+                next(iter(update.transfers.values())).step,
+                update.unit.name,
+            )
+        return update
+
+    def _take_in(self, update: UnitUpdate, shadow: Lease) -> None:
+        """The memory with the new weights is their home now."""
+        index = update.unit.index
+        weights = self._backing.weights[index]
+        if weights.lease is None:
+            raise AssertionError("weights in the store have no other memory")
+        if update.viewed:
+            weights.lease.view()[:] = shadow.view()
+            self._free(update)
+            return
+        for home in weights.groups:
+            home.lease = shadow
+        self._backing.weights[index] = replace(weights, lease=shadow)
+        self._shadow_bytes += weights.lease.nbytes
+        weights.lease.release()
+
+    def require_well(self) -> None:
+        """Raises SwapIOError when an update under way is known to have failed."""
+        for update in self.decided.values():
+            for transfer in update.transfers.values():
+                if transfer.done() and transfer.future.failure() is not None:
+                    transfer.result()
+
+
+def _wait_canceled(transfers: Iterable[UpdateTransfer]) -> SwapIOError | None:
+    """Wait for all; the first failure that is not their being canceled."""
+    first: SwapIOError | None = None
+    for transfer in transfers:
+        try:
+            transfer.result()
+        except SwapIOError as error:
+            failure = transfer.future.failure()
+            if first is None and failure is not None and failure.kind != "canceled":
+                first = error
+    return first
