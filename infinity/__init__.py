@@ -36,6 +36,7 @@ from infinity.optim.lion import Lion
 from infinity.optim.sgd import SGD
 from infinity.runtime.offload import close, offload, resume, synchronize
 from infinity.runtime.statistics import Statistics, statistics
+from infinity.runtime.trace import trace
 from infinity.runtime.track import commit, track
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "save_pretrained",
     "statistics",
     "synchronize",
+    "trace",
     "track",
 ]
 __version__ = "0.1.0"

@@ -184,6 +184,13 @@ class IOEngine:
 
         busy_ns is the time with a block in flight on the busiest device; in_flight counts blocks now.
         """
+    def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
+        """From now on record every request that ends, or no more; those beyond `events_max` are counted only."""
+    def take_trace(self) -> tuple[bytes, int]:
+        """What was recorded since it was last taken: `io.events.IO_EVENT` structs, and how many were dropped.
+
+        A request whose future is done is in it.
+        """
     def close(self) -> None:
         """Wait for what is in flight and stop the threads; what is queued fails with ECANCELED. Idempotent.
 
@@ -372,12 +379,15 @@ class UpdatePipeline:
         exp_avg: StateStream | None = None,
         exp_avg_sq: StateStream | None = None,
         grad: Buffer | StateStream,
+        tag: int = 0,
     ) -> UpdateFuture:
         """A moment that no segment's rule uses may be left out.
 
         With `whole` everything is moved, not only what segments touch: the states go to another place of the file.
 
         Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
+
+        `tag` is any number below 2^64; it comes back with the job's tiles, and their transfers, in the trace.
         """
     def withdraw(self, update: UpdateFuture) -> bool:
         """Take a job back of which nothing was begun: it fails as canceled. False, and it goes on, otherwise."""
@@ -385,4 +395,8 @@ class UpdatePipeline:
         """Begin no more tiles of a job; unless it was done it fails as canceled once nothing of it is in flight."""
     def counters(self) -> dict[str, int]:
         """tiles, adam_ns, read_wait_ns, write_wait_ns."""
+    def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
+        """As IOEngine.trace, of tiles."""
+    def take_trace(self) -> tuple[bytes, int]:
+        """As IOEngine.take_trace: `io.events.TILE_EVENT` structs."""
     def close(self) -> None: ...

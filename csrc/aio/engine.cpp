@@ -85,6 +85,7 @@ struct IoEngine::Impl {
   const LaneOptions options;
   const std::chrono::nanoseconds deadline;
   const pid_t pid = getpid();
+  const std::shared_ptr<IoLog> log = std::make_shared<IoLog>();
   const std::shared_ptr<Lane> first = Lane::open(options);
 
   mutable std::mutex mutex;  // guards what follows
@@ -205,7 +206,7 @@ Future IoEngine::submit(const IoRequest& request) {
     future->complete(std::move(failure));
     return future;
   }
-  auto made = std::make_shared<Request>(request, static_cast<unsigned>(shares.size()));
+  auto made = std::make_shared<Request>(request, static_cast<unsigned>(shares.size()), impl_->log);
   Future future = made->future;
   for (auto& [lane, members] : shares) lane->submit(made, members);
   return future;
@@ -270,5 +271,9 @@ Histogram::Counts IoEngine::latencies(OpKind kind) const {
   }
   return {sum.begin(), sum.end()};
 }
+
+void IoEngine::trace(bool on, std::size_t events_max) { impl_->log->record(on, events_max); }
+
+IoLog::Taken IoEngine::take_trace() { return impl_->log->take(); }
 
 }  // namespace infinity

@@ -64,6 +64,12 @@ class IoEngine {
   // From submission to completion of each block, in nanoseconds.
   [[nodiscard]] Histogram::Counts latencies(OpKind kind) const;
 
+  // From now on every request that ends is recorded, at most `events_max` of them, or no more is.
+  void trace(bool on, std::size_t events_max);
+  // What was recorded since it was last taken. A request whose future is done is in it; one of a device that was given
+  // up may never be.
+  [[nodiscard]] IoLog::Taken take_trace();
+
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

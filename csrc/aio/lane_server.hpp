@@ -3,22 +3,18 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <deque>
 #include <utility>
 #include <vector>
 
 #include "aio/lane.hpp"
+#include "base/clock.hpp"
 
 namespace infinity {
 
 // Starvation ruled out: one block in so many goes to the classes in turn, whatever their rank.
 inline constexpr unsigned kTurnEvery = 16;
-
-inline std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
-}
 
 inline void add(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
   counter.fetch_add(value, std::memory_order_relaxed);
@@ -222,8 +218,9 @@ class Lane::Server {
     free_tokens_.pop_back();
     std::byte* data = io.kind == OpKind::sync ? nullptr : io.data + block.first + block.done;
     const BlockOp op{io.kind, block.file, data, block.nbytes - block.done, block.offset + block.done, token};
-    blocks_[token] = std::move(block);
     const std::uint64_t now = now_ns();
+    block.part->request->started(now);
+    blocks_[token] = std::move(block);
     lane_.started_ns_[token] = now;
     if (in_flight_++ == 0) lane_.busy_since_ns_ = now;
     in_flight_bytes_ += op.nbytes;

@@ -12,6 +12,8 @@
 
 #include "aio/backend.hpp"
 #include "aio/swap_file.hpp"
+#include "base/clock.hpp"
+#include "base/event_log.hpp"
 #include "base/future.hpp"
 
 namespace infinity {
@@ -31,7 +33,24 @@ struct IoRequest {
   // The caller has the bytes in its cache and keeps the checksums itself: file->take() before a write, file->check()
   // after a read.
   bool caller_checks = false;
+  std::uint64_t tag = 0;  // the caller's own, for the trace
 };
+
+// A request in the trace of an engine. Python reads it as it lies in memory (infinity/io/events.py).
+struct IoEvent {
+  std::uint64_t begin_ns;  // submitted
+  std::uint64_t start_ns;  // the device got its first block; 0: none, it failed before
+  std::uint64_t end_ns;
+  std::uint64_t offset;  // as in the request
+  std::uint64_t nbytes;  // moved; 0 for a sync, and when it failed
+  std::uint64_t tag;
+  OpKind kind;
+  IoClass io_class;
+  bool failed;
+  std::uint8_t unused[5] = {};
+};
+static_assert(sizeof(IoEvent) == 56);
+using IoLog = EventLog<IoEvent>;
 
 // One request under way. Its parts, one per lane, fail and finish independently; the future completes after the last,
 // with the first failure.
@@ -39,13 +58,21 @@ struct IoRequest {
 // Invariant: no memory of the request is in use by a device once its future is done, unless it failed by a timeout.
 class Request {
  public:
-  Request(IoRequest given, unsigned parts) : io(std::move(given)), path(io.file->members()[0]->path()), parts_(parts) {}
+  // The log is shared: a request of a device that was given up outlives its engine.
+  Request(IoRequest given, unsigned parts, std::shared_ptr<IoLog> log)
+      : io(std::move(given)), path(io.file->members()[0]->path()), parts_(parts), log_(std::move(log)) {}
 
   IoRequest io;
   const std::string path;  // of the file's first member
   const Future future = std::make_shared<Completion>();
 
   [[nodiscard]] bool failed() const { return failed_; }
+
+  // A block of it was handed to a device.
+  void started(std::uint64_t at_ns) {
+    std::uint64_t none = 0;
+    start_ns_.compare_exchange_strong(none, at_ns, std::memory_order_relaxed);
+  }
 
   // The first failure counts.
   void fail(Failure failure) {
@@ -57,6 +84,8 @@ class Request {
 
   void finish_part() {
     if (--parts_ > 0) return;
+    const std::uint64_t nbytes = failed_ || io.kind == OpKind::sync ? 0 : io.nbytes;
+    log_->add({begin_ns_, start_ns_, now_ns(), io.offset, nbytes, io.tag, io.kind, io.io_class, failed_});
     io.file.reset();  // first: who sees the future done and closes the file finds it closed
     std::optional<Failure> failure;
     {
@@ -75,6 +104,9 @@ class Request {
  private:
   std::atomic<unsigned> parts_;
   std::atomic<bool> failed_{false};
+  const std::shared_ptr<IoLog> log_;
+  const std::uint64_t begin_ns_ = now_ns();
+  std::atomic<std::uint64_t> start_ns_{0};
   std::mutex mutex_;  // guards failure_
   std::optional<Failure> failure_;
 };

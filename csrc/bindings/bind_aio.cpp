@@ -231,6 +231,10 @@ void bind_aio(py::module_& module) {
           },
           py::arg("operation"))
       .def("counters", &counters_of)
+      .def(
+          "trace", [](const PyEngine& engine, bool on, std::size_t events_max) { engine.get()->trace(on, events_max); },
+          py::arg("on"), py::kw_only(), py::arg("events_max") = kTraceEventsMax)
+      .def("take_trace", [](const PyEngine& engine) { return packed(engine.get()->take_trace()); })
       .def("close", &PyEngine::close);
 }
 

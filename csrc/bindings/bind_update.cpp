@@ -77,7 +77,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad) {
+                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag) {
   constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
   if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
   UpdateJob job;
@@ -87,6 +87,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   job.grad_scale = static_cast<float>(grad_scale);
   job.whole = whole;
   job.arithmetic = arithmetic;
+  job.tag = tag;
   job.not_finite = std::make_shared<std::atomic<bool>>(false);
   std::vector<Memory> kept;
   const auto take = [&](const PyStream* stream, std::uint64_t nbytes, const char* name) {
@@ -161,7 +162,7 @@ void bind_update(py::module_& module) {
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
-           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"))
+           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0)
       .def(
           "withdraw",
           [](const PyPipeline& self, const PyUpdate& update) {
@@ -177,6 +178,11 @@ void bind_update(py::module_& module) {
           },
           py::arg("update"))
       .def("counters", &counters_of)
+      .def(
+          "trace",
+          [](const PyPipeline& self, bool on, std::size_t events_max) { self.pipeline.get()->trace(on, events_max); },
+          py::arg("on"), py::kw_only(), py::arg("events_max") = kTraceEventsMax)
+      .def("take_trace", [](const PyPipeline& self) { return packed(self.pipeline.get()->take_trace()); })
       .def("close", &PyPipeline::close);
 }
 

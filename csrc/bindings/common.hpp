@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <initializer_list>
 #include <memory>
 #include <string>
@@ -92,6 +93,23 @@ class Closable {
  private:
   std::shared_ptr<T> value_;
 };
+
+inline constexpr std::size_t kTraceEventsMax = std::size_t{1} << 21;  // about 100 MB
+
+// What a log recorded, as Python takes it: the events as they lie in memory, and how many were dropped.
+template <class Taken>
+py::tuple packed(const Taken& taken) {
+  using Event = typename decltype(taken.events)::value_type;
+  const auto nbytes = static_cast<py::ssize_t>(taken.events.size() * sizeof(Event));
+  auto bytes = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, nbytes));
+  if (!bytes) throw py::error_already_set();
+  std::byte* to = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(bytes.ptr()));
+  for (const Event& event : taken.events) {
+    std::memcpy(to, &event, sizeof(Event));
+    to += sizeof(Event);
+  }
+  return py::make_tuple(bytes, taken.dropped);
+}
 
 using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;

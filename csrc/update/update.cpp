@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -14,15 +13,12 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.hpp"
 #include "base/require.hpp"
 #include "update/tile.hpp"
 
 namespace infinity {
 namespace {
-
-std::uint64_t now_ns() {
-  return static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1));
-}
 
 bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end) {
   if (job.whole) return true;
@@ -50,6 +46,7 @@ struct UpdatePipeline::Impl {
   std::size_t tile_bytes;
   Isa isa;
   pid_t pid = getpid();
+  TileLog log;
 
   mutable std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -161,9 +158,10 @@ struct UpdatePipeline::Impl {
     lock.unlock();
     const std::uint64_t began = now_ns();
     auto damage = update_tile(*tile, *pool, isa);
-    const std::uint64_t took = now_ns() - began;
+    const std::uint64_t ended = now_ns();
+    log.add({began, ended, tile->first, tile->numel, tile->owner->job.tag});
     lock.lock();
-    counters.adam_ns += took;
+    counters.adam_ns += ended - began;
     if (damage) {
       if (!tile->owner->failure) tile->owner->failure = std::move(damage);
       return tile_done(lock, tile);
@@ -189,7 +187,8 @@ struct UpdatePipeline::Impl {
             offset + active.bytes(index, tile->first),
             tile->memory[index],
             round_up_to_page(active.bytes(index, tile->numel)),
-            true};
+            true,
+            active.job.tag};
   }
 
   using Done = std::function<void(std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&)>;
@@ -307,6 +306,10 @@ std::size_t UpdatePipeline::staging_tile_bytes(const StateFormat& format, std::s
          round_up_to_page(numel * residual_itemsize(format.master)) + 2 * moment +
          (gradients ? round_up_to_page(numel * sizeof(float)) : 0);
 }
+
+void UpdatePipeline::trace(bool on, std::size_t events_max) { impl_->log.record(on, events_max); }
+
+TileLog::Taken UpdatePipeline::take_trace() { return impl_->log.take(); }
 
 bool UpdatePipeline::abandoned() const {
   const std::lock_guard lock(impl_->mutex);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "aio/engine.hpp"
+#include "base/event_log.hpp"
 #include "base/future.hpp"
 #include "base/thread_pool.hpp"
 #include "cpu_adam/optimizer.hpp"
@@ -46,7 +47,20 @@ struct UpdateJob {
   bool whole = false;      // tiles that no segment touches are moved too: the states go to another place
   bool arithmetic = true;  // false: the states are read and written back as they are (replaying the traffic)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
+  std::uint64_t tag = 0;  // the caller's own, for the trace: of its tiles and their transfers
 };
+
+// A tile in the trace of a pipeline: while its elements were checked, updated and summed. Python reads it as it lies in
+// memory (infinity/io/events.py).
+struct TileEvent {
+  std::uint64_t begin_ns;
+  std::uint64_t end_ns;
+  std::uint64_t first;  // element of the job
+  std::uint64_t numel;
+  std::uint64_t tag;
+};
+static_assert(sizeof(TileEvent) == 40);
+using TileLog = EventLog<TileEvent>;
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
@@ -86,6 +100,9 @@ class UpdatePipeline {
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless it was done.
   void cancel(const Future& job);
   [[nodiscard]] UpdateCounters counters() const;
+  // As IoEngine's, of tiles.
+  void trace(bool on, std::size_t events_max);
+  [[nodiscard]] TileLog::Taken take_trace();
   // True once a device was given up that may still use the staging: it must never be freed.
   [[nodiscard]] bool abandoned() const;
 

@@ -19,7 +19,7 @@ import torch
 
 from infinity.checkpoint.load import load_pretrained
 from infinity.checkpoint.save import save_pretrained
-from infinity.cli import job
+from infinity.cli import job, tracing
 from infinity.cli.data import PackedData
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
@@ -114,6 +114,7 @@ def _check(options: argparse.Namespace) -> None:
     output = options.output.expanduser()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"--output {output}: exists and is not an empty directory; choose another")
+    tracing.check(options)
 
 
 @contextmanager
@@ -227,7 +228,9 @@ class _Run:
             print(f"resumed after step {self.done} of {self._steps}", flush=True)
         self._now: Statistics = statistics(model)
         self._first = self._now
+        self._measured = time.perf_counter()  # when `_now` was
         self._vocabulary = vocabulary
+        self._traced = tracing.TracedSteps(model, options.trace, options.trace_steps, done=self.done, total=self._steps)
 
     def _factor(self, step: int) -> float:
         warmup = self._options.warmup_steps
@@ -242,13 +245,19 @@ class _Run:
 
     def train(self) -> int:
         """All steps; 0, or the exit code when a signal ended it early."""
+        self._measured = time.perf_counter()
         with (
+            self._traced,
             open_progress(self._steps) as progress,
             _stop_at_a_step(progress.say, resumable=self._resumable) as stop,
         ):
             for step in range(self.done + 1, self._steps + 1):
+                self._traced.before(step)
                 self._step(step, progress)
                 self.done = step
+                if self._traced.after(step):
+                    progress.say(f"trace of the steps until {step}: {self._options.trace} (open it in ui.perfetto.dev)")
+                    self._measured = time.perf_counter()  # writing it is no part of a step
                 if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
                 if stop.asked:
@@ -256,7 +265,6 @@ class _Run:
         return 0
 
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:
-        began = time.perf_counter()
         learning_rate = float(self._optim.param_groups[0]["lr"])
         loss, tokens = 0.0, 0
         for _ in range(self._options.gradient_accumulation):
@@ -271,13 +279,14 @@ class _Run:
         self._optim.step()
         self._optim.zero_grad()
         self._scheduler.step()
-        now = statistics(self._model)
+        now, then = statistics(self._model), self._measured
+        self._measured = time.perf_counter()
         facts = StepFacts(
             step=step,
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=self._optim.last_grad_norm,
-            seconds=time.perf_counter() - began,
+            seconds=self._measured - then,  # with the end of the commit before, as the statistics
             tokens=tokens,
             read_bytes=now.read_bytes - self._now.read_bytes,
             written_bytes=now.written_bytes - self._now.written_bytes,

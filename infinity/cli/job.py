@@ -18,7 +18,14 @@ NAME = "finetune"
 """Under which a run's options are tracked."""
 
 _REQUIRED = ("model", "data", "config", "output")
-_FREE: dict[str, Any] = {"config": None, "threads": None, "verify_output": False, "verbose": False}
+_FREE: dict[str, Any] = {
+    "config": None,
+    "threads": None,
+    "verify_output": False,
+    "verbose": False,
+    "trace": None,
+    "trace_steps": None,
+}
 """What a run does not keep, and the defaults."""
 _PLACES: tuple[str, ...] = ("model", "data", "output")
 """What may have moved when a run is resumed. The text is compared by its tokens, the model by its layout."""

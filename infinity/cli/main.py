@@ -13,6 +13,7 @@ from typing import Any
 
 from infinity import __version__
 from infinity.cli.optimizers import OPTIMIZERS, SGD_MOMENTUM
+from infinity.cli.tracing import parse_steps
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -79,6 +80,19 @@ def build_parser() -> argparse.ArgumentParser:
         help="reload the result with plain transformers and compare logits",
     )
     tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
+    tune.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: compute, stalls by cause, fetches, "
+        "gradients, updates, reads and writes, each with its unit",
+    )
+    tune.add_argument(
+        "--trace-steps",
+        type=parse_steps,
+        metavar="A:B",
+        help="trace steps A to B (default: the second to the sixth; a step of a large model takes megabytes)",
+    )
     _add_checkpoint(commands)
     return parser
 

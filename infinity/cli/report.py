@@ -11,7 +11,18 @@ from pathlib import Path
 
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics
+from infinity.schedule.timeline import CAUSES, Cause
 from infinity.sizes import format_bytes
+
+_STALLS: dict[Cause, str] = {
+    "fetch": "waiting: weights",
+    "update": "waiting: updates",
+    "room": "waiting: room",
+    "gradient": "landing gradients",
+    "step": "optimizer step",
+    "commit": "commit",
+}
+assert set(_STALLS) == set(CAUSES)
 
 
 @dataclass(frozen=True)
@@ -20,11 +31,13 @@ class Report:
     order of units).
 
     Attributes:
-        step_s: seconds per step; `fetch_wait_s`, `gradient_s`, `update_s` of them; `compute_s` is the rest.
+        step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause); `compute_s` is the rest.
+        fetch_wait_s, gradient_s, update_s: of the stalls: fetch and room; gradient; step and update.
+        adam_s: the update's arithmetic, whether or not compute went on meanwhile.
         bytes_per_parameter: moved by the engine per step and trained parameter, counted;
             `planned_bytes_per_parameter` is the design's formula for this placement.
-        io_bound_s: bytes per step at the rate the engine reached while it was busy; `compute_bound_s`: compute and
-        Adam alone.
+        io_bound_s: the I/O alone: seconds the engine was busy. `compute_bound_s`: the processors alone, see
+            processors_alone.
         efficiency: the larger bound / step_s.
         peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model, `cached_bytes`
             of them in RAM for good.
@@ -37,6 +50,8 @@ class Report:
     tokens_per_s: float
     step_s: float
     compute_s: float
+    stall_s: dict[Cause, float]
+    adam_s: float
     fetch_wait_s: float
     gradient_s: float
     update_s: float
@@ -60,9 +75,7 @@ class Report:
             ),
             ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
             ("  compute", f"{self.compute_s:.3f} s"),
-            ("  waiting for weights", f"{self.fetch_wait_s:.3f} s"),
-            ("  landing gradients", f"{self.gradient_s:.3f} s"),
-            ("  optimizer update", f"{self.update_s:.3f} s"),
+            *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
             (
                 "moved per parameter",
                 f"{self.bytes_per_parameter:.1f} B per step, counted; planned, were no weights "
@@ -94,13 +107,12 @@ def make_report(
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
-    fetch = (after.fetch_wait_s - before.fetch_wait_s) / steps
-    gradient = (after.gradient_s - before.gradient_s) / steps
-    update = (after.update_s - before.update_s) / steps
-    compute = max(seconds - fetch - gradient - update, 0.0)
+    stalls: dict[Cause, float] = {cause: (after.stall_s[cause] - before.stall_s[cause]) / steps for cause in CAUSES}
+    compute = max(seconds - sum(stalls.values()), 0.0)
+    adam = (after.adam_s - before.adam_s) / steps
     moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
     busy = (after.io_busy_s - before.io_busy_s) / steps
-    compute_bound = compute + (after.adam_s - before.adam_s) / steps
+    compute_bound = processors_alone(seconds, compute, adam, device=after.device)
     return Report(
         steps=len(losses),
         skipped_steps=skipped_steps,
@@ -109,9 +121,11 @@ def make_report(
         tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
         step_s=seconds,
         compute_s=compute,
-        fetch_wait_s=fetch,
-        gradient_s=gradient,
-        update_s=update,
+        stall_s=stalls,
+        adam_s=adam,
+        fetch_wait_s=stalls["fetch"] + stalls["room"],
+        gradient_s=stalls["gradient"],
+        update_s=stalls["step"] + stalls["update"],
         bytes_per_parameter=moved / max(after.trainable_numel, 1),
         planned_bytes_per_parameter=after.plan.step_bytes / max(after.trainable_numel, 1),
         read_bytes=after.read_bytes,
@@ -124,6 +138,15 @@ def make_report(
         cached_bytes=after.cached_bytes + after.cached_weight_bytes,
         engine=after.engine,
     )
+
+
+def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
+    """Seconds of a step in which nothing waits for I/O.
+
+    On the CPU compute and Adam have the same cores, so it is their sum; no more than the step, for what ran at the same
+    time slowed each other down. A GPU computes beside Adam, so there it is the longer one.
+    """
+    return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:

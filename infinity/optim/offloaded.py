@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -166,7 +165,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with interrupts_deferred():
+        with interrupts_deferred(), self.ledger.timeline.stall("step"):
             self._step()
         return loss
 
@@ -179,7 +178,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}"
             )
         ledger.begin_step()
-        began = time.perf_counter_ns()
         active = self._active()
         total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
         self.last_grad_norm = math.sqrt(total) if not bad else float("nan")
@@ -189,7 +187,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._skips_in_a_row = 0
             self._update(active, self._grad_scale())
         ledger.end_step()
-        ledger.clock.update_ns += time.perf_counter_ns() - began
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
         """Parameters with a gradient, in the order of the groups."""

@@ -117,6 +117,7 @@ class Scope:
         self._structure.require_unchanged()
         self._ledger.reset()
         self._ends.forget()
+        self._ledger.timeline.forget("forward", "backward")
         training = torch.is_grad_enabled()
         self._ledger.begin_forward(training=training)
         if training:
@@ -187,6 +188,9 @@ class SiteEnter(Guard):
         if in_backward():  # see [Note: hooks and checkpointing]: nobody may come to release
             for index in self._units:
                 self._ledger.release(index)
+            return
+        for index in self._units:
+            self._ledger.timeline.begin("forward", self._ledger.records[index].unit.name)
 
 
 class SiteLeave(Guard):
@@ -199,6 +203,7 @@ class SiteLeave(Guard):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
+                self._ledger.timeline.end("forward", self._ledger.records[index].unit.name)
                 self._ledger.release(index)
         if output is None:
             return None
@@ -238,7 +243,11 @@ class _Announce:
         self._units = units
 
     def __call__(self, gradient: torch.Tensor) -> None:
+        timeline = self._ledger.timeline
+        timeline.end_all("backward")
         self._ledger.hold(self._units)
+        for index in self._units:
+            timeline.begin("backward", self._ledger.records[index].unit.name)
 
 
 class ParameterHooks(Guard):
@@ -266,6 +275,7 @@ class ParameterHooks(Guard):
             return
         self._ledger.land(self._place, gradient, accumulate=self._accumulate)
         parameter.grad = GradientHandle(parameter)
+        self._ledger.landed(self._place)
 
 
 class BackwardEnds:
@@ -300,4 +310,6 @@ class BackwardEnds:
             if parameter.grad is None:
                 parameter.grad = GradientHandle(parameter)
         self.taken.clear()
+        if not self._tasks:
+            self._ledger.timeline.end_all("backward")
         self._ledger.end_backward(outermost=not self._tasks)

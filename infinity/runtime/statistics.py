@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.schedule import registry
+from infinity.schedule.timeline import Cause
 from infinity.state.plan import Plan
 
 
@@ -19,15 +20,17 @@ class Statistics:
         state_bytes: weights, residuals and moments together, in whatever tier.
         read_bytes, written_bytes: moved by the engine; `weight_bytes_read` of them weights for forward and backward.
         io_busy_s: time with at least one transfer in flight.
-        fetch_wait_s: time the forward and backward waited for weights.
-        gradient_s: time taken by landing gradients in host memory.
-        update_s: time inside optim.step.
-        adam_s: time of the arithmetic inside it.
+        stall_s: time in which the compute thread did not compute, by cause (schedule/timeline.py: Cause).
+        fetch_wait_s: of it, waiting for weights or for room for them (fetch, room).
+        gradient_s: landing gradients in host memory (gradient).
+        update_s: inside optim.step, and waiting for updates (step, update).
+        adam_s: time of the update's arithmetic, on its own threads.
         steps: optimizer steps, skipped ones and those before a resume included.
         committed: the step of the newest durable generation; None where there is none.
         cached_bytes, cached_weight_bytes: optimizer states, and weights, that rest in RAM.
         arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.
         engine: io_uring or threads.
+        device: where the model computes: cpu or cuda.
         plan: what was decided.
     """
 
@@ -38,9 +41,7 @@ class Statistics:
     written_bytes: int
     weight_bytes_read: int
     io_busy_s: float
-    fetch_wait_s: float
-    gradient_s: float
-    update_s: float
+    stall_s: dict[Cause, float]
     adam_s: float
     steps: int
     committed: int | None
@@ -49,7 +50,20 @@ class Statistics:
     arena_bytes: int
     slot_bytes: int
     engine: str
+    device: str
     plan: Plan
+
+    @property
+    def fetch_wait_s(self) -> float:
+        return self.stall_s["fetch"] + self.stall_s["room"]
+
+    @property
+    def gradient_s(self) -> float:
+        return self.stall_s["gradient"]
+
+    @property
+    def update_s(self) -> float:
+        return self.stall_s["step"] + self.stall_s["update"]
 
 
 def statistics(model: nn.Module) -> Statistics:
@@ -67,9 +81,7 @@ def statistics(model: nn.Module) -> Statistics:
         written_bytes=sum(value for key, value in moved.items() if key.startswith("write_bytes_")),
         weight_bytes_read=moved["read_bytes_weights"],
         io_busy_s=moved["busy_ns"] / 1e9,
-        fetch_wait_s=ledger.clock.fetch_wait_ns / 1e9,
-        gradient_s=ledger.clock.gradient_ns / 1e9,
-        update_s=ledger.clock.update_ns / 1e9,
+        stall_s={cause: stalled / 1e9 for cause, stalled in ledger.timeline.stalled_ns().items()},
         adam_s=update["adam_ns"] / 1e9,
         steps=ledger.steps,
         committed=ledger.commits.newest,
@@ -78,5 +90,6 @@ def statistics(model: nn.Module) -> Statistics:
         arena_bytes=backing.arena.nbytes,
         slot_bytes=plan.slot_bytes,
         engine=backing.engine.name,
+        device=backing.device.device.type,
         plan=plan,
     )

@@ -23,7 +23,6 @@ import gc
 import logging
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,6 +44,7 @@ from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.guesses import Guesses
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
+from infinity.schedule.timeline import Timeline
 from infinity.schedule.trace import Trace
 from infinity.schedule.update import GroupUpdate
 from infinity.schedule.updates import UnitRequest, UnitUpdate, Updates
@@ -81,16 +81,6 @@ class UnitRecord:
     """For each parameter the (data pointer, version) infinity left it with."""
 
 
-@dataclass
-class Clock:
-    """Cumulative times, in nanoseconds, of what the compute thread waited for or did besides computing."""
-
-    fetch_wait_ns: int = 0
-    gradient_ns: int = 0
-    update_ns: int = 0
-    update_wait_ns: int = 0
-
-
 class Ledger:
     """Per-unit state machine. Every public method may be called from any thread.
 
@@ -99,7 +89,7 @@ class Ledger:
 
     def __init__(self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], backing: Backing) -> None:
         self.backing = backing
-        self.clock = Clock()
+        self.timeline = Timeline()
         self.steps = 0
         self.closed = False
         self.failed: InfinityError | None = None
@@ -151,6 +141,7 @@ class Ledger:
                 self.commits.forward_begins()
                 if self.guesses.mode == "off":
                     self.commits.finish()
+            with self._lock:
                 self._advance_commit()
             self._rewind()
         with self._lock:
@@ -197,16 +188,21 @@ class Ledger:
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land)."""
         with self._lock, self._spilling():
-            self._land_update(place.unit.index)
+            if place.unit.index in self.updates.decided:
+                with self.timeline.stall("update", place.unit.name):
+                    self._land_update(place.unit.index)
             if place.unit.index in self.updates.guesses:
                 self._undo(
                     "a gradient came for a unit whose update had begun",
                     "Give the optimizer accumulation_steps=, or run all backward passes but the last inside "
                     "model.no_sync().",
                 )
-            began = time.perf_counter_ns()
-            self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
-            self.clock.gradient_ns += time.perf_counter_ns() - began
+            with self.timeline.stall("gradient", place.unit.name):
+                self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
+
+    def landed(self, place: Place) -> None:
+        """A piece of a parameter's gradient came from backward and was taken."""
+        with self._lock:
             if self.arrivals.came(place):
                 self._guess(place.unit.index)
 
@@ -266,7 +262,7 @@ class Ledger:
         """
         self.require_usable()
         self.require_untouched()
-        with self._lock, self._spilling():
+        with self._lock, self._spilling(), self.timeline.stall("gradient"):
             self.gradients.synchronize()
         with self._lock, self._committing():
             self._land_updates()
@@ -332,7 +328,8 @@ class Ledger:
             if self.commits.due(self.steps):
                 with self._committing():
                     self.commits.begin(self.steps)
-                    self._advance_commit()
+                self._advance_commit()
+            self.timeline.end_step(self.steps)
             self._prefetch()
 
     def _count(self, requests: Mapping[int, UnitRequest]) -> None:
@@ -369,8 +366,8 @@ class Ledger:
             or (self.commits.under_way and not self.commits.frozen)
         ):
             return
+        self._finish_commit()  # what the new generation names must not be written to before it is durable
         with self._committing():
-            self._finish_commit()  # what the new generation names must not be written to before it is durable
             self.settle()
         if self.updates.can_guess(index):
             wanted = optimizer.guess(index)
@@ -407,9 +404,8 @@ class Ledger:
     def _settle(self, record: UnitRecord) -> None:
         """Before a unit is used: its update must be done, this one only."""
         if record.unit.index in self.updates.decided:
-            began = time.perf_counter_ns()
-            self._land_update(record.unit.index)
-            self.clock.update_wait_ns += time.perf_counter_ns() - began
+            with self.timeline.stall("update", record.unit.name):
+                self._land_update(record.unit.index)
         if record.residency is not Residency.UPDATING or record.slot is None:
             return
         if record.stale:
@@ -427,9 +423,7 @@ class Ledger:
         except SwapIOError as error:
             self.failed = self.failed or error
             raise
-        if not self.updates.decided:
-            with self._committing():
-                self._advance_commit()
+        self._advance_commit()
 
     def _land_updates(self) -> None:
         for index in list(self.updates.decided):
@@ -448,14 +442,16 @@ class Ledger:
     def _advance_commit(self) -> None:
         """Carry on with a commit as far as possible without waiting."""
         if self.commits.under_way and not self.updates.decided:
-            self.commits.written()
-            if self.commits.ready:
-                self.commits.finish()
+            with self._committing():
+                self.commits.written()
+                if self.commits.ready:
+                    self.commits.finish()
 
     def _finish_commit(self) -> None:
         if self.commits.under_way:
             self._land_updates()
-            self.commits.finish()
+            with self._committing():
+                self.commits.finish()
 
     def _rewind(self) -> None:
         """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
@@ -471,7 +467,8 @@ class Ledger:
     def _committing(self) -> Iterator[None]:
         """After a failure here the model refuses to go on: what was said to be durable is not."""
         try:
-            yield
+            with self.timeline.stall("commit"):
+                yield
         except InfinityError as error:
             self.failed = self.failed or error
             raise
@@ -482,7 +479,7 @@ class Ledger:
         Raises:
             InfinityError: the generation does not exist, and the model refuses to go on.
         """
-        with self._lock, self._committing():
+        with self._lock:
             self._finish_commit()
 
     def commit(self) -> None:
@@ -548,16 +545,17 @@ class Ledger:
 
     def _bring(self, record: UnitRecord) -> None:
         self.require_usable()
+        self._advance_commit()
         if not record.unit.resident:
             self._trace.visit(record.unit.index)
         self._settle(record)
         if record.residency is Residency.RELEASED:
-            self._start_or_raise(record)
+            with self.timeline.stall("room", record.unit.name):
+                self._start_or_raise(record)
         self._prefetch()
         if record.residency is Residency.FETCHING:
-            began = time.perf_counter_ns()
-            self._finish(record)
-            self.clock.fetch_wait_ns += time.perf_counter_ns() - began
+            with self.timeline.stall("fetch", record.unit.name):
+                self._finish(record)
         if record.slot is not None:
             record.slot.wait()
 
@@ -591,6 +589,7 @@ class Ledger:
             fetch = self._slots.start(self.backing.weights[index], self.updates.decided.get(index))
             if fetch is not None:
                 record.fetch, record.residency = fetch, Residency.FETCHING
+                self.timeline.begin("fetch", record.unit.name)
                 return True
             victim = self._victim(distance)
             if victim is None:
@@ -652,8 +651,10 @@ class Ledger:
                 self.failed = error  # the device was given up: nothing else will come from it
                 raise
             except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
+                self.timeline.end("fetch", record.unit.name)
                 record.fetch, record.residency = None, Residency.RELEASED
                 raise
+            self.timeline.end("fetch", record.unit.name)
             record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
             self.resident_at[slot.tensor.data_ptr()] = record
             try:

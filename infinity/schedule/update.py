@@ -11,6 +11,7 @@ from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.schedule.backing import Backing, Home
 from infinity.schedule.gradients import GroupGradients
+from infinity.schedule.timeline import JobTag
 from infinity.state.dtypes import native_name
 from infinity.state.moments import Moment
 from infinity.state.unit import Unit
@@ -130,6 +131,7 @@ def submit_update(
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
         grad=gradients.stream(),
+        tag=JobTag(step, unit.index, group_index).pack(),
     )
     return UpdateTransfer(future, unit.name, "optimizer states", step, tuple(streams.moves))
 

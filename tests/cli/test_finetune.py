@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from infinity.cli.data import PackedData
 from infinity.cli.main import main
+from infinity.cli.report import processors_alone
 from infinity.errors import ConfigError
+from infinity.schedule.timeline import CAUSES
 from tests.models import VOCABULARY, bert, llama
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the slow red hen\n" * 200
@@ -78,6 +80,78 @@ def test_the_main_job_ends_with_a_model_a_report_and_a_curve(job: dict[str, Any]
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("the fox")["input_ids"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert set(os.listdir(tmp_path)) == {"model", "text.txt", "swap.yaml", "out"}
+
+
+def test_the_report_says_where_a_step_went(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    config = yaml.safe_load(job["--config"].read_text()) | {"commit_every": 1}
+    job["--config"].write_text(yaml.safe_dump(config))
+    assert run(job) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    stalls = report["stall_s"]
+    assert set(stalls) == set(CAUSES)
+    assert stalls["commit"] > 0
+    assert stalls["step"] > 0
+    assert report["compute_s"] + sum(stalls.values()) == pytest.approx(report["step_s"])
+    bound = max(report["io_bound_s"], report["compute_bound_s"])
+    assert report["efficiency"] == pytest.approx(bound / report["step_s"])
+    assert 0 < report["efficiency"] <= 1
+    rows = (tmp_path / "out" / "report.txt").read_text()
+    for label in ("waiting: weights", "waiting: room", "landing gradients", "optimizer step", "commit"):
+        assert f"  {label} " in rows
+
+
+def test_compute_beside_adam_is_bound_by_the_longer_one_and_on_the_same_cores_by_both() -> None:
+    assert processors_alone(10.0, 5.0, 3.0, device="cpu") == 8.0
+    assert processors_alone(10.0, 9.0, 3.0, device="cpu") == 10.0
+    assert processors_alone(10.0, 9.0, 3.0, device="cuda") == 9.0
+
+
+def traced_steps(path: Path) -> list[str]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "step"]
+
+
+def test_a_trace_of_the_run_is_written(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job | {"--trace": tmp_path / "trace.json"}) == 0
+    assert traced_steps(tmp_path / "trace.json") == [f"step {step}" for step in range(2, 7)]
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    assert run(job | {"--trace": tmp_path / "trace.json", "--trace-steps": "3:3", "--output": tmp_path / "more"}) == 0
+    assert traced_steps(tmp_path / "trace.json") == ["step 3"]
+    again, first = ((tmp_path / name / "loss.csv").read_text().splitlines() for name in ("more", "out"))
+    assert [row.split(",")[:4] for row in again] == [row.split(",")[:4] for row in first]
+
+
+def test_a_run_shorter_than_its_trace_leaves_what_it_did(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job | {"--steps": 1, "--trace": tmp_path / "trace.json"}) == 0
+    assert traced_steps(tmp_path / "trace.json") == ["step 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"--trace": "nowhere/trace.json"}, "cannot write a trace to"),
+        ({"--trace": "out/trace.json"}, "write it elsewhere"),
+        ({"--trace-steps": "2:3"}, "--trace-steps needs --trace"),
+        ({"--trace": "trace.json", "--trace-steps": "9:12"}, "this run does steps 1 to 8"),
+    ],
+)
+def test_a_trace_that_cannot_be_made_is_refused_before_training(
+    options: dict[str, str], message: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "out").mkdir()
+    paths = {key: tmp_path / value if key == "--trace" else value for key, value in options.items()}
+    assert run(job | paths) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "step 1/8" not in captured.out
+    assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize("steps", ["3", "0:2", "3:2", "a:b", ":", "1:-1"])
+def test_steps_to_trace_that_make_no_sense_are_refused(steps: str, job: dict[str, Any], capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        run(job | {"--trace": "trace.json", "--trace-steps": steps})
+    assert "is not A:B" in capsys.readouterr().err
 
 
 def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp_path: Path) -> None:

@@ -142,6 +142,53 @@ TEST_CASE("a device that loses a block fails all its requests and none hangs") {
   }
 }
 
+TEST_CASE("a trace that is taken while requests end has each of them once") {
+  for (const std::string& name : kEngines) {
+    Directory here;
+    Directory there("/dev/shm");
+    IoEngine engine(options_of(name));
+    constexpr unsigned kThreads = 3;
+    constexpr unsigned kRounds = 40;
+    constexpr std::size_t kRoom = 4;  // so little that some are dropped
+    const auto file = striped(here, there, kThreads * kRegion);
+    engine.trace(true, kRoom);
+    std::atomic<unsigned> running{kThreads};
+    std::vector<std::thread> threads;
+    for (unsigned thread = 0; thread < kThreads; ++thread) {
+      threads.emplace_back([&, thread] {
+        const Pages data(kRegion, thread + 1);
+        for (unsigned round = 0; round < kRounds; ++round) {
+          wait(engine.submit({OpKind::write, IoClass::states, file, thread * kRegion, data.data(), kRegion}));
+        }
+        --running;
+      });
+    }
+    std::uint64_t seen = 0;
+    std::uint64_t nbytes = 0;
+    const auto count = [&] {
+      const IoLog::Taken taken = engine.take_trace();
+      CHECK(taken.events.size() <= kRoom);
+      for (const IoEvent& event : taken.events) {
+        nbytes += event.nbytes;
+        CHECK(event.begin_ns <= event.start_ns);
+        CHECK(event.start_ns <= event.end_ns);
+      }
+      seen += taken.events.size() + taken.dropped;
+      return taken.dropped;
+    };
+    std::uint64_t dropped = 0;
+    while (running > 0) dropped += count();
+    for (auto& thread : threads) thread.join();
+    dropped += count();
+    CHECK(seen == kThreads * kRounds);
+    CHECK(nbytes == (seen - dropped) * kRegion);
+    engine.trace(false, 0);
+    const Pages data(kRegion, 9);
+    wait(engine.submit({OpKind::write, IoClass::states, file, 0, data.data(), kRegion}));
+    CHECK(engine.take_trace().events.empty());
+  }
+}
+
 TEST_CASE("damage is found in whatever piece of a striped file it is") {
   for (const std::string& name : kEngines) {
     Directory here;

@@ -64,6 +64,7 @@ TEST_CASE("jobs from many threads are all done") {
   Rig rig(options);
   UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
                           Isa::baseline);
+  pipeline.trace(true, 1000);
   std::atomic<unsigned> failed{0};
   std::vector<std::thread> threads;
   for (int thread = 0; thread < 3; ++thread) {
@@ -76,6 +77,7 @@ TEST_CASE("jobs from many threads are all done") {
   for (auto& thread : threads) thread.join();
   CHECK(failed == 0);
   CHECK(pipeline.counters().tiles == 3 * 4 * (kNumel / kTile));
+  CHECK(pipeline.take_trace().events.size() == pipeline.counters().tiles);
 }
 
 TEST_CASE("without arithmetic the states stay as they are") {

@@ -85,6 +85,7 @@ class Bench:
         *,
         whole: bool = False,
         grad: _native.StateStream | None = None,
+        tag: int = 0,
     ) -> _native.UpdateFuture:
         return self.pipeline.submit(
             numel=NUMEL,
@@ -95,6 +96,7 @@ class Bench:
             grad_scale=0.5,
             whole=whole,
             grad=self.grad if grad is None else grad,
+            tag=tag,
             **streams,
         )
 

@@ -16,7 +16,7 @@ from infinity.plan.planner import make_plan
 from infinity.schedule import registry
 from infinity.state.discover import discover
 from tests.conftest import states_of, weights_of
-from tests.models import ARCHITECTURES, loss_of
+from tests.models import ARCHITECTURES, llama, loss_of
 
 MEMORY = {"device": "640KiB", "host": "512MiB"}
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
@@ -24,18 +24,19 @@ Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 def model_of(name: str, dtype: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model, batch = ARCHITECTURES[name]()
+    model, batch = llama(layers=10) if name == "deep" else ARCHITECTURES[name]()
     return model.to(dtype).train(), batch
 
 
-def half_of_the_gradients(swap_config: Any, name: str, dtype: Any, tier: str) -> dict[str, Any]:
+def half_of_the_gradients(swap_config: Any, name: str, dtype: Any, tier: str, **form: Any) -> dict[str, Any]:
     """A config whose memory.host holds the gradients of some units."""
-    units = discover(model_of(name, dtype)[0]).units
+    units = discover(model_of(name, dtype)[0], form.get("moments", "fp32")).units
     partly = []
     for host in range(100 << 10, 6 << 20, 16 << 10):
-        config = {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}}
+        config = {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
         try:
-            plan = make_plan(units, load_config(swap_config(tier, **config)), torch.device("cpu"), can_recompute=False)
+            loaded = load_config(swap_config(tier, **config))
+            plan = make_plan(units, loaded, torch.device("cpu"), can_recompute=False)
         except infinity.PlanError:
             continue
         if plan.gradients == "nvme" and 0 < len(plan.gradients_in_ram) < plan.trained_count:
@@ -96,6 +97,18 @@ def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
         return  # so small that the window takes more than the gradients
     half = half_of_the_gradients(swap_config, name, dtype, tier)
     assert_same(train(offload, name, dtype, micro_batches, tier=tier, **half), expected)
+
+
+@pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_updates_beside_compute_change_no_bit(overlap: str, moments: str, offload: Any, swap_config: Any) -> None:
+    """Units of several groups, some spilled, some not, with clipping, accumulation and generations."""
+    options = {"overlap": overlap, "moments": moments, "commit_every": 1}
+    expected = train(offload, "deep", torch.bfloat16, 2, gradients="host", tier="host", moments=moments, steps=5)
+    half = half_of_the_gradients(swap_config, "deep", torch.bfloat16, "nvme", **options)
+    for number, config in enumerate((options | {"gradients": "nvme"}, half)):
+        nvme = {"paths": [swap_config()["nvme"]["paths"][0] + str(number)]}
+        assert_same(train(offload, "deep", torch.bfloat16, 2, steps=5, nvme=nvme, **config), expected)
 
 
 def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config: Any) -> None:

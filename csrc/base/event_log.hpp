@@ -1,0 +1,53 @@
+// What happened and when, for a trace: recorded while it is switched on, bounded, taken by whoever asks.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+namespace infinity {
+
+// Any thread may call anything. While it is off an event costs one relaxed load.
+//
+// Invariant: an event that came while the log was on is in it, or counted as dropped.
+template <class Event>
+class EventLog {
+ public:
+  struct Taken {
+    std::deque<Event> events;   // a vector would be copied, under the lock, whenever it grows
+    std::uint64_t dropped = 0;  // came when the log was full
+  };
+
+  // Off, what was recorded stays until it is taken.
+  void record(bool on, std::size_t events_max) {
+    const std::lock_guard lock(mutex_);
+    events_max_ = events_max;
+    on_.store(on, std::memory_order_relaxed);
+  }
+
+  void add(const Event& event) {
+    if (!on_.load(std::memory_order_relaxed)) return;
+    const std::lock_guard lock(mutex_);
+    if (taken_.events.size() < events_max_) {
+      taken_.events.push_back(event);
+    } else {
+      ++taken_.dropped;
+    }
+  }
+
+  [[nodiscard]] Taken take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(taken_, {});
+  }
+
+ private:
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;  // guards what follows
+  std::size_t events_max_ = 0;
+  Taken taken_;
+};
+
+}  // namespace infinity

@@ -1,0 +1,80 @@
+"""`infinity finetune --trace`: a timeline of a few steps of the run."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.runtime.trace import require_writable, trace
+
+_STEPS = 5
+"""Traced by default: enough to see one step hand over to the next, small enough for a browser."""
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """'A:B', both counted from 1 and included. Raises argparse.ArgumentTypeError."""
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise argparse.ArgumentTypeError(f"'{text}' is not A:B with 1 <= A <= B, such as 2:6")
+    return int(first), int(last)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError when a trace was asked for that cannot be written."""
+    if options.trace is None:
+        if options.trace_steps is not None:
+            raise ConfigError("--trace-steps needs --trace FILE")
+        return
+    options.trace = require_writable(options.trace)
+    if options.output in options.trace.parents:
+        raise ConfigError(f"--trace {options.trace}: --output must be empty when the run ends; write it elsewhere")
+
+
+class TracedSteps:
+    """Traces some steps of a run; a run that ends before the last of them leaves the trace of those it did.
+
+    Args:
+        path: None: nothing is traced.
+        steps: the first and the last; None: the second to the sixth that this process does, because the first one
+            learns the order of the units.
+        done, total: steps the run has done, and will have.
+
+    Raises:
+        ConfigError: none of the steps will be done.
+    """
+
+    def __init__(
+        self, model: nn.Module, path: Path | None, steps: tuple[int, int] | None, *, done: int, total: int
+    ) -> None:
+        self._model = model
+        self._path = path
+        self._first, self._last = steps or (min(done + 2, total), done + 1 + _STEPS)
+        if path is not None and done < total and not (self._last > done and self._first <= total):
+            raise ConfigError(f"--trace-steps {self._first}:{self._last}: this run does steps {done + 1} to {total}")
+        self._first = max(self._first, done + 1)
+        self._last = min(self._last, total)
+        self._open = ExitStack()
+
+    def __enter__(self) -> TracedSteps:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def before(self, step: int) -> None:
+        if self._path is not None and step == self._first:
+            self._open.enter_context(trace(self._model, self._path))
+
+    def after(self, step: int) -> bool:
+        """Whether the trace was written now."""
+        if self._path is None or step != self._last:
+            return False
+        self._open.close()
+        return True

@@ -1,0 +1,56 @@
+"""What the native core records for a trace, as numpy reads it: requests of the engine, tiles of the update pipeline.
+
+Times are nanoseconds of the clock of time.perf_counter_ns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from infinity import _native
+
+OPERATIONS = ("read", "write", "sync")
+IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states")
+
+IO_EVENT = np.dtype(
+    [
+        ("begin_ns", np.uint64),  # submitted
+        ("start_ns", np.uint64),  # the device got its first block; 0: none, it failed before
+        ("end_ns", np.uint64),
+        ("offset", np.uint64),  # bytes, in the swap file
+        ("nbytes", np.uint64),  # moved; 0 for a sync, and when it failed
+        ("tag", np.uint64),  # of the update it belongs to; 0: of none
+        ("operation", np.uint8),  # an index of OPERATIONS
+        ("io_class", np.uint8),  # of IO_CLASSES
+        ("failed", np.bool_),
+        ("unused", np.uint8, 5),
+    ]
+)
+TILE_EVENT = np.dtype(
+    [
+        ("begin_ns", np.uint64),
+        ("end_ns", np.uint64),
+        ("first", np.uint64),  # element of the job
+        ("numel", np.uint64),
+        ("tag", np.uint64),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Events, and how many more there were when the log was full."""
+
+    events: NDArray[Any]
+    dropped: int
+
+
+def take(log: _native.IOEngine | _native.UpdatePipeline) -> Recorded:
+    """What a log recorded since it was last taken."""
+    packed, dropped = log.take_trace()
+    dtype = IO_EVENT if isinstance(log, _native.IOEngine) else TILE_EVENT
+    return Recorded(np.frombuffer(packed, dtype), dropped)

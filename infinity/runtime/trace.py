@@ -1,0 +1,210 @@
+"""infinity.trace: a timeline of what a model does, for Perfetto: compute, fetch, gradient, update, read, write.
+
+[Note: what is in a trace]
+Compute, fetches, gradients and stalls come from the ledger's timeline; tiles from the update pipeline; reads and writes
+from the engine, one event a request, drawn from when the device got it to when it was done. A request that ended while
+the trace was open is in it; one that was still under way at its end is not. A transfer's unit and state are those of
+the extent it begins in; its step that of the update it belongs to, or else the one that was running.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from infinity.errors import ConfigError, InfinityError
+from infinity.io.durable import ASIDE
+from infinity.io.events import IO_CLASSES, OPERATIONS, Recorded, take
+from infinity.io.store import Extent
+from infinity.runtime.chrome import Event, document
+from infinity.schedule import registry
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.timeline import JobTag, Recording, Span
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
+    """Record what an offloaded model does while this is open; then write it to `path`.
+
+        with infinity.trace(model, "out.json"):
+            for batch in itertools.islice(loader, 3): ...
+
+    Open the file in https://ui.perfetto.dev or chrome://tracing. It has rows for steps, compute (forward and backward
+    of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and states;
+    every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model makes
+    thousands of events of about 250 bytes: trace a few steps. Memory for them is bounded; what does not fit is counted,
+    warned of, and named in the file ("otherData").
+
+    Args:
+        path: is replaced; its directory must exist.
+
+    Raises:
+        ModelError: the model is not offloaded.
+        ConfigError: `path` cannot be written; raised at once.
+        InfinityError: the model is being traced already; or, at the end, the file could not be written.
+    """
+    ledger = registry.ledger_of(model)
+    ledger.require_usable()
+    target = require_writable(path)
+    ledger.timeline.record()
+    logs = ledger.backing.engine, ledger.backing.pipeline
+    for log in logs:
+        log.take_trace()  # what ended after an earlier trace was written
+        log.trace(True)
+    try:
+        yield
+    finally:
+        requests, tiles = (_stop(log) for log in logs)
+        _write(target, ledger, ledger.timeline.stop(), requests, tiles)
+
+
+def require_writable(path: str | Path) -> Path:
+    """`path`, absolute. Raises ConfigError when no file can be written there."""
+    target = Path(path).expanduser().absolute()
+    aside = _aside(target)
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(0, "it is a directory")
+        aside.touch()
+        aside.unlink()
+    except OSError as error:
+        raise ConfigError(f"cannot write a trace to {target}: {error.strerror}") from error
+    return target
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(target.name + ASIDE)
+
+
+def _stop(log: Any) -> Recorded | None:
+    """None when the model was closed meanwhile."""
+    try:
+        log.trace(False)
+        return take(log)
+    except ValueError:
+        return None
+
+
+def _write(
+    target: Path, ledger: Ledger, recording: Recording, requests: Recorded | None, tiles: Recorded | None
+) -> None:
+    missing = [] if requests is not None and tiles is not None else ["transfers", "tiles"]
+    if missing:
+        logger.warning("the model was closed inside infinity.trace: its transfers and updates are not in %s", target)
+    dropped = {
+        "spans": recording.dropped,
+        "transfers": 0 if requests is None else requests.dropped,
+        "tiles": 0 if tiles is None else tiles.dropped,
+    }
+    if any(dropped.values()):
+        logger.warning("%s is not whole: it was full, and %s were dropped; trace fewer steps", target, dropped)
+    events = _Events(ledger, recording)
+    about = {"producer": "infinity", "dropped": dropped, "missing": missing}
+    parts = document(events.all(requests, tiles), recording.begin_ns, recording.end_ns, about)
+    aside = _aside(target)
+    try:
+        with aside.open("w") as file:
+            file.writelines(parts)
+        os.replace(aside, target)
+    except BaseException as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InfinityError(f"the trace could not be written to {target}: {error.strerror}") from error
+        raise
+
+
+class _Events:
+    """What was recorded, as bars with names."""
+
+    def __init__(self, ledger: Ledger, recording: Recording) -> None:
+        self._units = [record.unit.name for record in ledger.records]
+        self._extents = _Extents(home.extent for home in ledger.backing.homes() if home.extent is not None)
+        steps = [span for span in recording.spans if span.kind == "step"]
+        self._step_ends = np.array([span.end_ns for span in steps], np.int64)
+        self._step_numbers = [span.step for span in steps] + [ledger.steps + 1]
+        self._spans = recording.spans
+
+    def all(self, requests: Recorded | None, tiles: Recorded | None) -> Iterator[Event]:
+        for span in self._spans:
+            yield from self._of_span(span)
+        if requests is not None:
+            for request in requests.events:
+                yield self._of_request(request)
+        if tiles is not None:
+            for tile in tiles.events:
+                yield self._of_tile(tile)
+
+    def _step_at(self, ns: int) -> int:
+        """The step that was running."""
+        return self._step_numbers[int(np.searchsorted(self._step_ends, ns, side="right"))]
+
+    def _of_span(self, span: Span) -> Iterator[Event]:
+        args = {"unit": span.unit, "step": span.step or self._step_at(span.begin_ns)}
+
+        def event(row: str, category: str, name: str) -> Event:
+            return Event(row, category, f"{name} {span.unit}".rstrip(), span.begin_ns, span.end_ns, args)
+
+        if span.kind == "step":
+            yield event("steps", "step", f"step {span.step}")
+        elif span.kind == "fetch":
+            yield event("fetches", "fetch", "fetch")
+        elif span.kind == "stall":
+            yield event("stalls", "stall", span.cause)
+            if span.cause == "gradient" and span.unit:
+                yield event("gradients", "gradient", "gradient")
+        else:
+            yield event("compute", "compute", span.kind)
+
+    def _of_tile(self, tile: np.void) -> Event:
+        tag = JobTag.unpack(int(tile["tag"]))
+        unit = self._units[tag.unit]
+        args = {"unit": unit, "step": tag.step, "group": tag.group}
+        args |= {"first": int(tile["first"]), "numel": int(tile["numel"])}
+        begin_ns, end_ns = int(tile["begin_ns"]), int(tile["end_ns"])
+        return Event("updates (Adam)", "update", f"update {unit}", begin_ns, end_ns, args)
+
+    def _of_request(self, request: np.void) -> Event:
+        operation = OPERATIONS[request["operation"]]
+        submitted, tag = int(request["begin_ns"]), int(request["tag"])
+        begin_ns, end_ns = int(request["start_ns"]) or submitted, int(request["end_ns"])
+        args: dict[str, Any] = {"step": JobTag.unpack(tag).step if tag else self._step_at(submitted)}
+        args |= {"queued_us": (begin_ns - submitted) / 1000, "failed": bool(request["failed"])}
+        if operation == "sync":
+            return Event("sync", "sync", "sync", begin_ns, end_ns, args)
+        offset = int(request["offset"])
+        extent = self._extents.at(offset)
+        unit, state, group = ("", "", 0) if extent is None else (extent.unit, extent.state, extent.group)
+        args |= {"unit": unit, "state": state, "group": group, "bytes": int(request["nbytes"]), "offset": offset}
+        args |= {"class": IO_CLASSES[request["io_class"]]}
+        row = f"{operation} {_ROW_OF_STATE.get(state, state or 'other')}"
+        return Event(row, operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args)
+
+
+_ROW_OF_STATE = {"weight": "weights", "residual": "states", "exp_avg": "states", "exp_avg_sq": "states"}
+
+
+class _Extents:
+    """Which extent a byte of the swap file belongs to, in whatever slot."""
+
+    def __init__(self, extents: Iterable[Extent]) -> None:
+        placed = sorted(((offset, extent) for extent in extents for offset in extent.offsets), key=lambda pair: pair[0])
+        self._offsets = np.array([offset for offset, _ in placed], np.int64)
+        self._extents = [extent for _, extent in placed]
+
+    def at(self, offset: int) -> Extent | None:
+        """None where no extent is."""
+        index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
+        if index < 0:
+            return None
+        extent = self._extents[index]
+        return extent if offset < self._offsets[index] + extent.nbytes else None
