@@ -72,7 +72,7 @@ class SwapConfig(_Section):
 
     weights: Tier = "auto"
     optimizer: Tier = "auto"
-    gradients: Literal["host", "device", "nvme"] = "host"
+    gradients: Literal["host", "device", "nvme", "auto"] = "auto"
     activations: Literal["auto", "keep", "recompute", "host", "nvme"] = "auto"
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
@@ -96,7 +96,7 @@ class SwapConfig(_Section):
         """
         refused = {
             "optimizer: device": (self.optimizer == "device", "optimizer: host, nvme or auto"),
-            f"gradients: {self.gradients}": (self.gradients != "host", "gradients: host"),
+            "gradients: device": (self.gradients == "device", "gradients: host, nvme or auto"),
             f"activations: {self.activations}": (
                 self.activations in ("host", "nvme"),
                 "activations: recompute or keep",

@@ -14,10 +14,10 @@ from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 
 class Lease:
-    """A borrowed, 4 KiB-aligned piece of the arena. Life cycle: PinnedArena.lease() → release(), once."""
+    """A borrowed, 4 KiB-aligned piece of the arena. Life cycle: Space.lease() → release(), once."""
 
-    def __init__(self, arena: PinnedArena, offset: int, nbytes: int) -> None:
-        self._arena = arena
+    def __init__(self, space: Space, offset: int, nbytes: int) -> None:
+        self._space = space
         self.offset = offset
         self.nbytes = nbytes
 
@@ -26,43 +26,31 @@ class Lease:
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise AssertionError(f"view [{offset}, {offset + nbytes}) outside a lease of {self.nbytes} bytes")
-        return self._arena.native.view(self.offset + offset, nbytes)
+        return self._space.native.view(self.offset + offset, nbytes)
 
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes]; every call makes a storage of its own, so that its views can be counted."""
         return torch.frombuffer(self.view(), dtype=torch.uint8)
 
     def release(self) -> None:
-        self._arena.give_back(self)
+        self._space.give_back(self)
+
+    def space(self) -> Space:
+        """The lease as something that is itself cut into leases."""
+        return Space(self._space.native, self.offset, self.nbytes)
 
 
-class PinnedArena:
-    """One mapping of exactly the planned size, cut first-fit into leases; free neighbours merge.
+class Space:
+    """Bytes [offset, offset + nbytes) of the arena, cut first-fit into leases; free neighbours merge.
 
-    Invariant: leases never overlap. Pages are touched when first used, so what a plan reserves but a run does not
-    use costs nothing on a machine without a GPU.
+    Invariant: leases never overlap.
     """
 
-    def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
-        self.nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
-        self.native = _native.Arena(self.nbytes, huge_pages=True, numa_node=numa_node)
+    def __init__(self, native: _native.Arena, offset: int, nbytes: int) -> None:
+        self.native = native
+        self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
-        self._registered = False
-
-    def register_with_cuda(self) -> str:
-        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only."""
-        runtime = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
-        if error != 0:
-            return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
-        self._registered = True
-        weakref.finalize(self, runtime.cudaHostUnregister, self.native.address)
-        return ""
-
-    @property
-    def pinned(self) -> bool:
-        return self._registered
+        self._free: list[tuple[int, int]] = [(offset, nbytes)]  # (offset, nbytes), sorted
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
@@ -118,3 +106,27 @@ class PinnedArena:
     def free_bytes(self) -> int:
         with self._lock:
             return sum(size for _, size in self._free)
+
+
+class PinnedArena(Space):
+    """One mapping of exactly the planned size. Pages are touched when first used, so what a plan reserves but a run
+    does not use costs nothing on a machine without a GPU."""
+
+    def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
+        nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
+        super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
+        self._registered = False
+
+    def register_with_cuda(self) -> str:
+        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only."""
+        runtime = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
+        if error != 0:
+            return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
+        self._registered = True
+        weakref.finalize(self, runtime.cudaHostUnregister, self.native.address)
+        return ""
+
+    @property
+    def pinned(self) -> bool:
+        return self._registered

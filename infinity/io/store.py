@@ -54,10 +54,14 @@ class Extent:
 
 
 class ExtentMap:
-    """Hands out extents before the file exists, so that its size is known and reserved at once."""
+    """Hands out extents before the file exists, so that its size is known and reserved at once.
 
-    def __init__(self) -> None:
-        self.nbytes = 0
+    Args:
+        start: bytes of the file that are given away already.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self.nbytes = start
         self.extents: list[Extent] = []
 
     def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, slots: int = 1) -> Extent:
@@ -77,6 +81,7 @@ class SwapStore:
     Args:
         paths: directories; at least one.
         nbytes: size, all paths together.
+        scratch_bytes: room behind it for what no generation has; a run that is resumed may need another.
         checksums: check every page read against what was written.
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
             opens those that are there.
@@ -94,6 +99,7 @@ class SwapStore:
         nbytes: int,
         engine: _native.IOEngine,
         *,
+        scratch_bytes: int = 0,
         checksums: bool = True,
         mode: Mode = "in place",
         spare_bytes: int = 0,
@@ -101,6 +107,7 @@ class SwapStore:
         self.engine = engine
         self.step = 0
         self.nbytes = nbytes
+        self._file_bytes = nbytes + scratch_bytes
         self.checksums = checksums
         self._spare_bytes = spare_bytes
         self.directories: list[SwapDirectory] = []
@@ -115,7 +122,7 @@ class SwapStore:
             else:
                 self._create(mode)
             if checksums:
-                self.file.keep_checksums(nbytes)
+                self.file.keep_checksums(self._file_bytes)
         except BaseException:
             self._close_members()
             raise
@@ -128,7 +135,7 @@ class SwapStore:
         self._members = [_open(directory, create=True) for directory in self.directories]
         self.shares = self._measure_shares()
         self._stripe(STRIPE_BYTES)
-        self._reserve(self.nbytes)
+        self._reserve()
         self.run = uuid.uuid4().hex
         for index, directory in enumerate(self.directories):
             header = Header(
@@ -166,6 +173,8 @@ class SwapStore:
             expected, found = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if found < expected:
                 raise ResumeError(f"{directory.swap_path} was cut: it has {found} of {expected} bytes")
+        if self._file_bytes > self.nbytes:
+            self._preallocate()
 
     def _stripe(self, stripe_bytes: int) -> None:
         self.file = self._members[0]
@@ -185,18 +194,21 @@ class SwapStore:
             logger.info("%s: %.2f GB/s, %d of %d stripes", directory.path, rate / 1e9, share, sum(shares))
         return shares
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self) -> None:
         needed: dict[int, int] = {}  # by file system: two paths may share one
         for index, directory in enumerate(self.directories):
             device = os.stat(directory.path).st_dev
             spare = self._spare_bytes if index == 0 else 0
-            needed[device] = needed.get(device, 0) + self.file.member_bytes(index, nbytes) + spare
+            needed[device] = needed.get(device, 0) + self.file.member_bytes(index, self._file_bytes) + spare
             if needed[device] > directory.free_bytes:
                 raise _no_room(directory, needed[device], OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        self._preallocate()
+
+    def _preallocate(self) -> None:
         try:
-            self.file.preallocate(nbytes)
+            self.file.preallocate(self._file_bytes)
         except OSError as error:
-            raise _no_room(self._named(error), nbytes, error) from error
+            raise _no_room(self._named(error), self._file_bytes, error) from error
 
     def _named(self, error: OSError) -> SwapDirectory:
         """The directory whose file the message is about; the first where none is named."""

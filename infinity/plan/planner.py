@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,7 @@ from infinity.io.profile import profile_of
 from infinity.plan.early import plan_early
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
+from infinity.plan.spilling import GradientPlacement, gradient_placements
 from infinity.plan.totals import Totals, total
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.dtypes import master_format, native_name
@@ -50,21 +52,22 @@ def make_plan(
     totals = total(units, config, len(stored))
     budgets = _budgets(config, device)
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
-    tile_numel, tile_bytes, staging_bytes = _staging(units, config, threads, budgets.host)
-    placed, gradient = _place(config, totals, budgets, staging_bytes)
+    staging, placed, gradients = _place(config, totals, budgets, threads)
     slots = _slot_bytes(totals, placed, budgets)
-    _require_paths(config, placed)
-    swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram)
-    host_bytes = staging_bytes + placed.host_bytes + gradient
+    _require_paths(config, placed, gradients)
+    swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
     early = plan_early(config, totals, placed, swap, budgets.host - host_bytes)
     swap += early.spare_bytes
-    read, written = _step_bytes(config, totals, placed)
+    read, written = _step_bytes(config, totals, placed, gradients)
     return Plan(
         device=str(device),
         weights=placed.weights,
         optimizer=placed.optimizer,
         weights_in_ram=placed.weights_in_ram,
         states_in_ram=placed.states_in_ram,
+        gradients="nvme" if gradients.spills else "host",
+        gradients_in_ram=gradients.in_ram,
         activations=_activations(config, can_recompute),
         master=config.master,
         moments=config.moments,
@@ -75,7 +78,7 @@ def make_plan(
         spare_units=early.spare_units,
         shadow_bytes=early.shadow_bytes,
         overlap_reason=early.reason,
-        gradient_fp32=gradient == totals.gradient_fp32,
+        gradient_fp32=gradients.fp32,
         numel=sum(unit.numel for unit in units),
         trainable_numel=sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs),
         unit_count=len(units),
@@ -84,12 +87,13 @@ def make_plan(
         state_bytes=totals.state,
         weight_ram_bytes=totals.weight_of(placed.weights_in_ram),
         state_ram_bytes=totals.state_of(placed.states_in_ram),
-        gradient_bytes=gradient,
+        gradient_bytes=gradients.ram_bytes,
+        landing_bytes=gradients.landing_bytes,
         slot_bytes=slots,
-        staging_bytes=staging_bytes,
+        staging_bytes=staging.nbytes,
         upload_bytes=placed.upload_bytes,
-        tile_numel=tile_numel,
-        tile_bytes=tile_bytes,
+        tile_numel=staging.tile_numel,
+        tile_bytes=staging.tile_bytes,
         threads=threads,
         device_bytes=0 if budgets.on_cpu and placed.weights == "host" else slots,
         host_bytes=host_bytes + early.shadow_bytes + totals.checksum_bytes(early.spare_bytes),
@@ -111,15 +115,25 @@ def _budgets(config: SwapConfig, device: torch.device) -> Budgets:
     )
 
 
-def _place(config: SwapConfig, totals: Totals, budgets: Budgets, staging_bytes: int) -> tuple[Placement, int]:
-    """Where weights and states rest, and the bytes of host memory for gradients: in fp32 if they fit beside what must
-    be there, else as autograd gives them."""
-    room = budgets.host - staging_bytes
-    for gradient in (totals.gradient_fp32, totals.gradient_native):
-        placed = place(config, totals, budgets, room - gradient)
-        if placed.host_bytes + gradient <= room:
-            return placed, gradient
-    raise _host_error(totals, placed, staging_bytes + placed.host_bytes, gradient, budgets.host)
+def _place(
+    config: SwapConfig, totals: Totals, budgets: Budgets, threads: int
+) -> tuple[_Staging, Placement, GradientPlacement]:
+    """Where everything rests, and the update's memory: the first placement of the gradients that fits beside what must
+    be there, and then what fits of weights and states."""
+    least = place(config, totals, budgets, 0).host_bytes
+    stagings = {
+        spills: _staging(totals.units, config, threads, budgets.host, gradients=spills) for spills in (False, True)
+    }
+    failed = []
+    for gradients in gradient_placements(config, totals, budgets.host - stagings[True].nbytes - least):
+        staging = stagings[gradients.spills]
+        fixed = staging.nbytes + gradients.host_bytes(totals)
+        placed = place(config, totals, budgets, budgets.host - fixed)
+        if fixed + placed.host_bytes <= budgets.host:
+            return staging, placed, gradients
+        failed.append((fixed + placed.host_bytes, placed, gradients))
+    needed, placed, gradients = min(failed, key=lambda each: each[0])
+    raise _host_error(config, totals, placed, gradients, needed, budgets.host)
 
 
 def _swap_rate(config: SwapConfig) -> float | None:
@@ -129,8 +143,17 @@ def _swap_rate(config: SwapConfig) -> float | None:
     return sum(known) if len(known) == len(profiles) else None
 
 
-def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budget: int) -> tuple[int, int, int]:
-    """Elements per tile, bytes per tile, and bytes of staging for the tiles in flight.
+@dataclass(frozen=True)
+class _Staging:
+    """Elements per tile, bytes per tile, and bytes for the tiles in flight."""
+
+    tile_numel: int
+    tile_bytes: int
+    nbytes: int
+
+
+def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budget: int, *, gradients: bool) -> _Staging:
+    """The memory the update's tiles are read into; `gradients`: those, too.
 
     A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
     last one.
@@ -146,21 +169,22 @@ def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budge
     staging = min(max(_STAGING_BYTES, threads * _STAGING_BYTES_PER_THREAD), int(host_budget * _STAGING_SHARE_OF_HOST))
 
     def tile_bytes() -> int:
-        return max((_tile_bytes(group, config, numel) for group in groups), default=PAGE_BYTES)
+        return max((_tile_bytes(group, config, numel, gradients=gradients) for group in groups), default=PAGE_BYTES)
 
     while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILE_SLOTS_MIN * tile_bytes() > staging:
         numel = round_up(numel // 2, _TILE_NUMEL_MIN)
     nbytes = tile_bytes()
     slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
-    return numel, nbytes, slots * nbytes
+    return _Staging(numel, nbytes, slots * nbytes)
 
 
-def _tile_bytes(group: Group, config: SwapConfig, numel: int) -> int:
+def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool) -> int:
     return _native.UpdatePipeline.staging_tile_bytes(
         min(numel, group.numel),
         weight_dtype=native_name(group.dtype),
         master=master_format(group.dtype, config.master),
         moments=group.moments,
+        gradients=gradients,
     )
 
 
@@ -186,28 +210,34 @@ def _slot_bytes(totals: Totals, placed: Placement, budgets: Budgets) -> int:
     return round_up(slots, PAGE_BYTES)
 
 
-def _host_error(totals: Totals, placed: Placement, fixed: int, gradient: int, host_budget: int) -> PlanError:
-    advice = [f"raise memory.host to {_megabytes(fixed + gradient)}"]
+def _host_error(
+    config: SwapConfig, totals: Totals, placed: Placement, gradients: GradientPlacement, needed: int, host_budget: int
+) -> PlanError:
+    advice = [f"raise memory.host to {_megabytes(needed)}"]
     if placed.optimizer == "host":
         advice.append("set optimizer: nvme")
     if placed.weights == "host":
         advice.append("set weights: nvme")
+    if config.gradients == "host":
+        advice.append("set gradients: auto")
+    gradient = gradients.host_bytes(totals)
     return PlanError(
-        f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(fixed + gradient)}: "
-        f"{format_bytes(gradient)} for gradients and {format_bytes(fixed)} for states and staging kept there. The "
-        f"largest "
-        f"unit is '{totals.largest.name}' with {format_bytes(totals.largest.weight_bytes)} of weights. To fit, "
+        f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(needed)}: "
+        f"{format_bytes(gradient)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
+        f"{format_bytes(needed - gradient)} for states and staging kept there. The largest unit is "
+        f"'{totals.largest.name}' with {format_bytes(totals.largest.weight_bytes)} of weights. To fit, "
         f"{' or '.join(advice)}."
     )
 
 
-def _require_paths(config: SwapConfig, placed: Placement) -> None:
+def _require_paths(config: SwapConfig, placed: Placement, gradients: GradientPlacement) -> None:
     if config.commit_every and not config.nvme.paths:
         raise ConfigError(
             f"commit_every: {config.commit_every} needs a directory for the generations: add nvme: {{paths: "
             "[/a/directory/on/an/ssd]} to the swap config, or set commit_every: 0"
         )
-    if "nvme" in (placed.weights, placed.optimizer) and not config.nvme.paths:
+    on_nvme = gradients.spills or "nvme" in (placed.weights, placed.optimizer)
+    if on_nvme and not config.nvme.paths:
         raise ConfigError(
             "states on nvme need a directory: add nvme: {paths: [/a/directory/on/an/ssd]} to the swap config"
         )
@@ -225,7 +255,7 @@ def _activations(config: SwapConfig, can_recompute: bool) -> str:
     return config.activations
 
 
-def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement) -> tuple[int, int]:
+def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement, gradients: GradientPlacement) -> tuple[int, int]:
     """Read and written in one step of one micro-batch, no slot outliving a pass (design §4, with the weights read once
     more where the update is a phase of its own), and what commits write of the states in RAM."""
     read = written = committed = 0
@@ -240,6 +270,9 @@ def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement) -> tuple[
         else:
             read += unit.state
             written += unit.state
+        if unit.index not in gradients.in_ram:
+            read += unit.gradient_native
+            written += unit.gradient_native
     return read, written + (committed // config.commit_every if config.commit_every else 0)
 
 

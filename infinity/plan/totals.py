@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from infinity.config import SwapConfig
 from infinity.sizes import PAGE_BYTES
 from infinity.state.dtypes import master_format, residual_itemsize
@@ -22,7 +24,8 @@ class UnitBytes:
     Attributes:
         weight: of all weights; `trained_weight` of those that are trained.
         state: of the optimizer: residual and moments.
-        gradient_native, gradient_fp32: of the gradients, as autograd gives them and while they add up.
+        gradient_native, gradient_fp32: of the gradients, as autograd gives them and while they add up;
+            `gradient_growing` in fp32 of those that are not as autograd gives them.
         resident: its weights stay on the device while the model runs.
     """
 
@@ -32,6 +35,7 @@ class UnitBytes:
     state: int
     gradient_native: int
     gradient_fp32: int
+    gradient_growing: int
     resident: bool
 
 
@@ -94,8 +98,8 @@ class Totals:
         return min(needed, sum(unit.weight for unit in used))
 
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
-        """Of the swap file. With generations everything has a place in it, in RAM or not, and what changes has a slot
-        more than stay."""
+        """Of the swap file, but for gradients. With generations everything has a place in it, in RAM or not, and what
+        changes has a slot more than stay."""
         if self.slots:
             return sum(
                 unit.weight - unit.trained_weight + (unit.trained_weight + unit.state) * self.slots
@@ -139,6 +143,7 @@ def _count(unit: Unit, config: SwapConfig, moments: int) -> UnitBytes:
         ),
         gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
         gradient_fp32=sum(group.state_bytes(4) for group in groups),
+        gradient_growing=sum(group.state_bytes(4) for group in groups if group.dtype != torch.float32),
         resident=unit.resident,
     )
 

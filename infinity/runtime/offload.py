@@ -152,7 +152,7 @@ def _offload(
     logger.info("plan:\n%s", plan.describe())
     if plan.arena_bytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
-    if not plan.gradient_fp32 and any(group.dtype != torch.float32 for group in _trainable(found)):
+    if not plan.accumulates and any(group.dtype != torch.float32 for group in _trainable(found)):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     backing = Backing(found.units, plan, resolved, target, faults, resume=resumed is not None)
     ledger = Ledger(found.units, found.parameters, backing)

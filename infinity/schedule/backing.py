@@ -17,6 +17,7 @@ from infinity.io.generations import Generations
 from infinity.io.manifest import sum_bytes
 from infinity.io.store import Extent, ExtentMap, Mode, SwapStore
 from infinity.schedule.device import Device, open_device, pin
+from infinity.schedule.landing import Landing
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
@@ -75,14 +76,16 @@ class UnitWeights:
 
 @dataclass(frozen=True)
 class GroupStates:
-    """The homes of a trainable group's optimizer states, and the host memory its gradients land in."""
+    """The homes of a trainable group's optimizer states, the host memory its gradients wait in, and their place in the
+    store: at least one of the two."""
 
     master: _native.MasterName
     moments: _native.MomentsName
     residual: Home | None
     exp_avg: Home | None
     exp_avg_sq: Home | None
-    gradient: Lease
+    gradient: Lease | None
+    spilled: Extent | None
 
     def homes(self) -> list[Home]:
         return [home for home in (self.residual, self.exp_avg, self.exp_avg_sq) if home is not None]
@@ -111,16 +114,19 @@ class Backing:
         self.device: Device = open_device(device)
         layout = ExtentMap()
         planned = [_plan_homes(unit, plan, layout) for unit in units]
+        scratch = ExtentMap(layout.nbytes)
+        spilled = {unit.index: _plan_gradients(unit, plan, scratch) for unit in units}
         self.engine = open_engine(config.nvme, faults)
         self.store: SwapStore | None = None
         self.generations: Generations | None = None
         try:
-            if layout.nbytes:
+            if scratch.nbytes:
                 mode: Mode = "resume" if resume else "generations" if plan.commit_every else "in place"
                 self.store = SwapStore(
                     config.nvme.paths,
                     layout.nbytes,
                     self.engine,
+                    scratch_bytes=scratch.nbytes - layout.nbytes,
                     checksums=config.nvme.checksums,
                     mode=mode,
                     spare_bytes=_manifests_bytes(layout, plan),
@@ -136,7 +142,11 @@ class Backing:
             self.states: list[dict[int, GroupStates]] = []
             for unit, (weights, groups) in zip(units, planned, strict=True):
                 self.weights.append(self._settle_weights(unit, weights))
-                self.states.append({index: self._settle(unit, index, homes) for index, homes in groups.items()})
+                extents = spilled[unit.index]
+                self.states.append(
+                    {index: self._settle(unit, index, homes, extents.get(index)) for index, homes in groups.items()}
+                )
+            self.landing = self._open_landing()
             self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
             self._register()
             self.pool = _native.ThreadPool(plan.threads, numa_node=node)
@@ -178,7 +188,8 @@ class Backing:
         """
         if self.store is None:
             return
-        for view in [self.staging.view(), *self.arena.free_views()]:
+        landing = [] if self.landing is None else self.landing.space.free_views()
+        for view in [self.staging.view(), *landing, *self.arena.free_views()]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
@@ -194,9 +205,18 @@ class Backing:
         )
         return UnitWeights(lease, groups, unit.weight_bytes)
 
-    def _settle(self, unit: Unit, index: int, homes: _PlannedHomes) -> GroupStates:
+    def _open_landing(self) -> Landing | None:
+        if not self.plan.landing_bytes:
+            return None
+        lease = self.arena.lease(self.plan.landing_bytes, "gradients on their way to the store")
+        return Landing(lease.space(), self.require_store())
+
+    def _settle(self, unit: Unit, index: int, homes: _PlannedHomes, spilled: Extent | None) -> GroupStates:
         group = unit.groups[index]
-        gradient_itemsize = 4 if self.plan.gradient_fp32 else group.dtype.itemsize
+        gradient = None
+        if unit.index in self.plan.gradients_in_ram:
+            nbytes = group.state_bytes(4 if self.plan.gradient_fp32 else group.dtype.itemsize)
+            gradient = self.arena.lease(nbytes, f"gradients of '{unit.name}'")
 
         def home(state: str, extent: Extent | None) -> Home | None:
             nbytes = _state_bytes(group, homes.master, self.plan, state)
@@ -212,7 +232,8 @@ class Backing:
             residual=home("residual", homes.residual),
             exp_avg=home("exp_avg", homes.exp_avg),
             exp_avg_sq=home("exp_avg_sq", homes.exp_avg_sq),
-            gradient=self.arena.lease(group.state_bytes(gradient_itemsize), f"gradients of '{unit.name}'"),
+            gradient=gradient,
+            spilled=spilled,
         )
 
     def close(self, *, discard: bool = False) -> None:
@@ -263,6 +284,18 @@ def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent 
             extents[state] = layout.add(unit.name, state, nbytes, group=index, slots=slots) if stored else None
         groups[index] = _PlannedHomes(master, extents["residual"], extents["exp_avg"], extents["exp_avg_sq"])
     return weights, groups
+
+
+def _plan_gradients(unit: Unit, plan: Plan, scratch: ExtentMap) -> dict[int, Extent]:
+    """Extents, by group, for the gradients that have no room to be fp32 in RAM. No generation has them."""
+    if not plan.landing_bytes:
+        return {}
+    waiting = unit.index in plan.gradients_in_ram
+    return {
+        index: scratch.add(unit.name, "grad", group.state_bytes(4), group=index)
+        for index, group in enumerate(unit.groups)
+        if group.trainable and not (waiting and group.dtype == torch.float32)
+    }
 
 
 def _state_bytes(group: Group, master: _native.MasterName, plan: Plan, state: str) -> int:

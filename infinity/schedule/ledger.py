@@ -106,9 +106,10 @@ class Ledger:
             for index, states in backing.states[record.unit.index].items():
                 group = record.unit.groups[index]
                 groups[record.unit.index, index] = GroupGradients(
-                    record.unit, group, states.gradient, backing.device, backing.pool
+                    record.unit, group, states.gradient, states.spilled, backing.landing, backing.device, backing.pool
                 )
-        self.gradients = Gradients(groups, backing.device)
+        self.gradients = Gradients(groups, backing.landing, backing.device)
+        self._staying = frozenset(unit.index for unit in units if unit.resident)
         self.arrivals = Arrivals(units)
         self.updates = Updates(units, backing, self.gradients, self._updatable_slot)
         self.guesses = Guesses(backing.plan.overlap)
@@ -171,12 +172,22 @@ class Ledger:
             self._advance_commit()
             for record in self.records:
                 record.held = record.unit.index in indices
+            with self._spilling():
+                self.gradients.backward_begins(indices, self._staying)
             for index in indices:
                 self._bring(self.records[index])
 
+    @contextmanager
+    def _spilling(self) -> Iterator[None]:
+        try:
+            yield
+        except SwapTimeoutError as error:
+            self.failed = error  # the device was given up: nothing else will come from it
+            raise
+
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land)."""
-        with self._lock:
+        with self._lock, self._spilling():
             if place.unit.index in self.updates.decided:
                 with self.timeline.stall("update", place.unit.name):
                     self._land_update(place.unit.index)
@@ -226,6 +237,8 @@ class Ledger:
             if outermost:
                 self.arrivals.end_pass()
             self._let_go()
+            with self._spilling():
+                self.gradients.backward_begins((), ())
 
     def _let_go(self) -> None:
         for record in self.records:
@@ -242,9 +255,15 @@ class Ledger:
 
     def begin_step(self) -> None:
         """Bring everything but early updates to rest: no other update, commit or fetch under way, gradients landed,
-        parameters as infinity left them."""
+        parameters as infinity left them.
+
+        Raises:
+            SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
+        """
         self.require_usable()
         self.require_untouched()
+        with self._lock, self._spilling(), self.timeline.stall("gradient"):
+            self.gradients.synchronize()
         with self._lock, self._committing():
             self._land_updates()
             self.commits.take_up_hyperparameters(again=False)
@@ -255,8 +274,6 @@ class Ledger:
             for record in self.records:
                 if record.residency is Residency.FETCHING:
                     self._finish(record)
-            with self.timeline.stall("gradient"):
-                self.gradients.synchronize()
             self.backing.device.synchronize_uploads()
 
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:

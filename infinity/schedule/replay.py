@@ -58,6 +58,8 @@ def _replay_passes(ledger: Ledger) -> None:
         ledger.release(index)
     for index in reversed(indices):
         ledger.hold([index])
+        for group in ledger.gradients.of_unit(index):
+            group.replay()
     ledger.end_backward(outermost=True)
 
 
@@ -72,6 +74,9 @@ def _replay_update(ledger: Ledger) -> None:
     ledger.update(requests)
     ledger.end_step()
     ledger.fence()
+    for record in ledger.records:
+        for group in ledger.gradients.of_unit(record.unit.index):
+            group.forget()
 
 
 def _moved(counters: dict[str, int], direction: str) -> int:

@@ -92,6 +92,8 @@ class Updates:
         """Whether an early update of a unit can leave everything as it is, and has transfers to hide."""
         backing, unit = self._backing, self._units[index]
         homes = [home for states in backing.states[index].values() for home in states.homes()]
+        if not self._gradients.in_ram(index):
+            return False  # it would wait for their way to the store and back
         if index in self.guesses or index in self.decided or not homes or any(home.in_memory for home in homes):
             return False
         weights = backing.weights[index]

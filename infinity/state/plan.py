@@ -19,6 +19,7 @@ class Plan:
         weights, optimizer: resolved tiers (device | host | nvme); nvme where only some are in RAM.
         weights_in_ram, states_in_ram: the units, by index, whose weights, or optimizer states, are in host memory for
             good.
+        gradients: host, or nvme where some spill; `gradients_in_ram` are the units whose wait in RAM.
         activations: resolved (keep | recompute).
         master: of bf16 weights.
         moments: how exp_avg and exp_avg_sq are kept, where they may be.
@@ -28,13 +29,15 @@ class Plan:
         overlap: when updates run (auto | during_backward | before_forward | off), resolved where it is not possible.
         spare_units: indices of the units that have another slot for early updates although no generations are kept.
         shadow_bytes: host memory for the new weights of early updates, where the weights live in RAM.
-        gradient_fp32: host memory is reserved for fp32 gradients, so several backward passes may add up before a step.
+        gradient_fp32: the host memory reserved for gradients has room for fp32.
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
         upload_bytes: host memory that reads land in before they are copied to a GPU.
         unit_count, trained_count: units, and those of them that have optimizer states.
-        weight_bytes, state_bytes, gradient_bytes: of the whole model, in whatever tier. `state_bytes` is the
-            optimizer's: residual and moments.
+        weight_bytes, state_bytes: of the whole model, in whatever tier. `state_bytes` is the optimizer's: residual and
+            moments.
+        gradient_bytes: host memory for the gradients that wait there; `landing_bytes` for those that spill, on their
+            way.
         weight_ram_bytes, state_ram_bytes: of those in RAM.
         device_bytes, host_bytes: what the plan takes of each budget.
         device_budget, host_budget: the budgets.
@@ -51,6 +54,8 @@ class Plan:
     optimizer: str
     weights_in_ram: frozenset[int]
     states_in_ram: frozenset[int]
+    gradients: str
+    gradients_in_ram: frozenset[int]
     activations: str
     master: _native.MasterName
     moments: _native.MomentsName
@@ -70,6 +75,7 @@ class Plan:
     weight_ram_bytes: int
     state_ram_bytes: int
     gradient_bytes: int
+    landing_bytes: int
     slot_bytes: int
     staging_bytes: int
     upload_bytes: int
@@ -87,6 +93,11 @@ class Plan:
     overlap_reason: str = ""
 
     @property
+    def accumulates(self) -> bool:
+        """Several backward passes may add up before a step."""
+        return self.gradient_fp32 or self.landing_bytes > 0
+
+    @property
     def step_bytes(self) -> int:
         """Predicted NVMe traffic of one step, both directions."""
         return self.step_read_bytes + self.step_written_bytes
@@ -101,7 +112,8 @@ class Plan:
         """Exact size of the one pinned allocation."""
         on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
         held = self.weight_ram_bytes + self.state_ram_bytes
-        return held + self.shadow_bytes + self.gradient_bytes + self.staging_bytes + self.upload_bytes + on_device
+        held += self.shadow_bytes + self.gradient_bytes + self.landing_bytes
+        return held + self.staging_bytes + self.upload_bytes + on_device
 
     @staticmethod
     def _describe_share(tier: str, held_bytes: int, held: int, count: int) -> str:
@@ -116,6 +128,15 @@ class Plan:
         when = "every step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         return f"{when}, {self.keep} kept, each state in {self.keep + 1} slots: all of it reserved now"
 
+    def _describe_gradients(self) -> str:
+        accumulation = "any number of micro-batches" if self.accumulates else "one backward pass per step"
+        if self.gradients == "nvme":
+            held = f"in RAM those of {len(self.gradients_in_ram)} of {self.trained_count} units"
+            accumulation += f"; {held}, and a window of {format_bytes(self.landing_bytes)}"
+        size = format_bytes(self.gradient_bytes + self.landing_bytes)
+        fp32 = "fp32, " if self.gradient_fp32 else ""
+        return f"{self.gradients:<7}{size:>12}  ({fp32}{accumulation})"
+
     def _describe_overlap(self) -> str:
         texts = {
             "auto": "during backward as long as that turns out right, else before the next forward",
@@ -128,7 +149,6 @@ class Plan:
 
     def describe(self) -> str:
         """A few lines for the log: every tier, every budget, and what is predicted."""
-        accumulation = "fp32, any number of micro-batches" if self.gradient_fp32 else "one backward pass per step"
         predicted = "" if self.step_io_s is None else f", {self.step_io_s:.2f} s at the measured rate"
         per_parameter = self.step_bytes / max(self.trainable_numel, 1)
         return "\n".join(
@@ -141,7 +161,7 @@ class Plan:
                 + self._describe_share(
                     self.optimizer, self.state_ram_bytes, len(self.states_in_ram), self.trained_count
                 ),
-                f"  gradients    host   {format_bytes(self.gradient_bytes):>12}  ({accumulation})",
+                f"  gradients    {self._describe_gradients()}",
                 f"  activations  {self.activations}",
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(self.device_budget)} for "
                 f"weights, the "

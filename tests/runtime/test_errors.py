@@ -117,7 +117,8 @@ def test_a_second_backward_without_room_for_fp32_says_so(offload: Any) -> None:
     needed = 4 * (256 * 256 + 256) * 2  # bytes of bf16 gradients
     numel = 256 * 256 + 256
     tile = _native.UpdatePipeline.staging_tile_bytes(numel, weight_dtype="bf16", master="split16", moments="fp32")
-    model = offload(model, memory={"device": "2MiB", "host": 3 * tile + needed + 40_000})
+    memory = {"device": "2MiB", "host": 3 * tile + needed + 40_000}
+    model = offload(model, memory=memory, gradients="host")
     x = torch.randn(4, 256).bfloat16()
     model(x).sum().backward()
     with pytest.raises(infinity.PlanError, match="a second backward pass before the step needs fp32 gradients"):
@@ -364,7 +365,7 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("gradients", "nvme"),
+        ("gradients", "device"),
         ("activations", "host"),
         ("optimizer", "device"),
     ],

@@ -1,0 +1,228 @@
+"""Gradients that do not stay in RAM: the window they land in, and their way to the store and back.
+
+[Note: the life of a group's spilled gradients]
+
+    EMPTY ──bring──▶ HERE ──leave──▶ LEAVING ──▶ AWAY ──announce──▶ COMING ──bring──▶ HERE
+
+HERE, LEAVING and COMING hold a lease of the window; EMPTY and AWAY none. Who needs room waits for the writes that were
+begun first, then sends away what others brought first, so that one group always finds room. What is in the store is
+scratch: no generation names it and nothing outlives the run.
+
+A transfer that failed has lost the group's gradients: whoever needs them gets that error, until they are forgotten
+(zero_grad). A device that was given up may still use the memory, so its lease is never given back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from infinity import _native
+from infinity.errors import SwapIOError, SwapTimeoutError
+from infinity.io.arena import Lease, Space
+from infinity.io.engine import Transfer
+from infinity.io.store import Extent, SwapStore
+
+
+class _Where(enum.Enum):
+    EMPTY = "nowhere"
+    HERE = "in the window"
+    LEAVING = "being written"
+    AWAY = "in the store"
+    COMING = "being read"
+
+
+class Landing:
+    """The window.
+
+    Invariant: `_here` are the spills that are HERE or COMING, `_leaving` those that are LEAVING, oldest first.
+    """
+
+    def __init__(self, space: Space, store: SwapStore) -> None:
+        self.space = space
+        self.store = store
+        self._here: list[Spill] = []
+        self._leaving: list[Spill] = []
+
+    def make_room(self, nbytes: int) -> Lease:
+        """A lease, once enough of what is in the window has left it.
+
+        Raises:
+            SwapIOError: a write failed that had to be waited for.
+        """
+        while True:
+            lease = self.space.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            if self._leaving:
+                self._leaving[0].gone()
+            elif self._here:
+                self._here[0].leave()
+            else:
+                raise AssertionError(f"a landing window of {self.space.nbytes} bytes has no room for {nbytes}")
+
+    def enter(self, spill: Spill, *, leaving: bool) -> None:
+        self.forget(spill)
+        (self._leaving if leaving else self._here).append(spill)
+
+    def forget(self, spill: Spill) -> None:
+        for spills in (self._here, self._leaving):
+            if spill in spills:
+                spills.remove(spill)
+
+    def clear(self) -> None:
+        """Send everything away and wait for it.
+
+        Raises:
+            SwapIOError: a transfer failed; the others were waited for.
+        """
+        failure: SwapIOError | None = None
+        while self._here or self._leaving:
+            try:
+                if self._here:
+                    self._here[0].leave()
+                else:
+                    self._leaving[0].gone()
+            except SwapTimeoutError:
+                raise
+            except SwapIOError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+
+class Spill:
+    """The place in the store of one group's gradients, and its part of the window.
+
+    Args:
+        settle: called before they leave: everything has landed when it returns; gives the bytes in use.
+    """
+
+    def __init__(self, extent: Extent, landing: Landing, settle: Callable[[], int]) -> None:
+        self._extent = extent
+        self._landing = landing
+        self._settle = settle
+        self._where = _Where.EMPTY
+        self._lease: Lease | None = None
+        self._transfer: Transfer | None = None
+        self._stored_bytes = 0
+        self._failure: SwapIOError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._extent.nbytes
+
+    @property
+    def in_window(self) -> bool:
+        """They take room there."""
+        return self._lease is not None
+
+    def announce(self) -> None:
+        """They will be brought soon: begin to read what is in the store, if there is room at once."""
+        if self._where is _Where.AWAY and self._failure is None:
+            lease = self._landing.space.try_lease(self.nbytes)
+            if lease is not None:
+                self._read(lease)
+
+    def bring(self) -> memoryview:
+        """The group's part of the window, with what was in it last; garbage where that is nothing.
+
+        Raises:
+            SwapIOError: a transfer of it, or one that had to leave for it, failed.
+        """
+        self._require_whole()
+        if self._where is _Where.EMPTY:
+            self._lease = self._landing.make_room(self.nbytes)
+            self._move(_Where.HERE)
+        elif self._where is _Where.AWAY:
+            self._read(self._landing.make_room(self.nbytes))
+        if self._where in (_Where.COMING, _Where.LEAVING):
+            self._wait()
+            self._move(_Where.HERE)
+        if self._lease is None:
+            raise AssertionError("gradients in the window without a lease")
+        return self._lease.view()
+
+    def leave(self) -> None:
+        """Start writing what is in the window; what was only read goes at once.
+
+        Raises:
+            SwapIOError: reading it failed.
+        """
+        if self._where is _Where.COMING:
+            self._wait()
+            self._release(_Where.AWAY)
+        elif self._where is _Where.HERE and self._lease is not None:
+            self._stored_bytes = self._settle()
+            view = self._lease.view(0, self._stored_bytes)
+            self._transfer = self._landing.store.write(self._extent, view, io_class="states")
+            self._move(_Where.LEAVING)
+
+    def gone(self) -> None:
+        """Wait until a write that was begun is complete, and give the lease back.
+
+        Raises:
+            SwapIOError: it failed.
+        """
+        if self._where is _Where.LEAVING:
+            self._wait()
+            self._release(_Where.AWAY)
+
+    def forget(self) -> None:
+        """What is in it is not needed any more."""
+        try:
+            if self._where in (_Where.COMING, _Where.LEAVING):
+                self._wait()
+        except SwapTimeoutError:
+            raise
+        except SwapIOError:
+            pass  # of gradients that nobody will ask for
+        self._release(_Where.EMPTY)
+        self._failure = None
+
+    def stream(self) -> _native.StateStream:
+        """They are in the store when this returns: as the update reads them.
+
+        Raises:
+            SwapIOError: they were lost.
+        """
+        self.leave()
+        self.gone()
+        self._require_whole()
+        return _native.StateStream(file=self._landing.store.file, offset=self._extent.offset)
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _read(self, lease: Lease) -> None:
+        self._lease = lease
+        view = lease.view(0, self._stored_bytes)
+        self._transfer = self._landing.store.read(self._extent, view, io_class="states")
+        self._move(_Where.COMING)
+
+    def _wait(self) -> None:
+        """For the transfer under way. Ctrl-C leaves everything as it was."""
+        if self._transfer is None:
+            return
+        try:
+            self._transfer.result()
+        except SwapTimeoutError as error:
+            self._failure, self._lease, self._transfer = error, None, None
+            self._release(_Where.EMPTY)
+            raise
+        except SwapIOError as error:
+            self._failure = error
+            self._release(_Where.EMPTY)
+            raise
+        self._transfer = None
+
+    def _move(self, where: _Where) -> None:
+        self._where = where
+        self._landing.enter(self, leaving=where is _Where.LEAVING)
+
+    def _release(self, where: _Where) -> None:
+        lease, self._lease, self._transfer, self._where = self._lease, None, None, where
+        self._landing.forget(self)
+        if lease is not None:
+            lease.release()

@@ -1,0 +1,284 @@
+"""Gradients that spill to NVMe: the same bits as in RAM, as many bytes as planned, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import _native
+from infinity.config import load_config
+from infinity.plan.planner import make_plan
+from infinity.schedule import registry
+from infinity.state.discover import discover
+from tests.conftest import states_of, weights_of
+from tests.models import ARCHITECTURES, llama, loss_of
+
+MEMORY = {"device": "640KiB", "host": "512MiB"}
+Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
+
+
+def model_of(name: str, dtype: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model, batch = llama(layers=10) if name == "deep" else ARCHITECTURES[name]()
+    return model.to(dtype).train(), batch
+
+
+def half_of_the_gradients(swap_config: Any, name: str, dtype: Any, tier: str, **form: Any) -> dict[str, Any]:
+    """A config whose memory.host holds the gradients of some units."""
+    units = discover(model_of(name, dtype)[0], form.get("moments", "fp32")).units
+    partly = []
+    for host in range(100 << 10, 6 << 20, 16 << 10):
+        config = {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
+        try:
+            loaded = load_config(swap_config(tier, **config))
+            plan = make_plan(units, loaded, torch.device("cpu"), can_recompute=False)
+        except infinity.PlanError:
+            continue
+        if plan.gradients == "nvme" and 0 < len(plan.gradients_in_ram) < plan.trained_count:
+            partly.append(config)
+    return partly[len(partly) // 2]
+
+
+def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 3, **config: Any) -> Result:
+    model, batch = model_of(name, dtype)
+    model = offload(model, **{"memory": MEMORY} | config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    losses, norms = [], []
+    for _ in range(steps):
+        for _ in range(micro_batches):
+            loss = loss_of(model, batch)
+            loss.backward()
+            losses.append(loss.item())
+        optim.step()
+        optim.zero_grad()
+        norms.append(optim.last_grad_norm)
+    assert_nothing_is_lost(model)
+    result = losses, norms, weights_of(model) | states_of(model)
+    infinity.close(model)
+    return result
+
+
+def assert_nothing_is_lost(model: Any) -> None:
+    """No gradient is held, no lease of the window or of the arena is missing."""
+    infinity.synchronize(model)
+    ledger = registry.ledger_of(model)
+    landing = ledger.backing.landing
+    if landing is not None:
+        assert landing.space.free_bytes == landing.space.nbytes
+    held = sum(r.unit.weight_bytes for r in ledger.records if r.slot is not None or r.fetch is not None)
+    if ledger.backing.plan.weights == "nvme":
+        assert ledger.backing.arena.free_bytes + held == ledger.backing.plan.slot_bytes
+
+
+def assert_same(found: Result, expected: Result) -> None:
+    assert found[:2] == expected[:2]
+    assert found[2].keys() == expected[2].keys()
+    for name, values in found[2].items():
+        assert torch.equal(values, expected[2][name]), name
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.bfloat16), ("llama", torch.float32), ("mixed", None), ("tied_llama", torch.bfloat16)],
+)
+def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
+    name: str, dtype: Any, micro_batches: int, tier: str, offload: Any, swap_config: Any
+) -> None:
+    expected = train(offload, name, dtype, micro_batches, gradients="host", tier=tier)
+    assert_same(train(offload, name, dtype, micro_batches, gradients="nvme", tier=tier), expected)
+    if name == "mixed":
+        return  # so small that the window takes more than the gradients
+    half = half_of_the_gradients(swap_config, name, dtype, tier)
+    assert_same(train(offload, name, dtype, micro_batches, tier=tier, **half), expected)
+
+
+@pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_updates_beside_compute_change_no_bit(overlap: str, moments: str, offload: Any, swap_config: Any) -> None:
+    """Units of several groups, some spilled, some not, with clipping, accumulation and generations."""
+    options = {"overlap": overlap, "moments": moments, "commit_every": 1}
+    expected = train(offload, "deep", torch.bfloat16, 2, gradients="host", tier="host", moments=moments, steps=5)
+    half = half_of_the_gradients(swap_config, "deep", torch.bfloat16, "nvme", **options)
+    for number, config in enumerate((options | {"gradients": "nvme"}, half)):
+        nvme = {"paths": [swap_config()["nvme"]["paths"][0] + str(number)]}
+        assert_same(train(offload, "deep", torch.bfloat16, 2, steps=5, nvme=nvme, **config), expected)
+
+
+def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config: Any) -> None:
+    half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
+    model, _ = model_of("llama", torch.bfloat16)
+    plan = infinity.statistics(offload(model, **half)).plan
+    assert 0 < len(plan.gradients_in_ram) < plan.trained_count
+    assert plan.gradients == "nvme"
+    assert plan.accumulates
+    assert "any number of micro-batches; in RAM those of" in plan.describe()
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+@pytest.mark.parametrize("update", [{"tile": "16KiB", "threads": 2}, {"tile": "1MiB", "threads": 1}])
+def test_engine_and_tiles_change_no_bit(engine: str, update: Any, offload: Any, tmp_path: Path) -> None:
+    expected = train(offload, "gpt2", torch.bfloat16, 2, gradients="host")
+    nvme = {"paths": [str(tmp_path / "a"), str(tmp_path / "b")], "engine": engine}
+    assert_same(train(offload, "gpt2", torch.bfloat16, 2, gradients="nvme", nvme=nvme, update=update), expected)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_spilled_gradients_move_as_many_bytes_as_planned(every: int, offload: Any) -> None:
+    """Counted by the engine: weights and states in RAM, all that moves are gradients (and commits)."""
+    model, batch = model_of("llama", torch.bfloat16)
+    model = offload(model, "host", gradients="nvme", memory=MEMORY, commit_every=every, overlap="off")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        before = infinity.statistics(model)
+        loss_of(model, batch).backward()
+        optim.step()
+        optim.zero_grad()
+        if every:
+            infinity.commit(model)
+        after = infinity.statistics(model)
+    assert after.read_bytes - before.read_bytes == after.plan.step_read_bytes > 0
+    assert after.written_bytes - before.written_bytes == after.plan.step_written_bytes
+    assert (after.plan.step_written_bytes == after.plan.step_read_bytes) == (every == 0)
+
+
+def test_a_run_with_generations_is_resumed_with_gradients_elsewhere(swap_config: Any) -> None:
+    def config(gradients: str) -> Any:
+        return swap_config(commit_every=1, gradients=gradients, memory=MEMORY)
+
+    losses, batch = [], None
+    for number, gradients in enumerate(("host", "nvme", "host")):
+        model, batch = model_of("llama", torch.bfloat16)
+        begin = infinity.offload if number == 0 else infinity.resume
+        model = begin(model, config(gradients))
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            loss = loss_of(model, batch)
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        infinity.close(model, discard=number == 2)
+    plain, _ = model_of("llama", torch.bfloat16)
+    plain = infinity.offload(plain, config("host") | {"commit_every": 0})
+    optim, expected = infinity.AdamW(plain.parameters(), lr=1e-3), []
+    for _ in range(6):
+        loss = loss_of(plain, batch)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        expected.append(loss.item())
+    infinity.close(plain)
+    assert losses == expected
+
+
+@pytest.mark.parametrize("name", ["flip", "EIO"])
+def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offload: Any) -> None:
+    """Weights and states in RAM: every operation is of a gradient."""
+
+    def step(model: Any, batch: Any, optim: Any) -> None:
+        loss_of(model, batch).backward()
+        loss_of(model, batch).backward()
+        optim.step()
+        optim.zero_grad()
+
+    def offloaded(faults: Any) -> tuple[Any, Any, Any]:
+        model, batch = model_of("llama", torch.bfloat16)
+        model = offload(model, "host", gradients="nvme", memory=MEMORY, faults=faults, overlap="off")
+        return model, batch, infinity.AdamW(model.parameters(), lr=1e-3)
+
+    model, batch, optim = offloaded([])
+    step(model, batch, optim)
+    operations = registry.ledger_of(model).backing.engine.counters()["operations"]
+    expected = weights_of(model)
+    infinity.close(model)
+    named = set()
+    for index in range(operations):
+        fault = (
+            _native.Fault(index, "error", errno.EIO) if name == "EIO" else _native.Fault(index, name)  # type: ignore[arg-type]
+        )
+        model, batch, optim = offloaded([fault])
+        try:
+            step(model, batch, optim)
+        except infinity.SwapIOError as error:
+            assert error.unit
+            named.add(error.state)
+            if registry.ledger_of(model).failed is None:
+                optim.zero_grad()
+                assert_nothing_is_lost(model)
+                step(model, batch, optim)  # nothing of the states was touched
+                assert all(torch.equal(value, expected[key]) for key, value in weights_of(model).items())
+        else:
+            assert name == "flip"
+        infinity.close(model)
+    assert named == {"grad", "optimizer states"}
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offload: Any) -> None:
+    model, batch = model_of("llama", torch.bfloat16)
+    model = offload(model, gradients="nvme", memory=MEMORY)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    for _ in range(3):
+        loss = loss_of(model, batch)
+        raised = []
+
+        def fail(gradient: torch.Tensor, raised: Any = raised) -> None:
+            raised.append(1)
+            raise interrupt
+
+        handle = list(model.model.layers[layer].parameters())[-1].register_hook(fail)
+        with pytest.raises(interrupt):
+            loss.backward()
+        handle.remove()
+        del loss
+        assert raised
+        optim.zero_grad()
+        assert_nothing_is_lost(model)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, batch)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    assert losses == train(offload, "llama", torch.bfloat16, 1, gradients="host", nvme={"paths": []}, tier="host")[0]
+
+
+def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
+    def run(gradients: str) -> Any:
+        model, batch = model_of("llama", torch.bfloat16)
+        model = offload(model, gradients=gradients, memory=MEMORY)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        (loss_of(model, batch) * float("nan")).backward()
+        optim.step()
+        assert optim.skipped_steps == 1
+        model.zero_grad()  # the module's own, which infinity does not see
+        loss_of(model, batch).backward()
+        first = next(model.parameters())
+        first.grad = torch.full(first.shape, 0.25, dtype=first.dtype)
+        optim.step()
+        loss_of(model, batch).backward()  # on top of those that were stepped with
+        optim.step()
+        optim.zero_grad()
+        assert_nothing_is_lost(model)
+        found = weights_of(model) | states_of(model) | {"norm": torch.tensor(optim.last_grad_norm)}
+        infinity.close(model)
+        return found
+
+    expected, found = run("host"), run("nvme")
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+def test_closing_in_the_middle_of_it_all_waits_for_what_is_under_way(offload: Any) -> None:
+    model, batch = model_of("llama", torch.bfloat16)
+    model = offload(model, gradients="nvme", memory=MEMORY)
+    loss_of(model, batch).backward()
+    infinity.close(model)
