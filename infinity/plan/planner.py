@@ -11,7 +11,7 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
-from infinity.plan.early import plan_early
+from infinity.plan.early import plan_early, shadow_wanted
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
 from infinity.plan.spilling import GradientPlacement, gradient_placements
@@ -128,7 +128,10 @@ def _place(
     for gradients in gradient_placements(config, totals, budgets.host - stagings[True].nbytes - least):
         staging = stagings[gradients.spills]
         fixed = staging.nbytes + gradients.host_bytes(totals)
-        placed = place(config, totals, budgets, budgets.host - fixed)
+        room = budgets.host - fixed
+        placed = place(config, totals, budgets, room)
+        if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed)):
+            placed = place(config, totals, budgets, room - shadow)
         if fixed + placed.host_bytes <= budgets.host:
             return staging, placed, gradients
         failed.append((fixed + placed.host_bytes, placed, gradients))
