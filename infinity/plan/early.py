@@ -20,7 +20,7 @@ from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.plan import Overlap
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
-_SHADOW_SHARE = 0.5  # of the weights: about as many as can be updated before the step is decided
+_SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes
         reason = f"commit_every: {config.commit_every} leaves a free slot in the step after each commit only"
     candidates = [unit for unit in moved if config.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in candidates if unit.index in placed.weights_in_ram]
-    shadow = min(_shadow(in_ram), room // PAGE_BYTES * PAGE_BYTES)
+    shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not candidates or (len(in_ram) == len(candidates) and shadow < min(in_ram)):
         why = reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host"
         return EarlyUpdates("before_forward", reason=why)
@@ -84,18 +84,13 @@ def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
     """Host memory that early updates want before more states are cached there; 0 where that is not to be weighed."""
     if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer != "nvme":
         return 0
-    return _shadow(
-        [unit.weight for unit in totals.of_units if unit.index in placed.weights_in_ram & _moved(totals, placed)]
-    )
+    held = placed.weights_in_ram & _moved(totals, placed)
+    weights = [unit.weight for unit in totals.of_units if unit.index in held]
+    return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
 def _moved(totals: Totals, placed: Placement) -> frozenset[int]:
     return totals.trained - placed.states_in_ram
-
-
-def _shadow(weights: Sequence[int]) -> int:
-    """For the new weights of units in RAM, given the bytes of each."""
-    return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
 def free_bytes(paths: Sequence[Path]) -> int:

@@ -22,10 +22,10 @@ from infinity.state.moments import STORED, OptimizerName
 from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
 
-_STAGING_BYTES = 32 << 20
+_STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
 _STAGING_SHARE_OF_HOST = 1 / 8
-_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 16
+_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 32
 _TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
 

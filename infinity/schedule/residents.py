@@ -134,8 +134,12 @@ class Residents:
         self._traces[training].close()
 
     def order(self) -> list[int]:
-        """All units, the one that the next training forward uses first comes first."""
-        return sorted(range(len(self.records)), key=self._traces[True].next_use)
+        """All units, the one that the next training forward uses first comes first: those that stay are taken up when
+        it begins."""
+        next_use = self._traces[True].next_use
+        return sorted(
+            range(len(self.records)), key=lambda index: (not self.records[index].unit.resident, next_use(index))
+        )
 
     def slot_of(self, index: int) -> Lease | None:
         """The host memory a unit's weights were fetched to, when they are used there; else None."""
