@@ -210,6 +210,7 @@ class _Run:
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm or None,
             seed=options.seed,
+            accumulation_steps=options.gradient_accumulation,
         )
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)
