@@ -34,6 +34,7 @@ from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
 from infinity.optim.sgd import SGD
+from infinity.runtime.no_sync import no_sync
 from infinity.runtime.offload import close, offload, resume, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.trace import trace
@@ -69,6 +70,7 @@ __all__ = [
     "export_checkpoint",
     "load_config",
     "load_pretrained",
+    "no_sync",
     "offload",
     "offload_from_checkpoint",
     "resume",

@@ -24,6 +24,7 @@ from infinity.cli.data import PackedData
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.report import make_report, write_report
+from infinity.cli.scaling import DTYPES, make_scaler
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.runtime.offload import close
@@ -74,10 +75,10 @@ def finetune(options: argparse.Namespace) -> int:
 
 
 def _load_model(options: argparse.Namespace, config: SwapConfig, resuming: bool) -> Any:
+    made: dict[str, Any] = {"dtype": DTYPES[options.dtype], "optimizer": options.optimizer}
     if options.from_checkpoint is not None:
-        source = options.from_checkpoint.expanduser()
-        return load_pretrained(source, config, optimizer=options.optimizer, from_checkpoint=True)
-    return load_pretrained(options.model, config, optimizer=options.optimizer, resume=resuming)
+        return load_pretrained(options.from_checkpoint.expanduser(), config, from_checkpoint=True, **made)
+    return load_pretrained(options.model, config, resume=resuming, **made)
 
 
 def _read_data(options: argparse.Namespace, tokenizer: Any) -> PackedData:
@@ -210,10 +211,12 @@ class _Run:
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm or None,
             seed=options.seed,
+            accumulation_steps=options.gradient_accumulation,
         )
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
+        self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         history = _History()
         self.facts = history.facts
         self.done = track(
@@ -221,6 +224,7 @@ class _Run:
             scheduler=self._scheduler,
             batches=self._batches,
             history=history,
+            **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
             **{job.NAME: job.Job(options, config)},
         )
         self._before = self.done
@@ -271,12 +275,12 @@ class _Run:
             batch = next(self._batches)
             self._check_tokens(batch)
             part = self._model(input_ids=batch, labels=batch).loss / self._options.gradient_accumulation
-            part.backward()
+            self._scaler.scale(part).backward()
             loss += part.item()
             tokens += batch.numel()
         if not math.isfinite(loss):
             progress.say(f"step {step}: the loss is {loss}; the step is skipped and the weights stay as they are")
-        self._optim.step()
+        self._update(step, progress)
         self._optim.zero_grad()
         self._scheduler.step()
         now, then = statistics(self._model), self._measured
@@ -295,6 +299,15 @@ class _Run:
         self.facts.append(facts)
         finish_commit(self._model)  # what is shown as done is done
         progress.update(facts)
+
+    def _update(self, step: int, progress: PlainProgress | RichProgress) -> None:
+        """The optimizer's step; where the loss is scaled and a gradient overflowed, a lower scale instead."""
+        scale = self._scaler.get_scale()
+        self._scaler.step(self._optim)
+        self._scaler.update()
+        lower = self._scaler.get_scale()
+        if lower < scale:
+            progress.say(f"step {step}: skipped, a gradient overflowed; the loss scale is {lower:g} now")
 
     def _check_tokens(self, batch: torch.Tensor) -> None:
         if int(batch.max()) >= self._vocabulary:

@@ -34,12 +34,14 @@ _TRAINING: dict[str, Any] = {
     "batch_size": 1,
     "gradient_accumulation": 1,
     "sequence_length": 1024,
+    "dtype": "bf16",
     "optimizer": "adamw",
     "lr": 1e-5,
     "schedule": "cosine",
     "warmup_steps": 0,
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
+    "no_loss_scale": False,
     "seed": 0,
 }
 """What decides the bits of the result, and the defaults."""

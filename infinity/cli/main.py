@@ -13,6 +13,7 @@ from typing import Any
 
 from infinity import __version__
 from infinity.cli.optimizers import OPTIMIZERS, SGD_MOMENTUM
+from infinity.cli.scaling import DTYPES
 from infinity.cli.tracing import parse_steps
 from infinity.errors import (
     ConfigError,
@@ -56,29 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), to the bits of "
         "a run that never stopped; its other options need not be given again",
     )
-    job = tune.add_argument_group("training")
-    job.add_argument("--steps", type=int, help="optimizer steps; default: one pass over the data")
-    job.add_argument("--batch-size", type=int, help="sequences per backward pass (default 1)")
-    job.add_argument("--gradient-accumulation", type=int, help="backward passes per step (default 1)")
-    job.add_argument("--sequence-length", type=int, help="tokens per sequence (default 1024)")
-    job.add_argument(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
-    )
-    job.add_argument("--lr", type=float, help="peak learning rate (default 1e-5)")
-    job.add_argument("--schedule", choices=("constant", "linear", "cosine"), help="of the learning rate (cosine)")
-    job.add_argument("--warmup-steps", type=int, help="default 0")
-    job.add_argument("--weight-decay", type=float, help="default 0.01")
-    job.add_argument("--max-grad-norm", type=float, help="0 switches clipping off (default 1.0)")
-    job.add_argument("--seed", type=int, help="default 0")
-    job.add_argument("--threads", type=int, help="torch's compute threads; default: torch's choice")
-    job.add_argument(
-        "--verify-output",
-        action="store_true",
-        default=None,
-        help="reload the result with plain transformers and compare logits",
-    )
+    _add_training(tune)
     tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
     tune.add_argument(
         "--trace",
@@ -95,6 +74,43 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_checkpoint(commands)
     return parser
+
+
+def _add_training(tune: argparse.ArgumentParser) -> None:
+    job = tune.add_argument_group("training")
+    job.add_argument("--steps", type=int, help="optimizer steps; default: one pass over the data")
+    job.add_argument("--batch-size", type=int, help="sequences per backward pass (default 1)")
+    job.add_argument("--gradient-accumulation", type=int, help="backward passes per step (default 1)")
+    job.add_argument("--sequence-length", type=int, help="tokens per sequence (default 1024)")
+    job.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the weights, whatever the checkpoint's (default bf16); with fp16 the loss is scaled",
+    )
+    job.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
+    )
+    job.add_argument("--lr", type=float, help="peak learning rate (default 1e-5)")
+    job.add_argument("--schedule", choices=("constant", "linear", "cosine"), help="of the learning rate (cosine)")
+    job.add_argument("--warmup-steps", type=int, help="default 0")
+    job.add_argument("--weight-decay", type=float, help="default 0.01")
+    job.add_argument("--max-grad-norm", type=float, help="0 switches clipping off (default 1.0)")
+    job.add_argument(
+        "--no-loss-scale",
+        action="store_true",
+        default=None,
+        help="do not scale the loss with --dtype fp16 (by default torch.amp.GradScaler does)",
+    )
+    job.add_argument("--seed", type=int, help="default 0")
+    job.add_argument("--threads", type=int, help="torch's compute threads; default: torch's choice")
+    job.add_argument(
+        "--verify-output",
+        action="store_true",
+        default=None,
+        help="reload the result with plain transformers and compare logits",
+    )
 
 
 def _add_checkpoint(commands: Any) -> None:

@@ -25,5 +25,6 @@ _MAKE: dict[str, Callable[..., OffloadedOptimizer]] = {
 
 
 def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -> OffloadedOptimizer:
-    """An optimizer with its own defaults and `options`: lr, weight_decay, max_grad_norm, seed."""
+    """An optimizer with its own defaults and `options`: lr, weight_decay, max_grad_norm, seed,
+    accumulation_steps."""
     return _MAKE[name](params, **options)

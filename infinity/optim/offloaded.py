@@ -13,8 +13,10 @@ from torch import nn
 
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
 from infinity.optim.handles import StateHandle
+from infinity.optim.scaling import LossScale, forget_scale, loss_scale
 from infinity.schedule import registry
-from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.gradient_handle import GradientHandle
+from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import interrupts_deferred
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.update import GroupUpdate, SegmentRequest
@@ -33,6 +35,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     (with `master: none` there is no master: they are rounded stochastically). A parameter whose grad is None is not
     touched. A step whose gradients are not all finite changes nothing and is counted in `skipped_steps`.
 
+    torch.amp.GradScaler works as with torch's optimizers: gradients are unscaled as part of the update.
+
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
         defaults: hyperparameters, as torch.optim.Optimizer; LR schedulers work as usual.
@@ -44,7 +48,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             as the last time. A wrong number costs time, never a bit.
 
     Attributes:
-        last_grad_norm: global norm of the last step's gradients, before clipping.
+        last_grad_norm: global norm of the last step's gradients, unscaled, before clipping.
         skipped_steps: steps not taken because a gradient was NaN or infinite.
 
     Raises:
@@ -52,6 +56,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             optimizer that keeps less.
         ConfigError: a hyperparameter is out of range.
     """
+
+    _step_supports_amp_scaling = True  # torch's GradScaler calls step() with scaled gradients, and says their scale
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
+        self._inverse_scale = 1.0  # of the last step that was taken
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
         if self._ledger is not None:
@@ -165,8 +172,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with interrupts_deferred(), self.ledger.timeline.stall("step"):
-            self._step()
+        try:
+            with interrupts_deferred(), self.ledger.timeline.stall("step"):
+                self._step()
+        except BaseException:
+            forget_scale(self)
+            raise
         return loss
 
     def _step(self) -> None:
@@ -179,13 +190,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         ledger.begin_step()
         active = self._active()
+        scale = loss_scale(self, ((place.spec.name, _handle(parameter)) for parameter, place, _ in active))
         total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
-        self.last_grad_norm = math.sqrt(total) if not bad else float("nan")
-        if bad:
-            self._skip(bad)
+        self.last_grad_norm = math.sqrt(total) * scale.inverse if not bad else float("nan")
+        if bad or scale.overflowed:
+            self._skip(bad, scale)
         else:
             self._skips_in_a_row = 0
-            self._update(active, self._grad_scale())
+            self._update(active, scale.inverse * self._clip_factor())
+            self._inverse_scale = scale.inverse
         ledger.end_step()
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
@@ -206,20 +219,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     )
                 if not isinstance(gradient, GradientHandle):  # set by hand
                     self.ledger.land(place, gradient, accumulate=False)
-                    parameter.grad = GradientHandle(parameter)
+                    parameter.grad = GradientHandle(parameter, self.ledger.gradients.of(place), place.spec)
                 active.append((parameter, place, group))
         self.ledger.gradients.synchronize()
         return active
 
-    def _grad_scale(self) -> float:
+    def _clip_factor(self) -> float:
         if self.max_grad_norm is None:
             return 1.0
         return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
 
     @property
     def guessed_scale(self) -> float:
-        """What gradients are multiplied by unless they are clipped."""
-        return 1.0
+        """What gradients are multiplied by, unless they are clipped or their loss has another scale than before. A
+        step that is skipped changes nothing here: a scaler that tried a larger scale comes back to this one."""
+        return self._inverse_scale
 
     def guess(self, unit: int) -> dict[int, GroupUpdate]:
         """What the next step wants of a unit's groups if nothing is clipped and nothing changes."""
@@ -231,9 +245,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         requests, _ = self._requests(active, self.guessed_scale)
         return {group_index: request for (_, group_index), request in requests.items()}
 
-    def _skip(self, bad: str) -> None:
+    def _skip(self, bad: str, scale: LossScale) -> None:
         self.ledger.skip()
         self.skipped_steps += 1
+        if scale.at_fault:
+            logger.info("step skipped: the gradient of '%s' overflowed, loss scale %g", bad, 1.0 / scale.inverse)
+            return
         self._skips_in_a_row += 1
         logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
         if self._skips_in_a_row >= _SKIPS_IN_A_ROW_MAX:
@@ -274,7 +291,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
     ) -> tuple[SegmentRequest, dict[str, Any]]:
         """What the next step of a parameter is, and its state after that."""
-        state = self.state[parameter]
+        state = self.state.get(parameter, {})  # asking makes none: a guess may come to nothing
         step, used = state.get("step", 0) + 1, self.moments(group)
         begun: dict[str, bool] = state.get("begun", {})
         options = self.hyperparameters(group) | {
@@ -391,6 +408,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if saved.get("step") != now.get("step"):
             raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")
         return dict(now)
+
+
+def _handle(parameter: nn.Parameter) -> GradientHandle:
+    if not isinstance(parameter.grad, GradientHandle):
+        raise AssertionError("an active parameter without a handle")
+    return parameter.grad
 
 
 def require_range(group: dict[str, Any], **limits: tuple[float, float]) -> None:

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from infinity.errors import ModelError
 from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
-from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.gradient_handle import GradientHandle
+from infinity.schedule.gradients import Place
 from infinity.schedule.ledger import Ledger
 
 
@@ -258,23 +259,31 @@ class ParameterHooks(Guard):
         self._parameter = parameter
         self._place = place
         self._ends = ends
-        self._accumulate = False
+        self._before: GradientHandle | None = None
 
     def before(self, gradient: torch.Tensor) -> None:
         """Before autograd adds to .grad: take the handle away, and remember that it was there."""
         parameter = self._parameter
         self._ends.watch()
-        self._accumulate = isinstance(parameter.grad, GradientHandle)
-        if self._accumulate:
+        self._before = parameter.grad if isinstance(parameter.grad, GradientHandle) else None
+        if self._before is not None:
             parameter.grad = None
-            self._ends.taken.append(parameter)
+            self._ends.taken.append((parameter, self._before))
 
     def after(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
+        before, self._before = self._before, None
         if gradient is None:
             return
-        self._ledger.land(self._place, gradient, accumulate=self._accumulate)
-        parameter.grad = GradientHandle(parameter)
+        if before is not None and before.inverse_scale != 1.0:
+            parameter.grad = before
+            raise ModelError(
+                f"a backward pass after scaler.unscale_(): '{self._place.spec.name}' has a gradient that is unscaled, "
+                "and what is added to it would be scaled, or not, as nobody knows. Call scaler.unscale_() after the "
+                "last backward pass before the step."
+            )
+        self._ledger.land(self._place, gradient, accumulate=before is not None)
+        parameter.grad = GradientHandle(parameter, self._ledger.gradients.of(self._place), self._place.spec)
         self._ledger.landed(self._place)
 
 
@@ -287,7 +296,7 @@ class BackwardEnds:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._tasks: list[int] = []  # of the passes under way, the innermost last
-        self.taken: list[nn.Parameter] = []
+        self.taken: list[tuple[nn.Parameter, GradientHandle]] = []
 
     def forget(self) -> None:
         """A forward begins, in no backward: passes that did not end were interrupted."""
@@ -306,9 +315,9 @@ class BackwardEnds:
         if task in self._tasks:
             del self._tasks[self._tasks.index(task) :]
         # torch.autograd.grad runs hooks on leaves, too, but accumulates nothing: put their handles back.
-        for parameter in self.taken:
+        for parameter, handle in self.taken:
             if parameter.grad is None:
-                parameter.grad = GradientHandle(parameter)
+                parameter.grad = handle
         self.taken.clear()
         if not self._tasks:
             self._ledger.timeline.end_all("backward")

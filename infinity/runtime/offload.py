@@ -31,6 +31,7 @@ from infinity.runtime.hooks import (
     SiteLeave,
     Structure,
 )
+from infinity.runtime.no_sync import give_no_sync
 from infinity.schedule import registry
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest
@@ -60,7 +61,7 @@ def offload(
     """Move a model's weights and optimizer states to where the swap config says, in place.
 
     Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are
-    fetched just before its forward and backward.
+    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one.
 
     Args:
         model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given.
@@ -172,6 +173,7 @@ def _offload(
     ledger.commits.buffers = buffers.reader(model)
     ledger.commits.describe(describe(model, found, plan))
     registry.enter(model, ledger)
+    give_no_sync(model, ledger)
     return model
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from infinity import _native
-from infinity.errors import PlanError, ReleasedParameterError
+from infinity.errors import PlanError
 from infinity.io.arena import Lease
 from infinity.io.store import Extent
 from infinity.schedule.device import Device
@@ -219,6 +218,12 @@ class GroupGradients:
             self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
         return self._sums[spec.name]
 
+    def is_finite(self, spec: ParameterSpec) -> bool:
+        """Whether all elements of one gradient are; waits for it to land."""
+        if spec.name not in self._sums:
+            self._device.synchronize_downloads()
+        return self.sum_squares(spec) < float("inf")
+
     def drop(self, name: str) -> None:
         self.present.discard(name)
         self._sums.pop(name, None)
@@ -289,26 +294,3 @@ class Gradients:
                 bad = place.spec.name
             total += part
         return total, bad
-
-
-class GradientHandle(torch.Tensor):
-    """Stands in `parameter.grad` for a gradient that is in host memory. Any operation on it raises.
-
-    So `p.grad is None` means what it means in torch, and torch's own clipping or GradScaler cannot silently see
-    nothing.
-    """
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> GradientHandle:
-        return torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise ReleasedParameterError(
-            f"{func} on the gradient of an offloaded parameter: it is in host memory, not in .grad. For clipping use "
-            "infinity.AdamW(..., max_grad_norm=...) instead of torch.nn.utils.clip_grad_norm_; with bf16 weights no "
-            "GradScaler is needed: call loss.backward() and optim.step() directly. optim.last_grad_norm has the norm."
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"GradientHandle({tuple(self.shape)}, {self.dtype})"

@@ -29,7 +29,8 @@ class Counts:
 
 
 class Guesses:
-    """The guess is always the same: no clipping, no skipping, no other hyperparameters, no further backward pass.
+    """The guess is always the same: no clipping, no skipping, no other hyperparameters or loss scale, no further
+    backward pass.
 
     Attributes:
         mode: as the plan has it.

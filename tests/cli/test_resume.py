@@ -68,7 +68,7 @@ def _stop_after(job: dict[str, Any], number: int) -> subprocess.CompletedProcess
     seen = ""
     for line in process.stdout:
         seen += line
-        if line.startswith("step "):
+        if line.startswith("step ") and "left" in line:
             break
     process.send_signal(number)
     rest, _ = process.communicate(timeout=240)
@@ -99,6 +99,29 @@ def test_a_stopped_run_ends_in_the_bits_of_one_that_was_not(number: int, job: di
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
     left = {name for name in os.listdir(tmp_path) if name.startswith(".")}
     assert not left, "nothing is left beside the output"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_fp16_run_goes_on_with_its_loss_scale(number: int, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """Its first steps overflow, so the scale it has is not the one it would begin with."""
+    llama(initializer_range=0.3)[0].half().save_pretrained(tmp_path / "model")
+    job["--dtype"] = "fp16"
+    assert run(job) == 0
+    out = capsys.readouterr().out
+    assert "fp16 weights: the loss is scaled" in out
+    assert "step 1: skipped, a gradient overflowed; the loss scale is 32768 now" in out
+    assert len(set(_losses(tmp_path / "out-a"))) > 6, "most steps are taken"
+    stopped = _stop_after(_job(tmp_path, "b") | {"--dtype": "fp16"}, number)
+    assert stopped.returncode == (-9 if number == signal.SIGKILL else 130), stopped.stdout
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert _same(tmp_path / "out-a", tmp_path / "out-b")
+
+
+def test_no_loss_scale_switches_it_off(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    llama()[0].half().save_pretrained(tmp_path / "model")
+    assert run(job | {"--steps": 2, "--dtype": "fp16"}, "--no-loss-scale") == 0
+    assert "the loss is scaled" not in capsys.readouterr().out
 
 
 def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_none(

@@ -200,14 +200,6 @@ def test_torchs_clip_grad_norm_raises(trained: Any) -> None:
     assert_next_step_is_good(*trained)
 
 
-def test_grad_scaler_raises(trained: Any) -> None:
-    model, batch, optim = trained
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model, batch)).backward()
-    with pytest.raises(infinity.ReleasedParameterError, match="no GradScaler is needed"):
-        scaler.step(optim)
-
-
 @pytest.mark.parametrize(
     "use",
     [

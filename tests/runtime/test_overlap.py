@@ -189,3 +189,20 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
         assert found[3] > STEPS, "hardly anything was begun early"
     if combination["overlap"] in ("off", "before_forward"):
         assert found[3] == 0
+
+
+def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path: Path) -> None:
+    """A guess that comes to nothing leaves no parameter with a state that no step made."""
+    model, (batch, *_) = model_and_batches(2)
+    config = config_of(tmp_path, "nvme", "none", overlap="during_backward", moments="fp32", commit_every=1)
+    model = infinity.offload(model, config)
+    optim = infinity.AdamW(model.parameters(), accumulation_steps=1)
+    loss_of(model, batch).backward()
+    assert registry.ledger_of(model).updates.guesses
+    norm = model.model.norm.weight
+    norm.grad = torch.full_like(norm, float("nan"))
+    optim.step()
+    assert optim.skipped_steps == 1
+    assert not optim.state
+    infinity.commit(model)
+    infinity.close(model, discard=True)

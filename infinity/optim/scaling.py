@@ -1,0 +1,58 @@
+"""What a torch.amp.GradScaler says of the step under way; see [Note: loss scaling] in schedule/gradient_handle.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import ModelError
+from infinity.schedule.gradient_handle import GradientHandle
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """
+    Attributes:
+        inverse: the gradients are to be multiplied by this.
+        overflowed: the scaler found one that is not finite.
+    """
+
+    inverse: float
+    overflowed: bool
+
+    @property
+    def at_fault(self) -> bool:
+        """Whether a gradient overflowed and may not with a lower scale. One below 1 makes gradients smaller than they
+        are, so there the cause is another."""
+        return self.overflowed and self.inverse <= 1.0
+
+
+def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, GradientHandle]]) -> LossScale:
+    """The scale that the named gradients of a step have.
+
+    Raises:
+        ModelError: some were unscaled, and others set by hand after that.
+    """
+    inverse = _inverse(getattr(optimizer, "grad_scale", None))
+    factors = {handle.inverse_scale: name for name, handle in gradients}
+    if len(factors) > 1:
+        one, other = list(factors.values())[:2]
+        raise ModelError(
+            f"the gradients of '{one}' and '{other}' have different loss scales: one was unscaled, the other was not. "
+            "Set gradients by hand before scaler.unscale_()."
+        )
+    return LossScale(inverse * next(iter(factors), 1.0), bool(getattr(optimizer, "found_inf", False)))
+
+
+def _inverse(scale: Any) -> float:
+    """As GradScaler.unscale_ computes it, so that both ways end in the same bits."""
+    return 1.0 if scale is None else torch.as_tensor(scale, dtype=torch.float64).reciprocal().float().item()
+
+
+def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+    """A step was left by an exception: what the scaler said of it does not hold for the next."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)

@@ -1,0 +1,57 @@
+"""`model.no_sync()`, as DistributedDataParallel has it: backward passes that are not the last one before a step."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from infinity.errors import InfinityError
+from infinity.runtime.guards import Guard
+from infinity.schedule import registry
+from infinity.schedule.ledger import Ledger
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Backward passes in this context only add to the gradients; no update begins early in them. The first one outside
+    is taken for the last before the step, so that updates begin during it:
+
+        for batch in batches[:-1]:
+            with model.no_sync():
+                model(**batch).loss.backward()
+        model(**batches[-1]).loss.backward()
+        optim.step()
+
+    It decides when updates begin, never a bit of the result. Without it, and without `accumulation_steps=` of the
+    optimizer, each step is expected to have as many passes as the one before.
+
+    Raises:
+        ModelError: the model was never offloaded.
+        InfinityError: it was closed.
+    """
+    return _only_accumulating(registry.ledger_of(model))
+
+
+def _only_accumulating(ledger: Ledger) -> AbstractContextManager[None]:
+    ledger.require_usable()
+    return ledger.arrivals.accumulating()
+
+
+class NoSync(Guard):
+    """`model.no_sync` of an offloaded model. Keeps nothing alive."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = weakref.ref(ledger)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        ledger = self._ledger()
+        if ledger is None:
+            raise InfinityError("the model this no_sync was of is gone")
+        return _only_accumulating(ledger)
+
+
+def give_no_sync(model: nn.Module, ledger: Ledger) -> None:
+    """Put `no_sync` on a model that has none of its own."""
+    if not hasattr(model, "no_sync"):
+        object.__setattr__(model, "no_sync", NoSync(ledger))
