@@ -4,16 +4,19 @@
     bash bench/peers/setup.sh                                 # once: the peers' own environment
     python bench/step_vs_peers.py --json build/step.json      # the comparison
     python bench/step_vs_peers.py --contenders torch,deepspeed --deepspeed-variant pipelined-quarters-small
+    python bench/step_vs_peers.py --workload 2048             # 4 × 512 tokens, activations recomputed by all
+    python bench/step_vs_peers.py --contenders deepspeed,processor,infinity-host,infinity-host-cached
     python bench/step_vs_peers.py --try-params-nvme           # what DeepSpeed needs for weights on NVMe too
 
-All contenders compute on the CPU, are set up first and then make one step each per round, so that what the machine does
-meanwhile hits all alike. Quote the ratios; single times on a shared machine mean nothing.
+Contenders are named in peers/contenders.py. All compute on the CPU, are set up first and then have one turn each per
+round, so that what the machine does meanwhile hits all alike; a turn of infinity also has a replay of the step's bytes,
+its I/O alone. Where memory does not hold all at once they run in groups, each with the peers and the bounds in it.
+Quote the ratios; single times on a shared machine mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -22,13 +25,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from peers.bounds import host_budget
+from peers.contenders import DEFAULT, Setting, groups_that_fit, setting_of
 from peers.disk import mixed_rate
 from peers.process import BENCH_DIR, Worker, WorkerError
-from peers.report import Run, format_summary, machine_facts, summarise
+from peers.report import Run, format_summary, machine_facts, summarise, write_result
 from peers.variants import (
     VARIANTS,
     Trial,
@@ -38,23 +43,12 @@ from peers.variants import (
     parse_variant,
     try_variant,
 )
-from peers.workload import SMALL, Job, Workload
+from peers.workload import SMALL, WORKLOADS, Job
+
+from infinity.sizes import parse_bytes
 
 CHECKOUT = BENCH_DIR.parent
 SETUP_COMMAND = "bash bench/peers/setup.sh"
-
-# Resident bytes per parameter at the peak, roughly; decides only whether all contenders fit at once.
-_CONTENDERS = {
-    "torch": 10,
-    "deepspeed": 34,
-    "deepspeed-nvme": 38,
-    "infinity-host": 7,
-    "infinity-nvme": 6,
-    "infinity-host-int8": 7,
-    "infinity-nvme-int8": 6,
-}
-_DEFAULT_CONTENDERS = "torch,deepspeed,infinity-host,infinity-nvme,infinity-host-int8,infinity-nvme-int8"
-_PROCESS_BYTES = 500 << 20
 
 
 class Bench:
@@ -63,34 +57,57 @@ class Bench:
     def __init__(self, args: argparse.Namespace, swap_dir: Path) -> None:
         self.args = args
         self.swap_dir = swap_dir
-        self.workload = SMALL if args.small else Workload()
+        self.workload = WORKLOADS[args.workload]
+        if args.small:
+            self.workload = replace(SMALL, batch=self.workload.batch, recompute=self.workload.recompute)
+        self.budgets: dict[str, int] = {}
         self.logs = CHECKOUT / "build" / "bench-logs"
         self.deepspeed_options: dict[str, Any] = {}
         self.trials: list[Trial] = []
 
     def deepspeed_worker(self, name: str, options: dict[str, Any]) -> Worker:
         job = Job(self.workload, str(self.swap_dir / name), options)
-        return Worker(name, self.args.peers_python, "peers.worker_deepspeed", job, self.logs / f"{name}.log")
+        return self._worker(name, self.args.peers_python, "deepspeed", job)
 
-    def worker(self, name: str) -> Worker:
-        """A worker for a contender, not started yet."""
+    def _worker(self, name: str, python: Path, kind: str, job: Job) -> Worker:
+        log = self.logs / f"{name}.log"
+        return Worker(name, python, f"peers.worker_{kind}", job, log, timeout_s=self.args.time_limit)
+
+    def worker(self, name: str, run: Run) -> Worker:
+        """A worker for a contender, not started yet.
+
+        Raises:
+            WorkerError: it is to cache, and what its budget is made from was not measured.
+        """
         if name == "deepspeed":
             return self.deepspeed_worker(name, self.deepspeed_options)
         if name == "deepspeed-nvme":
             return self.deepspeed_worker(name, params_on_nvme(self.workload))
-        log = self.logs / f"{name}.log"
-        if name == "torch":
+        setting = setting_of(name)
+        if setting is None:
             python = self.args.peers_python if self.args.peers_python.exists() else self.args.infinity_python
-            return Worker(name, python, "peers.worker_torch", Job(self.workload), log)
-        _, weights, *moments = name.split("-")
-        config: dict[str, Any] = {"moments": moments[0]} if moments else {}
-        options: dict[str, Any] = {"weights": weights, "config": config}
-        if weights == "nvme":
-            # Room for a few blocks, so that the weights do come from NVMe; without a limit they would all stay.
-            block_bytes = 2 * self.workload.numel // self.workload.layers
-            config["memory"] = {"device": 10 * block_bytes}
-        job = Job(self.workload, str(self.swap_dir / name), options)
-        return Worker(name, self.args.infinity_python, "peers.worker_infinity", job, log)
+            return self._worker(name, python, "torch", Job(self.workload))
+        if setting.cached and name not in self.budgets:
+            self.budgets[name] = self._cache_budget(setting, run)
+        directory = "" if setting.in_memory else str(self.swap_dir / name)
+        job = Job(self.workload, directory, setting.options(self.workload, self.budgets.get(name)))
+        return self._worker(name, self.args.infinity_python, "infinity", job)
+
+    def _cache_budget(self, setting: Setting, run: Run) -> int:
+        """The memory.host with which a caching contender takes the memory asked for, from what was measured so far."""
+        name, twin = setting.name, setting.uncached.name
+        for needed in (twin, *(["deepspeed"] if self.args.cached_like == "deepspeed" else [])):
+            if not run.warmup.get(needed):
+                raise WorkerError(f"{name} needs {needed} in the same run, before it", self.logs)
+        target = self.args.cached_like
+        if target == "deepspeed":
+            target = _peak_rss(run, "deepspeed")
+        try:
+            budget = host_budget(target, _peak_rss(run, twin), run.facts[twin]["host_bytes"])
+        except ValueError as error:
+            raise WorkerError(f"{name}: {error}", self.logs) from None
+        print(f"  {name}: memory.host {budget / 1e9:.2f} GB for a peak of {target / 1e9:.2f} GB", flush=True)
+        return budget
 
     def choose_deepspeed(self) -> None:
         """Settle DeepSpeed's settings: those asked for, or the fastest of a short probe."""
@@ -109,6 +126,11 @@ class Bench:
         print(f"  taking {best.variant}")
 
 
+def _peak_rss(run: Run, name: str) -> int:
+    """Of a step, warm."""
+    return int(run.warmup[name][-1]["peak_rss_bytes"])
+
+
 def _describe_trial(trial: Trial) -> str:
     failed = "".join(f"; buffer_count {count}: {error}" for count, error in trial.too_small.items())
     if trial.options is None:
@@ -117,56 +139,89 @@ def _describe_trial(trial: Trial) -> str:
     return f"{trial.variant}: {trial.seconds:.2f} s, {memory}, buffer_count {trial.options['buffer_count']}{failed}"
 
 
-def _start(worker: Worker, run: Run, warmup: int) -> bool:
+def _start(bench: Bench, name: str, run: Run) -> Worker | None:
     """Set a contender up and warm it; a failure takes it out of the run and is reported."""
+    worker = None
     try:
+        worker = bench.worker(name, run)
         worker.start()
         worker.wait_ready()
-        run.facts[worker.name] = worker.facts
-        run.warmup.setdefault(worker.name, []).extend(worker.step() for _ in range(warmup))
+        run.facts[name] = worker.facts
+        run.warmup.setdefault(name, []).extend(worker.step() for _ in range(bench.args.warmup))
     except WorkerError as error:
-        run.failures[worker.name] = describe(error)
-        print(f"  {worker.name} failed: {describe(error)}", flush=True)
+        _take_out(name, worker, error, run)
+        return None
+    print(f"  {name} ready", flush=True)
+    return worker
+
+
+def _take_out(name: str, worker: Worker | None, error: WorkerError, run: Run) -> None:
+    run.failures[name] = describe(error)
+    print(f"  {name} failed: {describe(error)}", flush=True)
+    if worker is not None:
         worker.stop()
-        return False
-    print(f"  {worker.name} ready", flush=True)
-    return True
 
 
-def _in_rounds(workers: list[Worker], run: Run, rounds: int) -> None:
-    """One step each per round, each round beginning with another contender; then the disk under each one's files."""
-    for index in range(rounds):
-        turn = index % len(workers)
+def _in_rounds(workers: list[Worker], run: Run, rounds: range) -> None:
+    """A turn each per round, each round beginning with another contender; then the disk under each one's files."""
+    for number in rounds:
+        turn = number % max(len(workers), 1)
         began, used_before = time.monotonic(), {worker.name: worker.cpu_seconds() for worker in workers}
-        steps = {worker.name: worker.step() for worker in workers[turn:] + workers[:turn]}
+        turns: dict[str, dict[str, Any]] = {}
+        for worker in workers[turn:] + workers[:turn]:
+            try:
+                turns[worker.name] = _turn(worker) | {"round": number}
+            except WorkerError as error:
+                _take_out(worker.name, worker, error, run)
+                workers = [other for other in workers if other is not worker]
         elapsed = time.monotonic() - began
         for worker in workers:
-            step = steps[worker.name]
-            idle = worker.cpu_seconds() - used_before[worker.name] - step["cpu_seconds"]
-            step["idle_cpu_share"] = idle / max(elapsed - step["seconds"], 1e-9)
+            step = turns[worker.name]
+            idle = worker.cpu_seconds() - used_before[worker.name] - step.pop("turn_cpu_seconds")
+            step["idle_cpu_share"] = idle / max(elapsed - step.pop("turn_seconds"), 1e-9)
             run.steps.setdefault(worker.name, []).append(step)
-            if worker.job.swap_dir:
+            if worker.facts["replays"] or worker.name.startswith("deepspeed"):  # has files
                 run.disk.setdefault(worker.name, []).append(mixed_rate(Path(worker.job.swap_dir)))
-        print("  " + ", ".join(f"{name} {step['seconds']:.2f} s" for name, step in steps.items()), flush=True)
+        print("  " + ", ".join(f"{name} {step['seconds']:.2f} s" for name, step in turns.items()), flush=True)
+
+
+def _turn(worker: Worker) -> dict[str, Any]:
+    """A step and, where the contender can, its I/O alone; and what the whole turn took."""
+    began, used_before = time.monotonic(), worker.cpu_seconds()
+    step = worker.step()
+    if worker.facts["replays"]:
+        step["replay"] = worker.replay()
+    return step | {
+        "turn_seconds": time.monotonic() - began,
+        "turn_cpu_seconds": worker.cpu_seconds() - used_before,
+    }
 
 
 def measure(bench: Bench, names: list[str]) -> Run:
-    """Run the contenders, all at once where memory allows it, else one after the other."""
-    needed = sum(_CONTENDERS[name] * bench.workload.numel + _PROCESS_BYTES for name in names)
-    together = needed < _available_bytes() and not bench.args.one_at_a_time
-    run = Run(interleaved=together)
+    """Run the contenders, all at once or in groups where memory allows it, else one after the other."""
+    groups = None if bench.args.one_at_a_time else groups_that_fit(names, bench.workload, _available_bytes())
+    run = Run(interleaved=groups is not None)
     for repeat in range(bench.args.repeats):
-        turn = repeat % len(names)
-        order = names[turn:] + names[:turn]
-        for group in [order] if together else [[name] for name in order]:
+        for index, group in enumerate(groups or [[name] for name in names]):
+            if run.interleaved:
+                print(f"taking turns: {', '.join(group)}", flush=True)
+            # Where they do not take turns the steps of the same number are compared all the same.
+            first = (repeat * len(groups) + index if groups else repeat) * bench.args.rounds
             with ExitStack() as running:
-                workers = [bench.worker(name) for name in group if name not in run.failures]
-                for worker in workers:
-                    running.callback(worker.stop)
-                if ready := [worker for worker in workers if _start(worker, run, bench.args.warmup)]:
-                    _in_rounds(ready, run, bench.args.rounds)
+                workers = []
+                for name in _in_turn(group, repeat):
+                    if name not in run.failures and (worker := _start(bench, name, run)):
+                        running.callback(worker.stop)
+                        workers.append(worker)
+                _in_rounds(workers, run, range(first, first + bench.args.rounds))
     run.steps = {name: run.steps[name] for name in names if name in run.steps}
     return run
+
+
+def _in_turn(group: list[str], repeat: int) -> list[str]:
+    """Another one is set up first each time; what caches comes after what its budget is made from."""
+    turn = repeat % len(group)
+    return sorted(group[turn:] + group[:turn], key=lambda name: "-cached" in name)
 
 
 def _available_bytes() -> int:
@@ -209,10 +264,18 @@ def _swap_directory(parent: Path) -> Iterator[Path]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--contenders", help=f"of {', '.join(_CONTENDERS)}; default {_DEFAULT_CONTENDERS}")
+    add("--contenders", help=f"names as in bench/peers/contenders.py; default {DEFAULT}")
+    add("--workload", choices=WORKLOADS, default="256", help="tokens per step: 1 × 256, or 4 × 512 with recomputation")
     add("--rounds", type=int, default=7, help="measured steps of each contender per set-up")
     add("--repeats", type=int, default=1, help="set all up anew this often: swap files then lie elsewhere on the disk")
-    add("--warmup", type=int, default=2, help="steps before them")
+    add("--warmup", type=int, default=1, help="turns, of two steps, before them")
+    add("--time-limit", type=float, default=600.0, help="seconds for one answer; a contender that takes longer is out")
+    add(
+        "--cached-like",
+        type=lambda text: text if text == "deepspeed" else parse_bytes(text),
+        default="deepspeed",
+        help="peak memory of the contenders that cache: deepspeed, its peak in this run, or a size",
+    )
     add("--json", type=Path, help="write everything measured to this file")
     add("--swap-dir", type=Path, default=CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
     add(
@@ -233,9 +296,12 @@ def _chosen(args: argparse.Namespace) -> list[str]:
     Raises:
         SystemExit: an unknown contender, or one asked for whose environment is missing.
     """
-    names = (args.contenders or _DEFAULT_CONTENDERS).split(",")
-    if unknown := [name for name in names if name not in _CONTENDERS]:
-        raise SystemExit(f"no contender {', '.join(unknown)}; there are {', '.join(_CONTENDERS)}")
+    names = (args.contenders or DEFAULT).split(",")
+    try:
+        for name in names:
+            setting_of(name)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     peers = [name for name in names if name.startswith("deepspeed")]
     if (peers or args.try_params_nvme) and not args.peers_python.exists():
         message = f"{args.peers_python} is missing, which DeepSpeed runs under. Make it with: {SETUP_COMMAND}"
@@ -269,11 +335,10 @@ def main(argv: list[str] | None = None) -> int:
             print("\n" + format_summary(run, summary))
             probed = [trial.as_json() for trial in bench.trials]
             chosen = {"options": bench.deepspeed_options, "probe": probed} if "deepspeed" in names else None
-            result |= {"deepspeed": chosen, "summary": summary, **asdict(run)}
+            result |= {"cache_budgets": bench.budgets, "deepspeed": chosen, "summary": summary} | asdict(run)
             failures = run.failures
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        write_result(args.json, result, {swap_dir: "swap", CHECKOUT: "."})
     return 1 if failures else 0
 
 

@@ -85,19 +85,23 @@ class Worker:
         self.facts = self._answer()
 
     def step(self) -> dict[str, Any]:
-        """One training step; the measurements the worker printed, and the CPU seconds it took.
+        """One turn with one measured training step; what the worker printed.
 
         Raises:
-            WorkerError: the step failed.
+            WorkerError: the step failed, or took too long.
         """
-        process = self._running()
-        before = self.cpu_seconds()
+        return self._ask("step")
+
+    def replay(self) -> dict[str, Any]:
+        """The bytes of a step moved with nothing else. Raises WorkerError."""
+        return self._ask("replay")
+
+    def _ask(self, order: str) -> dict[str, Any]:
         try:
-            process.stdin.write("step\n")  # type: ignore[union-attr]
+            self._running().stdin.write(f"{order}\n")  # type: ignore[union-attr]
         except BrokenPipeError:
             raise WorkerError(f"{self.name} is gone; its log is {self.log}", self.log) from None
-        answer = self._answer()
-        return {**answer, "cpu_seconds": self.cpu_seconds() - before}
+        return self._answer()
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far, all threads."""

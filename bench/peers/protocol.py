@@ -1,8 +1,13 @@
 """The worker's side of the protocol between the driver and the contenders.
 
-A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it makes exactly one
-training step, waits for all of its I/O, and prints one JSON line of measurements. On "quit", or when the driver is
-gone, it removes its swap files and exits.
+A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it takes a turn and prints
+one JSON line of measurements; for "replay" it moves a step's bytes with nothing else, and prints what that took. On
+"quit", or when the driver is gone, it removes its swap files and exits.
+
+[Note: a turn is two steps]
+A contender may return from a step whose update is still under way, and go on with it in the next one. So a turn makes a
+step that leads in, measures a second one from the return of the first to its own, and then waits, unmeasured, for all
+that is under way: as much is carried into the measured step as out of it, and nothing into others' turns.
 """
 
 from __future__ import annotations
@@ -25,13 +30,17 @@ class Contender:
     """One system, ready to train.
 
     Attributes:
-        step: makes one step, waits for its I/O and returns the loss.
+        step: makes one step and returns the loss.
+        settle: waits for what a step left under way.
+        replay: moves the bytes of a step with nothing else; None where there are none.
         facts: printed once, with the ready line.
         counters: the system's own cumulative counters, printed after each step.
         close: removes what the system holds; the worker removes the swap directory itself afterwards.
     """
 
     step: Callable[[], float]
+    settle: Callable[[], None] = lambda: None
+    replay: Callable[[], dict[str, Any]] | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     counters: Callable[[], dict[str, Any]] = dict
     close: Callable[[], None] = lambda: None
@@ -63,19 +72,22 @@ def _io() -> dict[str, int]:
     return {"read_bytes": counts["read_bytes"], "written_bytes": counts["write_bytes"]}
 
 
-def _measured_step(contender: Contender) -> dict[str, Any]:
+def _turn(contender: Contender) -> dict[str, Any]:
+    contender.step()
     peak_is_of_step = _forget_peak()
     io_before = _io()
     counters_before = contender.counters()
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), time.process_time()
     loss = contender.step()
-    seconds = time.perf_counter() - started
+    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_before
     io = {key: value - io_before[key] for key, value in _io().items()}
     own = {
         key: value - counters_before[key] if key.endswith(("read_bytes", "written_bytes", "_s")) else value
         for key, value in contender.counters().items()
     }
-    return {"seconds": seconds, "loss": loss, "peak_is_of_step": peak_is_of_step, **_memory(), **io, "counters": own}
+    measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss, **_memory(), **io, "counters": own}
+    contender.settle()
+    return measured | {"peak_is_of_step": peak_is_of_step}
 
 
 def _claim_stdout() -> TextIO:
@@ -93,12 +105,15 @@ def serve(setup: Callable[[Job], Contender]) -> None:
     try:
         contender = setup(job)
         memory = {f"setup_{key}": value for key, value in _memory().items()}
-        print(json.dumps({"ready": True, **contender.facts, **memory}), file=channel)
+        facts = {**contender.facts, **memory, "replays": contender.replay is not None}
+        print(json.dumps({"ready": True, **facts}), file=channel)
         for line in sys.stdin:
             if line.strip() == "quit":
                 break
             if line.strip() == "step":
-                print(json.dumps(_measured_step(contender)), file=channel)
+                print(json.dumps(_turn(contender)), file=channel)
+            if line.strip() == "replay" and contender.replay is not None:
+                print(json.dumps(contender.replay()), file=channel)
     except Exception as error:
         traceback.print_exc()
         print(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from peers.bounds import median_ratio, summarise_infinity
+from peers.contenders import setting_of
 
 Steps = list[dict[str, Any]]
 
@@ -21,7 +25,8 @@ class Run:
 
     Attributes:
         facts: by contender, what it said when it was ready.
-        warmup, steps: by contender, in the order they were made; a measured step's index is its round.
+        warmup, steps: by contender, in the order they were made; a measured step has its `round`, and its `replay`
+            where its contender can.
         disk: by contender that swaps, bytes per second of the mixed probe in its own files after each round.
         failures: by contender, why it is missing.
     """
@@ -34,24 +39,20 @@ class Run:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def _median_ratio(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(mine, theirs, strict=False))
-
-
 def _bytes_per_parameter(steps: Steps, key: str, numel: int) -> float:
     return float(statistics.median(step[key] for step in steps)) / numel
 
 
 def summarise(run: Run) -> dict[str, dict[str, Any]]:
-    """By contender: median seconds, spread, ratios to DeepSpeed, memory and traffic; for infinity also its bounds."""
+    """By contender: median seconds, spread, ratios to the peers, memory and traffic; for infinity also its bounds."""
     summary: dict[str, dict[str, Any]] = {}
-    seconds = {name: [step["seconds"] for step in steps] for name, steps in run.steps.items()}
     for name, steps in run.steps.items():
         facts, every = run.facts[name], run.warmup[name] + steps
-        row = {
-            "median_s": statistics.median(seconds[name]),
-            "min_s": min(seconds[name]),
-            "max_s": max(seconds[name]),
+        seconds, setting = [step["seconds"] for step in steps], setting_of(name)
+        summary[name] = {
+            "median_s": statistics.median(seconds),
+            "min_s": min(seconds),
+            "max_s": max(seconds),
             "cpu_s": statistics.median(step["cpu_seconds"] for step in steps),
             "step_peak_rss_bytes": max(step["peak_rss_bytes"] for step in steps),
             "run_peak_rss_bytes": max([facts["setup_peak_rss_bytes"], *(step["peak_rss_bytes"] for step in every)]),
@@ -59,30 +60,16 @@ def summarise(run: Run) -> dict[str, dict[str, Any]]:
             "written_bytes_per_parameter": _bytes_per_parameter(steps, "written_bytes", facts["numel"]),
             "disk_bytes_per_s": statistics.median(run.disk[name]) if run.disk.get(name) else None,
             "losses": [step["loss"] for step in every],
+            **(summarise_infinity(setting, run.steps) if setting else {}),
         }
-        summary[name] = row | (_bounds(run, name) if name.startswith("infinity") else {})
-    if "deepspeed" in summary:
+    for peer in ("torch", "deepspeed"):
         for name, row in summary.items():
-            row["time_ratio_to_deepspeed"] = _median_ratio(seconds[name], seconds["deepspeed"])
+            row[f"time_ratio_to_{peer}"] = median_ratio(run.steps[name], run.steps.get(peer, []))
+    if "deepspeed" in summary:
+        for row in summary.values():
             for key in ("step_peak_rss", "run_peak_rss"):
                 row[f"{key}_ratio_to_deepspeed"] = row[f"{key}_bytes"] / summary["deepspeed"][f"{key}_bytes"]
     return summary
-
-
-def _bounds(run: Run, name: str) -> dict[str, Any]:
-    """What limits a step of infinity, and how near it comes: max(I/O, compute) / measured, round by round."""
-    steps, numel = run.steps[name], run.facts[name]["numel"]
-    moved = [step["counters"]["read_bytes"] + step["counters"]["written_bytes"] for step in steps]
-    io = [nbytes / rate for nbytes, rate in zip(moved, run.disk[name], strict=False)]
-    compute = [step["seconds"] for step in run.steps.get("torch", [])] or [0.0] * len(steps)
-    efficiency = [max(bounds) / step["seconds"] for *bounds, step in zip(io, compute, steps, strict=False)]
-    return {
-        "cached_bytes": steps[-1]["counters"]["cached_bytes"],
-        "counted_bytes_per_parameter": statistics.median(moved) / numel,
-        "io_bound_s": statistics.median(io),
-        "compute_bound_s": statistics.median(compute),
-        "efficiency": statistics.median(efficiency),
-    }
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -97,6 +84,24 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
 
 
+def _bound_row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        name,
+        f"{row['cached_bytes'] / 1e9:.2f}",
+        _number(row["processor_s"]),
+        _number(row["io_s"]),
+        _number(row["median_s"]),
+        _number(row["of_bound"]),
+        _number(row["update_s"]),
+        _number(row["fetch_wait_s"]),
+        "–" if row["hidden_update_share"] is None else f"{row['hidden_update_share']:.0%}",
+    )
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
 def _times(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
 
@@ -108,6 +113,7 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
         "s/step",
         "min–max",
         "time/DS",
+        "time/torch",
         "peak RSS",
         "RSS/DS",
         "with set-up",
@@ -121,7 +127,8 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
             name,
             f"{row['median_s']:.2f}",
             f"{row['min_s']:.2f}–{row['max_s']:.2f}",
-            _times(row.get("time_ratio_to_deepspeed")),
+            _times(row["time_ratio_to_deepspeed"]),
+            _times(row["time_ratio_to_torch"]),
             f"{row['step_peak_rss_bytes'] / 1e9:.2f} GB",
             _times(row.get("step_peak_rss_ratio_to_deepspeed")),
             f"{row['run_peak_rss_bytes'] / 1e9:.2f} GB",
@@ -133,21 +140,18 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
         for name, row in summary.items()
     ]
     parts = [_table(header, rows), *(f"  {name}: {run.facts[name].get('describes', '')}" for name in summary)]
-    bounded = [
-        (
-            name,
-            f"{row['cached_bytes']}",
-            f"{row['counted_bytes_per_parameter']:.2f}",
-            f"{row['io_bound_s']:.2f}",
-            f"{row['compute_bound_s']:.2f}",
-            f"{row['median_s']:.2f}",
-            f"{row['efficiency']:.0%}",
+    if bounded := [_bound_row(name, row) for name, row in summary.items() if "of_bound" in row]:
+        columns = (
+            "bounds",
+            "cached GB",
+            "processor s",
+            "I/O s",
+            "step s",
+            "step/bound",
+            "update s",
+            "waits s",
+            "hidden",
         )
-        for name, row in summary.items()
-        if "efficiency" in row
-    ]
-    if bounded:
-        columns = ("bounds", "cached B", "counted B/p", "I/O s", "torch s", "measured s", "efficiency")
         parts += ["", _table(columns, bounded)]
     return "\n".join([*parts, "", *_notes(run, summary)])
 
@@ -192,3 +196,16 @@ def machine_facts(swap_dir: Path) -> dict[str, Any]:
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def write_result(path: Path, result: Mapping[str, Any], places: Mapping[Path, str]) -> None:
+    """Write a JSON file without this machine's paths.
+
+    Args:
+        places: what is written for each directory, also in the middle of messages; the first that matches.
+    """
+    text = json.dumps(result, indent=2)
+    for place, name in places.items():
+        text = text.replace(str(place), name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")

@@ -87,9 +87,9 @@ MakeWorker = Callable[[str, dict[str, Any]], Worker]
 
 
 def try_variant(
-    variant: Variant, workload: Workload, make_worker: MakeWorker, first_count: int | None = None, steps: int = 3
+    variant: Variant, workload: Workload, make_worker: MakeWorker, first_count: int | None = None, steps: int = 2
 ) -> Trial:
-    """Find the smallest buffer count with which the variant runs, and time it with that."""
+    """Find the smallest buffer count with which the variant runs, and time it with that, `steps` turns."""
     start = variant.smallest_buffer_count if first_count is None else first_count
     too_small: dict[int, str] = {}
     for count in range(start, start + _BUFFER_COUNTS_TRIED):
@@ -98,7 +98,7 @@ def try_variant(
         try:
             worker.start()
             worker.wait_ready()
-            measured = [worker.step() for _ in range(2 + steps)][2:]
+            measured = [worker.step() for _ in range(1 + steps)][1:]
         except WorkerError as error:
             too_small[count] = describe(error)
             if "AssertionError" in too_small[count]:

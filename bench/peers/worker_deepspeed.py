@@ -99,7 +99,7 @@ def setup(job: Job) -> Contender:
         "optimizer": type(engine.optimizer.optimizer).__name__,
         "describes": "ZeRO-3, optimizer nvme, fp32 master and moments; weights and a gradient buffer in memory",
     }
-    return Contender(step, facts, close=lambda: engine.destroy())
+    return Contender(step, facts=facts, close=lambda: engine.destroy())
 
 
 if __name__ == "__main__":

@@ -1,29 +1,29 @@
-"""infinity: optimizer states on NVMe, weights in RAM or on NVMe; AdamW over an fp32 master (stored as bf16 weight +
-residual), exact unless the config asks for other moments."""
+"""infinity: states where the job says; AdamW over an fp32 master (stored as bf16 weight + residual), exact unless the
+config asks for other moments."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
 import infinity
+from infinity.schedule import registry
+from infinity.schedule.replay import replay_step
 from peers.protocol import Contender, serve
 from peers.workload import Job
 
 
 def setup(job: Job) -> Contender:
-    """Build the model, offload it and make its optimizer. Options: `weights`, and `config` to override keys of the
-    swap config."""
+    """Build the model, offload it and make its optimizer. Options: keys of the swap config."""
     work = job.workload
     config: dict[str, Any] = {
-        "weights": job.options["weights"],
-        "optimizer": "nvme",
         "gradients": "host",
-        "activations": "keep",
-        "nvme": {"paths": [job.swap_dir]},
+        "activations": "recompute" if work.recompute else "keep",
+        "nvme": {"paths": [job.swap_dir] if job.swap_dir else []},
         "commit_every": 0,
-        **job.options.get("config", {}),
+        **job.options,
     }
     model = infinity.offload(work.build_model(), config)
     tokens = work.build_batch()
@@ -35,42 +35,55 @@ def setup(job: Job) -> Contender:
         weight_decay=work.weight_decay,
         max_grad_norm=work.max_grad_norm,
     )
-    latest = infinity.statistics(model)
+    plan = infinity.statistics(model).plan
 
     def step() -> float:
-        nonlocal latest
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optim.step()
         optim.zero_grad()
-        # Also the place where a step that is still writing would be waited for.
-        latest = infinity.statistics(model)
         return float(loss.detach())
 
-    def counters() -> dict[str, Any]:
-        names = (
-            "read_bytes",
-            "written_bytes",
-            "cached_bytes",
-            "io_busy_s",
-            "fetch_wait_s",
-            "gradient_s",
-            "update_s",
-            "adam_s",
-        )
-        return {name: getattr(latest, name) for name in names if hasattr(latest, name)}
+    def settle() -> None:
+        """A forward waits in each unit for the unit's own update."""
+        with torch.no_grad():
+            model(input_ids=tokens[:1, :1])
+
+    def replay() -> dict[str, Any]:
+        return asdict(replay_step(registry.ledger_of(model)))
 
     facts = {
-        "numel": latest.numel,
-        "state_bytes": latest.state_bytes,
-        "arena_bytes": getattr(latest, "arena_bytes", None),
-        "engine": getattr(latest, "engine", None),
+        "numel": plan.numel,
+        "host_bytes": plan.host_bytes,
+        "state_bytes": infinity.statistics(model).state_bytes,
+        "arena_bytes": infinity.statistics(model).arena_bytes,
+        "engine": infinity.statistics(model).engine,
         "versions": {"torch": torch.__version__, "infinity": infinity.__version__},
         "threads": torch.get_num_threads(),
-        "describes": f"weights {job.options['weights']}, optimizer nvme, fp32 master (split16), "
-        f"{latest.plan.moments} moments",
+        "plan": plan.describe(),
+        "describes": f"weights {plan.weights}, optimizer {plan.optimizer}, fp32 master (split16), {plan.moments} "
+        f"moments, overlap {job.options['overlap']}",
     }
-    return Contender(step, facts, counters, lambda: infinity.close(model))
+    return Contender(
+        step,
+        settle,
+        replay if plan.swap_bytes else None,
+        facts,
+        lambda: _counters(infinity.statistics(model)),
+        lambda: infinity.close(model),
+    )
+
+
+def _counters(statistics: Any) -> dict[str, float]:
+    """Every number of the statistics, those by cause as `field_cause_s`."""
+    counters: dict[str, float] = {}
+    for field in fields(statistics):
+        value = getattr(statistics, field.name)
+        if isinstance(value, dict):
+            counters |= {f"{field.name}_{cause}_s": seconds for cause, seconds in value.items()}
+        elif isinstance(value, int | float):
+            counters[field.name] = value
+    return counters
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def setup(job: Job) -> Contender:
         "threads": torch.get_num_threads(),
         "describes": "in memory, AdamW(fused=True), bf16 weights and moments, no fp32 master",
     }
-    return Contender(step, facts)
+    return Contender(step, facts=facts)
 
 
 if __name__ == "__main__":

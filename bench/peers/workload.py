@@ -19,6 +19,7 @@ class Workload:
     Attributes:
         layers, hidden, intermediate, heads, vocabulary: the Llama model's shape; embeddings and head are not tied.
         batch, tokens: the shape of the one synthetic batch that every step uses.
+        recompute: every contender recomputes activations in its backward, layer by layer.
         seed: of the weights and of the batch.
         lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping.
     """
@@ -30,6 +31,7 @@ class Workload:
     vocabulary: int = 8192
     batch: int = 1
     tokens: int = 256
+    recompute: bool = False
     seed: int = 1234
     lr: float = 1e-4
     beta1: float = 0.9
@@ -48,12 +50,11 @@ class Workload:
     def betas(self) -> tuple[float, float]:
         return (self.beta1, self.beta2)
 
-    def build_model(self) -> nn.Module:
-        """A randomly initialised bf16 LlamaForCausalLM in training mode."""
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+    def llama_config(self) -> Any:
+        """The model's transformers.LlamaConfig."""
+        from transformers import LlamaConfig
 
-        config = LlamaConfig(
+        return LlamaConfig(
             num_hidden_layers=self.layers,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -64,8 +65,17 @@ class Workload:
             tie_word_embeddings=False,
             use_cache=False,
         )
+
+    def build_model(self) -> nn.Module:
+        """A randomly initialised bf16 LlamaForCausalLM in training mode."""
+        import torch
+        from transformers import LlamaForCausalLM
+
         torch.manual_seed(self.seed)
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+        model = LlamaForCausalLM._from_config(self.llama_config(), dtype=torch.bfloat16).train()
+        if self.recompute:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
 
     def build_batch(self) -> torch.Tensor:
         """Token ids (batch, tokens), int64, the labels as well."""
@@ -74,6 +84,9 @@ class Workload:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randint(0, self.vocabulary, (self.batch, self.tokens), generator=generator)
 
+
+WORKLOADS = {"256": Workload(), "2048": Workload(batch=4, tokens=512, recompute=True)}
+"""By tokens per step."""
 
 SMALL = Workload(layers=2, hidden=256, intermediate=704, heads=4, vocabulary=2048, tokens=64)
 

@@ -1,0 +1,188 @@
+"""The contenders of a step by name: what each one is, roughly what memory it takes, and what its worker is told.
+
+torch, deepspeed, deepspeed-nvme          the peers
+processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
+infinity-WEIGHTS[-int8][-cached][-OVERLAP]  WEIGHTS: host or nvme; optimizer states on NVMe, none of them cached
+                                          but with -cached; OVERLAP: during_backward, before_forward or off, else auto
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from peers.workload import Workload
+
+PEERS = ("torch", "deepspeed", "deepspeed-nvme")
+OVERLAPS = ("auto", "during_backward", "before_forward", "off")
+DEFAULT = (
+    "torch,deepspeed,processor,processor-int8,"
+    "infinity-host,infinity-host-during_backward,infinity-host-before_forward,infinity-host-off,"
+    "infinity-nvme,infinity-nvme-during_backward,infinity-nvme-before_forward,infinity-nvme-off,"
+    "infinity-host-cached,infinity-nvme-cached,"
+    "infinity-host-int8,infinity-host-int8-off,infinity-nvme-int8,infinity-nvme-int8-off"
+)
+
+# Resident bytes per parameter at the peak, roughly: they decide only how many contenders run at once.
+_RESIDENT = {"torch": 9, "deepspeed": 32, "deepspeed-nvme": 36, "host": 6, "nvme": 5}
+_RESIDENT |= {"memory, fp32": 17, "memory, int8": 10}
+_SPARE_WEIGHTS = 2
+"""Updating out of place, while the backward still reads the old weights."""
+_LOGITS_BYTES = 10
+"""Of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
+_PROCESS_BYTES = 300 << 20
+_CACHED_RSS_OF_DEEPSPEED = 1.05
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a contender runs infinity.
+
+    Attributes:
+        weights: host or nvme.
+        optimizer: nvme, where nothing is cached; auto, where as many states are as the budget holds; host for all.
+        moments: fp32 or int8.
+        overlap: of OVERLAPS.
+    """
+
+    weights: str
+    optimizer: str = "nvme"
+    moments: str = "fp32"
+    overlap: str = "auto"
+
+    @property
+    def name(self) -> str:
+        parts = ["processor"] if self.in_memory else ["infinity", self.weights]
+        parts += ["int8"] * (self.moments == "int8") + ["cached"] * self.cached
+        parts += [self.overlap] * (self.overlap != "auto" and not self.in_memory)
+        return "-".join(parts)
+
+    @property
+    def cached(self) -> bool:
+        return self.optimizer == "auto"
+
+    @property
+    def in_memory(self) -> bool:
+        """Nothing is moved: what is left is compute and Adam."""
+        return self.optimizer == "host"
+
+    @property
+    def uncached(self) -> Setting:
+        """The same with every state on NVMe."""
+        return replace(self, optimizer="nvme")
+
+    @property
+    def serial(self) -> Setting:
+        """The same with nothing overlapped."""
+        return replace(self, overlap="off")
+
+    @property
+    def processor(self) -> Setting:
+        """The same arithmetic with all states in memory."""
+        return Setting("host", "host", self.moments, "off")
+
+    def options(self, workload: Workload, host_budget: int | None) -> dict[str, Any]:
+        """What peers.worker_infinity takes: keys of the swap config."""
+        memory: dict[str, int] = {} if host_budget is None else {"host": host_budget}
+        if self.weights == "nvme":
+            # Room for a few blocks, so that the weights do come from NVMe; without a limit they would all stay.
+            memory["device"] = 10 * 2 * workload.numel // workload.layers
+        return {
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "moments": self.moments,
+            "overlap": self.overlap,
+            "memory": memory,
+        }
+
+
+_SETTINGS = {
+    setting.name: setting
+    for setting in [
+        *(Setting("host", "host", moments, "off") for moments in ("fp32", "int8")),
+        *(
+            Setting(weights, optimizer, moments, overlap)
+            for weights in ("host", "nvme")
+            for optimizer in ("nvme", "auto")
+            for moments in ("fp32", "int8")
+            for overlap in OVERLAPS
+        ),
+    ]
+}
+
+
+def setting_of(name: str) -> Setting | None:
+    """How the contender runs infinity; None for a peer.
+
+    Raises:
+        ValueError: there is no such contender.
+    """
+    if name not in PEERS and name not in _SETTINGS:
+        ours = f"infinity-{{host,nvme}}[-int8][-cached][-{{{','.join(OVERLAPS[1:])}}}]"
+        raise ValueError(f"no contender '{name}'; there are {', '.join(PEERS)}, processor[-int8] and {ours}")
+    return _SETTINGS.get(name)
+
+
+def resident_bytes(name: str, workload: Workload) -> int:
+    """Memory a contender takes, roughly."""
+    setting = setting_of(name)
+    if setting is None:
+        per_parameter = _RESIDENT[name]
+    elif setting.cached:
+        per_parameter = int(_RESIDENT["deepspeed"] * _CACHED_RSS_OF_DEEPSPEED)
+    elif setting.in_memory:
+        per_parameter = _RESIDENT[f"memory, {setting.moments}"]
+    else:
+        per_parameter = _RESIDENT[setting.weights] + _SPARE_WEIGHTS * (setting.overlap in ("auto", "during_backward"))
+    logits = _LOGITS_BYTES * workload.batch * workload.tokens * workload.vocabulary
+    return per_parameter * workload.numel + logits + _PROCESS_BYTES
+
+
+def groups_that_fit(names: Sequence[str], workload: Workload, available: int) -> list[list[str]] | None:
+    """The contenders that take turns with one another, so that ratios are within rounds; None where memory is too
+    small for that.
+
+    What infinity is compared with, the peers and its processor bound, is in every group. Contenders that differ in
+    nothing but what they overlap stay together as far as possible, since they are compared with each other too.
+    """
+    settings = {name: setting_of(name) for name in names}
+    peers = [name for name, setting in settings.items() if setting is None]
+    bounds = [name for name, setting in settings.items() if setting is not None and setting.in_memory]
+    ours = [setting for setting in settings.values() if setting is not None and not setting.in_memory]
+    if not ours:
+        return [list(names)] if sum(resident_bytes(name, workload) for name in names) <= available else None
+    groups = []
+    for moments in dict.fromkeys(setting.moments for setting in ours):
+        references = [*peers, *(name for name in bounds if settings[name].moments == moments)]
+        room = available - sum(resident_bytes(name, workload) for name in references)
+        families: dict[Setting, list[str]] = {}
+        for setting in ours:
+            if setting.moments == moments:
+                families.setdefault(setting.serial, []).append(setting.name)
+        packed = pack(
+            [[(name, resident_bytes(name, workload)) for name in family] for family in families.values()], room
+        )
+        if packed is None:
+            return None
+        groups += [references + group for group in packed]
+    return groups
+
+
+def pack(families: Sequence[Sequence[tuple[str, int]]], room: int) -> list[list[str]] | None:
+    """(name, bytes) in groups of at most `room` bytes, in their order; a family is split only where it does not fit.
+    None where one alone is too large."""
+    groups: list[list[str]] = []
+    left = 0
+    for family in families:
+        whole = sum(needed for _, needed in family)
+        if left < whole <= room:
+            groups, left = [*groups, []], room
+        for name, needed in family:
+            if needed > room:
+                return None
+            if needed > left:
+                groups, left = [*groups, []], room
+            groups[-1].append(name)
+            left -= needed
+    return [group for group in groups if group]
