@@ -16,6 +16,7 @@ import transformers
 import infinity
 from infinity import _native
 from infinity.schedule import registry
+from infinity.state.dtypes import residual_itemsize
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("infinity").setLevel(logging.ERROR)
@@ -116,3 +117,48 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
             result[f"{place.spec.name}.{state}"] = values[place.spec.offset : place.spec.offset + place.spec.numel]
     return result
+
+
+def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
+    """By name, what of every trained parameter's fp32 master is not in its weights."""
+    infinity.synchronize(model)
+    ledger = registry.ledger_of(model)
+    for _, place in ledger.places():
+        states = ledger.backing.states[place.unit.index].get(place.group_index)
+        home = states.residual if states is not None else None
+        if home is None:
+            continue
+        lease = None if home.in_memory else ledger.backing.arena.try_lease(home.nbytes)
+        view = home.view() if home.in_memory else (lease or ledger.backing.staging).view(0, home.nbytes)
+        if not home.in_memory:
+            ledger.backing.store.read(home.stored(), view).result()
+        itemsize = residual_itemsize(states.master)
+        start = itemsize * place.spec.offset
+        yield place.spec.name, bytes(view[start : start + itemsize * place.spec.numel])
+        if lease is not None:
+            lease.release()
+
+
+def require_no_leaks(model: torch.nn.Module) -> None:
+    """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
+    fetched; no state has the same slot twice."""
+    ledger = registry.ledger_of(model)
+    ledger.fence()
+    assert not ledger.updates.guesses
+    assert not ledger.updates.decided
+    backing, plan = ledger.backing, ledger.backing.plan
+    fetched = sum(
+        record.unit.weight_bytes
+        for record in ledger.records
+        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
+    )
+    slots = plan.slot_bytes if plan.weights == "nvme" else 0
+    assert backing.arena.free_bytes + fetched == slots + plan.shadow_bytes
+    assert ledger.updates.shadow_bytes == plan.shadow_bytes
+    if backing.landing is not None:
+        assert backing.landing.space.free_bytes == backing.landing.space.nbytes
+    for home in backing.homes():
+        if backing.generations is not None:
+            spare = backing.spare_slot(home.stored())
+            assert spare != home.stored().slot
+            assert spare not in backing.generations._named(home.stored())

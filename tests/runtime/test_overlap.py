@@ -20,7 +20,7 @@ from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.schedule import registry
 from infinity.state.discover import discover
-from tests.conftest import states_of, weights_of
+from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
 
 STEPS = 30
@@ -116,24 +116,6 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
     require_no_leaks(model)
     infinity.close(model, discard=True)
     return result
-
-
-def require_no_leaks(model: Any) -> None:
-    """Between steps nothing is leased but homes, gradients, staging and the slots of units that are fetched."""
-    ledger = registry.ledger_of(model)
-    ledger.fence()
-    assert not ledger.updates.guesses
-    assert not ledger.updates.decided
-    backing = ledger.backing
-    fetched = sum(
-        record.unit.weight_bytes
-        for record in ledger.records
-        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
-    )
-    plan = backing.plan
-    slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    assert backing.arena.free_bytes + fetched == slots + plan.shadow_bytes
-    assert ledger.updates.shadow_bytes == plan.shadow_bytes
 
 
 _expected: dict[tuple[str, int, str], Result] = {}
