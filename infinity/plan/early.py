@@ -16,11 +16,11 @@ from pathlib import Path
 from infinity.config import SwapConfig
 from infinity.plan.placement import Placement
 from infinity.plan.totals import Totals, as_far_as
-from infinity.sizes import format_bytes
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.plan import Overlap
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
-_SHADOW_SHARE = 0.5  # of the host memory that nothing else wants
+_SHADOW_SHARE = 0.5  # of the weights: about as many as can be updated before the step is decided
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes
     """
     if config.overlap in ("off", "before_forward"):
         return EarlyUpdates(config.overlap)
-    moved = [unit for unit in totals.of_units if unit.state and unit.index not in placed.states_in_ram]
+    moved = [unit for unit in totals.of_units if unit.index in _moved(totals, placed)]
     if not moved:
         return EarlyUpdates("before_forward", reason="the states are in RAM")
     reason, spare = "", frozenset[int]()
@@ -73,11 +73,29 @@ def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes
         reason = f"commit_every: {config.commit_every} leaves a free slot in the step after each commit only"
     candidates = [unit for unit in moved if config.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in candidates if unit.index in placed.weights_in_ram]
-    shadow = min(sum(in_ram), int(room * _SHADOW_SHARE))
+    shadow = min(_shadow(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not candidates or (len(in_ram) == len(candidates) and shadow < min(in_ram)):
         why = reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host"
         return EarlyUpdates("before_forward", reason=why)
     return EarlyUpdates(config.overlap, spare, sum(map(slot_bytes, spare)), shadow, reason)
+
+
+def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
+    """Host memory that early updates want before more states are cached there; 0 where that is not to be weighed."""
+    if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer != "nvme":
+        return 0
+    return _shadow(
+        [unit.weight for unit in totals.of_units if unit.index in placed.weights_in_ram & _moved(totals, placed)]
+    )
+
+
+def _moved(totals: Totals, placed: Placement) -> frozenset[int]:
+    return totals.trained - placed.states_in_ram
+
+
+def _shadow(weights: Sequence[int]) -> int:
+    """For the new weights of units in RAM, given the bytes of each."""
+    return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
 def free_bytes(paths: Sequence[Path]) -> int:

@@ -11,7 +11,7 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
-from infinity.plan.early import plan_early
+from infinity.plan.early import EarlyUpdates, plan_early, shadow_wanted
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
 from infinity.plan.spilling import GradientPlacement, gradient_placements
@@ -55,10 +55,7 @@ def make_plan(
     staging, placed, gradients = _place(config, totals, budgets, threads)
     slots = _slot_bytes(totals, placed, budgets)
     _require_paths(config, placed, gradients)
-    swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
-    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
-    early = plan_early(config, totals, placed, swap, budgets.host - host_bytes)
-    swap += early.spare_bytes
+    swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
     read, written = _step_bytes(config, totals, placed, gradients)
     return Plan(
         device=str(device),
@@ -96,7 +93,7 @@ def make_plan(
         tile_bytes=staging.tile_bytes,
         threads=threads,
         device_bytes=0 if budgets.on_cpu and placed.weights == "host" else slots,
-        host_bytes=host_bytes + early.shadow_bytes + totals.checksum_bytes(early.spare_bytes),
+        host_bytes=host_bytes,
         device_budget=budgets.device,
         host_budget=budgets.host,
         swap_bytes=swap,
@@ -128,12 +125,31 @@ def _place(
     for gradients in gradient_placements(config, totals, budgets.host - stagings[True].nbytes - least):
         staging = stagings[gradients.spills]
         fixed = staging.nbytes + gradients.host_bytes(totals)
-        placed = place(config, totals, budgets, budgets.host - fixed)
+        room = budgets.host - fixed
+        placed = place(config, totals, budgets, room)
+        if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed)):
+            placed = place(config, totals, budgets, room - shadow)
         if fixed + placed.host_bytes <= budgets.host:
             return staging, placed, gradients
         failed.append((fixed + placed.host_bytes, placed, gradients))
     needed, placed, gradients = min(failed, key=lambda each: each[0])
     raise _host_error(config, totals, placed, gradients, needed, budgets.host)
+
+
+def _reserve_early(
+    config: SwapConfig,
+    totals: Totals,
+    budgets: Budgets,
+    staging: _Staging,
+    placed: Placement,
+    gradients: GradientPlacement,
+) -> tuple[int, int, EarlyUpdates]:
+    """Bytes of the swap file and of host memory, with what early updates get of the rest of both."""
+    swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
+    host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
+    early = plan_early(config, totals, placed, swap, budgets.host - host)
+    host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
+    return swap + early.spare_bytes, host, early
 
 
 def _swap_rate(config: SwapConfig) -> float | None:

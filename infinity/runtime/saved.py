@@ -54,7 +54,7 @@ class SavedTensors:
                 "values are in the store. Call the module instead of reading its parameter, or move the use into its "
                 "forward."
             )
-        record = self._ledger.resident_at.get(pointer)
+        record = self._ledger.residents.at.get(pointer)
         if record is not None:
             offset = int(tensor.storage_offset()) * tensor.itemsize
             return _SavedWeight(record.unit.index, record.version, tensor.dtype, tensor.size(), tensor.stride(), offset)

@@ -11,7 +11,8 @@ from infinity.errors import ModelError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.schedule.backing import Home
-from infinity.schedule.ledger import Ledger, UnitRecord
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.residents import UnitRecord
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec
@@ -34,7 +35,7 @@ def ingest(ledger: Ledger, source: Source | None) -> None:
     """
     for record in ledger.records:
         _ingest_unit(ledger, record, source)
-        ledger.adopt(record)
+        ledger.residents.adopt(record)
 
 
 def _ingest_unit(ledger: Ledger, record: UnitRecord, source: Source | None) -> None:

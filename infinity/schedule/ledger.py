@@ -1,91 +1,39 @@
-"""The ledger: what is known of each unit now, and every transition between those states.
-
-[Note: the life of a unit's weights]
-
-    RELEASED ──start──▶ FETCHING ──finish──▶ RESIDENT ──evict──▶ RELEASED
-                                                │ step              ▲
-                                                └─────▶ UPDATING ───┘ or back to RESIDENT, when its update is done
-
-An UPDATING unit's slot is where its update works, or reads; its parameters are placeholders, as those of a released
-one. A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
-After its forward a unit is
-only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no
-forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the
-slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
-
-`version` counts the updates of a unit's weights. What was saved for backward names the version it saw.
-"""
+"""The ledger: steps, and what is under way between them: the commit, updates that overlap, gradients that land."""
 
 from __future__ import annotations
 
-import enum
-import gc
 import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.errors import InfinityError, ModelError, PlanError, SwapIOError, SwapTimeoutError
-from infinity.io.arena import Lease
+from infinity.errors import InfinityError, SwapIOError, SwapTimeoutError
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
 from infinity.io.manifest import Manifest
 from infinity.schedule import rng
 from infinity.schedule.arrivals import Arrivals
 from infinity.schedule.backing import Backing
 from infinity.schedule.commits import Commits, Resumed
-from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.guesses import Guesses
-from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
+from infinity.schedule.residents import Residency, Residents, UnitRecord
 from infinity.schedule.timeline import Timeline
-from infinity.schedule.trace import Trace
 from infinity.schedule.update import GroupUpdate
-from infinity.schedule.updates import UnitRequest, UnitUpdate, Updates
-from infinity.sizes import format_bytes
+from infinity.schedule.updates import UnitRequest, Updates
 from infinity.state.records import Body, parse_body
 from infinity.state.unit import Unit
 
 logger = logging.getLogger(__name__)
 
 
-class Residency(enum.Enum):
-    RELEASED = "released"
-    FETCHING = "fetching"
-    RESIDENT = "resident"
-    UPDATING = "updating"
-
-
-@dataclass(eq=False)
-class UnitRecord:
-    """One unit's line in the ledger."""
-
-    unit: Unit
-    parameters: dict[str, nn.Parameter]
-    placeholders: dict[str, torch.Tensor] = field(default_factory=dict)
-    residency: Residency = Residency.RELEASED
-    fetch: Fetch | None = None
-    slot: Slot | None = None
-    uses: int = 0
-    held: bool = False
-    stale: bool = False
-    """UPDATING, and the new weights will not be in the slot."""
-    version: int = 0
-    marks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """For each parameter the (data pointer, version) infinity left it with."""
-
-
 class Ledger:
-    """Per-unit state machine. Every public method may be called from any thread.
-
-    Invariant: `parameter.data` is the placeholder, or a view of the slot of a RESIDENT unit; nothing else.
-    """
+    """Where runtime and optim meet. Every public method may be called from any thread."""
 
     def __init__(self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], backing: Backing) -> None:
         self.backing = backing
@@ -94,24 +42,23 @@ class Ledger:
         self.closed = False
         self.failed: InfinityError | None = None
         self._lock = threading.RLock()
-        self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
-        self.resident_at: dict[int, UnitRecord] = {}  # by the address of the slot
-        self._slots: SlotPool = open_slots(backing)
-        self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
-        forward = [unit.index for unit in units if not unit.resident]
-        self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
-        self._training = True
         groups = {}
-        for record in self.records:
-            for index, states in backing.states[record.unit.index].items():
-                group = record.unit.groups[index]
-                groups[record.unit.index, index] = GroupGradients(
-                    record.unit, group, states.gradient, states.spilled, backing.landing, backing.device, backing.pool
+        for unit in units:
+            for index, states in backing.states[unit.index].items():
+                groups[unit.index, index] = GroupGradients(
+                    unit,
+                    unit.groups[index],
+                    states.gradient,
+                    states.spilled,
+                    backing.landing,
+                    backing.device,
+                    backing.pool,
                 )
         self.gradients = Gradients(groups, backing.landing, backing.device)
         self._staying = frozenset(unit.index for unit in units if unit.resident)
         self.arrivals = Arrivals(units)
-        self.updates = Updates(units, backing, self.gradients, self._updatable_slot)
+        self.updates = Updates(units, backing, self.gradients)
+        self.residents = Residents(units, parameters, backing, self.updates, self.timeline, self._land_update)
         self.guesses = Guesses(backing.plan.overlap)
         self.commits = Commits(backing)
         self._rng_before_forward: dict[str, Any] | None = None
@@ -119,12 +66,18 @@ class Ledger:
 
     # -- what runtime calls -------------------------------------------------------------------------------------------
 
-    def adopt(self, record: UnitRecord) -> None:
-        """Take over parameters whose values are at home now: from here on they are placeholders."""
-        device = self.backing.device.device
-        for name, parameter in record.parameters.items():
-            record.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
-        self._hide(record)
+    @property
+    def records(self) -> list[UnitRecord]:
+        return self.residents.records
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        return self.residents.places()
+
+    def _bring(self, record: UnitRecord) -> None:
+        self.require_usable()
+        self._advance_commit()
+        with self._timeouts():
+            self.residents.bring(record)
 
     def begin_forward(self, *, training: bool) -> None:
         """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
@@ -134,7 +87,7 @@ class Ledger:
             InfinityError: the commit failed.
         """
         self.require_usable()
-        self.require_untouched()
+        self.residents.require_untouched()
         if training:
             with self._lock, self._committing():
                 self.commits.take_up_hyperparameters(again=False)
@@ -145,9 +98,9 @@ class Ledger:
                 self._advance_commit()
             self._rewind()
         with self._lock:
-            self._training = training
+            self.residents.training = training
             if not training:
-                self._traces[False].close()
+                self.residents.end_iteration(training=False)
 
     def acquire(self, index: int) -> None:
         """A forward that reads unit `index` begins: when this returns its parameters have their values."""
@@ -170,15 +123,14 @@ class Ledger:
         """The backward of these units begins: bring them, keep them until that of other units begins."""
         with self._lock:
             self._advance_commit()
-            for record in self.records:
-                record.held = record.unit.index in indices
-            with self._spilling():
+            self.residents.hold(indices)
+            with self._timeouts():
                 self.gradients.backward_begins(indices, self._staying)
             for index in indices:
                 self._bring(self.records[index])
 
     @contextmanager
-    def _spilling(self) -> Iterator[None]:
+    def _timeouts(self) -> Iterator[None]:
         try:
             yield
         except SwapTimeoutError as error:
@@ -187,10 +139,8 @@ class Ledger:
 
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land)."""
-        with self._lock, self._spilling():
-            if place.unit.index in self.updates.decided:
-                with self.timeline.stall("update", place.unit.name):
-                    self._land_update(place.unit.index)
+        with self._lock, self._timeouts():
+            self._land_update(place.unit.index)
             if place.unit.index in self.updates.guesses:
                 self._undo(
                     "a gradient came for a unit whose update had begun",
@@ -236,20 +186,14 @@ class Ledger:
         with self._lock:
             if outermost:
                 self.arrivals.end_pass()
-            self._let_go()
-            with self._spilling():
+            self.residents.hold(())
+            with self._timeouts():
                 self.gradients.backward_begins((), ())
-
-    def _let_go(self) -> None:
-        for record in self.records:
-            record.held = False
 
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
         with self._lock:
-            for record in self.records:
-                record.uses = 0
-                record.held = False
+            self.residents.forget_uses()
 
     # -- what optim calls ---------------------------------------------------------------------------------------------
 
@@ -261,19 +205,17 @@ class Ledger:
             SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
         """
         self.require_usable()
-        self.require_untouched()
-        with self._lock, self._spilling(), self.timeline.stall("gradient"):
+        self.residents.require_untouched()
+        with self._lock, self._timeouts(), self.timeline.stall("gradient"):
             self.gradients.synchronize()
         with self._lock, self._committing():
             self._land_updates()
             self.commits.take_up_hyperparameters(again=False)
             self.commits.step_begins()
             self.settle()
-        with self._lock:
-            self._let_go()
-            for record in self.records:
-                if record.residency is Residency.FETCHING:
-                    self._finish(record)
+        with self._lock, self._timeouts():
+            self.residents.hold(())
+            self.residents.finish_fetches()
             self.backing.device.synchronize_uploads()
 
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
@@ -288,24 +230,26 @@ class Ledger:
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
         with self._lock:
             self._count(by_unit)
-            self._traces[True].close()
-            order = sorted(range(len(self.records)), key=self._traces[True].next_use)
+            self.residents.end_iteration(training=True)
             committed = self.commits.due(self.steps + 1)
             try:
-                updates = self.updates.decide(by_unit, order, self.steps + 1, committed=committed)
+                updates = self.updates.decide(
+                    by_unit, self.residents.order(), self.residents.slot_of, self.steps + 1, committed=committed
+                )
             except SwapIOError as error:
                 self.failed = self.failed or error
                 raise
             except BaseException as error:
                 self.failed = InfinityError(f"a step was begun and not finished: {error}")
                 raise
-            for update in updates:
-                self._await(self.records[update.unit.index], update)
+            with self._timeouts():
+                for update in updates:
+                    self.residents.update_decided(self.records[update.unit.index], update)
 
     def skip(self) -> None:
         """The step is decided: nothing changes."""
         with self._lock:
-            self._traces[True].close()
+            self.residents.end_iteration(training=True)
             if self.updates.guesses:
                 self.guesses.counts.undone += len(self.updates.guesses)
                 self._drop_guesses()
@@ -318,7 +262,7 @@ class Ledger:
         """
         with self._lock:
             self.arrivals.step_ended()
-            self._training = True
+            self.residents.training = True
             self.steps += 1
             if self.backing.store is not None:
                 self.backing.store.step = self.steps
@@ -330,7 +274,8 @@ class Ledger:
                     self.commits.begin(self.steps)
                 self._advance_commit()
             self.timeline.end_step(self.steps)
-            self._prefetch()
+            with self._timeouts():
+                self.residents.prefetch()
 
     def _count(self, requests: Mapping[int, UnitRequest]) -> None:
         """What the guesses of this step came to, and what a guess would have come to."""
@@ -372,7 +317,8 @@ class Ledger:
         if self.updates.can_guess(index):
             wanted = optimizer.guess(index)
             if wanted:
-                self.updates.guess(index, wanted, self.steps + 1, committed=self.commits.due(self.steps + 1))
+                slot = self.residents.slot_of(index)
+                self.updates.guess(index, wanted, slot, self.steps + 1, committed=self.commits.due(self.steps + 1))
 
     def _undo(self, cause: str, advice: str) -> None:
         self.guesses.counts.undone += len(self.updates.guesses)
@@ -386,40 +332,12 @@ class Ledger:
             self.failed = self.failed or error
             raise
 
-    def _await(self, record: UnitRecord, update: UnitUpdate) -> None:
-        """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
-        it."""
-        record.version += 1
-        if record.residency is not Residency.RESIDENT or record.slot is None:
-            return
-        moves = update.place.shadow is not None
-        update.viewed = moves and record.slot.outstanding()
-        if moves or not self.backing.device.shares_memory:
-            self._evict(record)
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            self._hide(record)
-        record.residency, record.stale = Residency.UPDATING, update.place.speculative
-
-    def _settle(self, record: UnitRecord) -> None:
-        """Before a unit is used: its update must be done, this one only."""
-        if record.unit.index in self.updates.decided:
-            with self.timeline.stall("update", record.unit.name):
-                self._land_update(record.unit.index)
-        if record.residency is not Residency.UPDATING or record.slot is None:
-            return
-        if record.stale:
-            self._vacate(record)
-        else:
-            record.residency = Residency.RESIDENT
-            with torch.inference_mode(False), torch.no_grad():
-                self._show(record, record.slot)
-
     def _land_update(self, index: int) -> None:
         if index not in self.updates.decided:
             return
         try:
-            self.updates.land(index)
+            with self.timeline.stall("update", self.records[index].unit.name):
+                self.updates.land(index)
         except SwapIOError as error:
             self.failed = self.failed or error
             raise
@@ -505,11 +423,6 @@ class Ledger:
         self._rng_before_forward = body.rng_before_forward
         return body
 
-    def _updatable_slot(self, index: int) -> Lease | None:
-        """The host memory a unit's weights were fetched to, when they are used there; else None."""
-        slot = self.records[index].slot
-        return slot.lease if isinstance(slot, HostSlot) else None
-
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def require_usable(self) -> None:
@@ -525,187 +438,7 @@ class Ledger:
             self.failed = error
             raise
 
-    def require_untouched(self) -> None:
-        """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
-        for record in self.records:
-            for name, parameter in record.parameters.items():
-                if (parameter.data_ptr(), parameter._version) != record.marks[name]:
-                    raise ModelError(
-                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
-                        f".half(), "
-                        ".data, load_state_dict or an in-place operation); the change would be lost. Do it before "
-                        "infinity.offload, or on the saved model."
-                    )
-
-    # -- transitions --------------------------------------------------------------------------------------------------
-
-    @property
-    def _trace(self) -> Trace:
-        return self._traces[self._training]
-
-    def _bring(self, record: UnitRecord) -> None:
-        self.require_usable()
-        self._advance_commit()
-        if not record.unit.resident:
-            self._trace.visit(record.unit.index)
-        self._settle(record)
-        if record.residency is Residency.RELEASED:
-            with self.timeline.stall("room", record.unit.name):
-                self._start_or_raise(record)
-        self._prefetch()
-        if record.residency is Residency.FETCHING:
-            with self.timeline.stall("fetch", record.unit.name):
-                self._finish(record)
-        if record.slot is not None:
-            record.slot.wait()
-
-    def _start_or_raise(self, record: UnitRecord) -> None:
-        if self._start(record, None):
-            return
-        self.updates.wait_for_readers()
-        if self._start(record, None):
-            return
-        gc.collect()  # views of slots may hang in reference cycles
-        if self._start(record, None):
-            return
-        used = [other for other in self.records if other.residency is not Residency.RELEASED]
-        busy = [other.unit for other in used if self._takes_room(other)]
-        needed = record.unit.weight_bytes + sum(unit.weight_bytes for unit in busy)
-        raise PlanError(
-            f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units "
-            f"in use "
-            f"({', '.join(unit.name for unit in busy)}) take the {format_bytes(self.backing.plan.slot_bytes)} "
-            f"planned for "
-            f"weights. Raise memory.device to {format_bytes(2 * needed)}."
-        )
-
-    def _start(self, record: UnitRecord, distance: int | None) -> bool:
-        """Begin a fetch, evicting what is used later than `distance` visits from now (anything, when None)."""
-        for slot in [slot for slot in self._viewed if not slot.outstanding()]:
-            self._viewed.remove(slot)
-            self._slots.free(slot)
-        while True:
-            index = record.unit.index
-            fetch = self._slots.start(self.backing.weights[index], self.updates.decided.get(index))
-            if fetch is not None:
-                record.fetch, record.residency = fetch, Residency.FETCHING
-                self.timeline.begin("fetch", record.unit.name)
-                return True
-            victim = self._victim(distance)
-            if victim is None:
-                return False
-            self._evict(victim)
-
-    def _takes_room(self, record: UnitRecord) -> bool:
-        return self._slots.counts(self.backing.weights[record.unit.index])
-
-    def _victim(self, distance: int | None) -> UnitRecord | None:
-        best, farthest = None, -1 if distance is None else distance
-        for record in self.records:
-            if record.residency is Residency.RELEASED or record.uses or record.held or record.unit.resident:
-                continue
-            if not self._takes_room(record):
-                continue
-            if record.residency is Residency.FETCHING and distance is not None:
-                continue  # a prefetch makes room for what is needed now, not for another prefetch
-            if self.updates.reads_slot(record.unit.index) or (distance is not None and not self._at_rest(record)):
-                continue
-            next_use = self._trace.next_use(record.unit.index)
-            if next_use > farthest and not (record.slot is not None and record.slot.outstanding()):
-                best, farthest = record, next_use
-        return best
-
-    def _at_rest(self, record: UnitRecord) -> bool:
-        """Whether no update uses the slot of a unit."""
-        decided = self.updates.decided.get(record.unit.index)
-        return decided is None or decided.done()
-
-    def _prefetch(self) -> None:
-        for record in self.records:
-            if record.fetch is not None:
-                record.fetch.advance()
-        for distance, index in enumerate(self._trace.upcoming()):
-            record = self.records[index]
-            if record.residency is not Residency.RELEASED or not self._can_fetch(record):
-                continue
-            if not self._start(record, distance):
-                return
-
-    def _can_fetch(self, record: UnitRecord) -> bool:
-        """Weights in RAM wait for their update; a read from the store is chained to it."""
-        decided = self.updates.decided.get(record.unit.index)
-        if decided is None or self.backing.weights[record.unit.index].lease is None:
-            return True
-        if decided.done():
-            self._land_update(record.unit.index)
-            return True
-        return False
-
-    def _finish(self, record: UnitRecord) -> None:
-        if record.fetch is None:
-            raise AssertionError(f"unit {record.unit.name} is fetching nothing")
-        with torch.inference_mode(False), torch.no_grad():
-            try:
-                slot = record.fetch.finish()
-            except SwapTimeoutError as error:
-                self.failed = error  # the device was given up: nothing else will come from it
-                raise
-            except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
-                self.timeline.end("fetch", record.unit.name)
-                record.fetch, record.residency = None, Residency.RELEASED
-                raise
-            self.timeline.end("fetch", record.unit.name)
-            record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
-            self.resident_at[slot.tensor.data_ptr()] = record
-            try:
-                self._show(record, slot)
-            except BaseException:  # Ctrl-C between two parameters: all of them, or none
-                self._evict(record)
-                raise
-
-    def _show(self, record: UnitRecord, slot: Slot) -> None:
-        for group in record.unit.groups:
-            for spec in group.specs:
-                start, end = group.byte_range(spec)
-                parameter = record.parameters[spec.name]
-                parameter.data = slot.tensor[start:end].view(group.dtype).view(spec.shape)
-                record.marks[spec.name] = (parameter.data_ptr(), parameter._version)
-        slot.expect()
-
-    def _hide(self, record: UnitRecord) -> None:
-        for name, parameter in record.parameters.items():
-            parameter.data = record.placeholders[name]
-            record.marks[name] = (parameter.data_ptr(), parameter._version)
-
-    def _evict(self, record: UnitRecord) -> None:
-        if record.residency is Residency.FETCHING:
-            self._finish(record)
-        if record.residency is Residency.UPDATING:
-            self._land_update(record.unit.index)
-        with torch.inference_mode(False), torch.no_grad():
-            self._hide(record)
-        self._vacate(record)
-
-    def _vacate(self, record: UnitRecord) -> None:
-        """Give up the slot of a unit whose parameters are placeholders."""
-        slot, record.slot = record.slot, None
-        record.residency, record.stale = Residency.RELEASED, False
-        if slot is None:
-            return
-        del self.resident_at[slot.tensor.data_ptr()]
-        slot.expect_none()
-        if slot.outstanding():
-            self._viewed.append(slot)
-        else:
-            self._slots.free(slot)
-
     # -- reading and closing ------------------------------------------------------------------------------------------
-
-    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
-        for record in self.records:
-            for index, group in enumerate(record.unit.groups):
-                for spec in group.specs:
-                    yield record.parameters[spec.name], Place(record.unit, index, spec)
 
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.

@@ -38,7 +38,7 @@ def restore(ledger: Ledger, step: int | None = None) -> Body:
     for home in held:
         home.dirty = False
     for record in ledger.records:
-        ledger.adopt(record)
+        ledger.residents.adopt(record)
     return ledger.resume_at(manifest)
 
 

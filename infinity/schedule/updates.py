@@ -66,9 +66,6 @@ class Updates:
     Attributes:
         guesses, decided: by unit.
         shadow_bytes: host memory that is free for the new weights of early updates.
-
-    Args:
-        slot_of: the host memory a unit's weights were fetched to, when they are used there; else None.
     """
 
     def __init__(
@@ -76,12 +73,10 @@ class Updates:
         units: Sequence[Unit],
         backing: Backing,
         gradients: Gradients,
-        slot_of: Callable[[int], Lease | None],
     ) -> None:
         self._units = units
         self._backing = backing
         self._gradients = gradients
-        self._slot_of = slot_of
         self.shadow_bytes = backing.plan.shadow_bytes
         self.guesses: dict[int, UnitUpdate] = {}
         self.decided: dict[int, UnitUpdate] = {}
@@ -104,12 +99,16 @@ class Updates:
             return False
         return all(backing.spare_slot(home.stored()) is not None for home in homes)
 
-    def guess(self, index: int, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
-        """Begin the update of a unit before the step is decided. False where there is no memory for it."""
+    def guess(self, index: int, wanted: UnitRequest, slot: Lease | None, step: int, *, committed: bool) -> bool:
+        """Begin the update of a unit before the step is decided. False where there is no memory for it.
+
+        Args:
+            slot: the host memory its weights were fetched to, where they are used there.
+        """
         unit, weights = self._units[index], self._backing.weights[index]
         place = WeightsPlace(speculative=True)
         if weights.lease is None:
-            place = replace(place, slot=self._spare_source(unit))
+            place = replace(place, slot=slot if self._may_hold(unit) else None)
         else:
             shadow = self._backing.arena.try_lease(weights.nbytes)
             if shadow is None:
@@ -120,12 +119,10 @@ class Updates:
             self._submit(self.guesses, unit, wanted, place, step, committed=committed)
         return True
 
-    def _spare_source(self, unit: Unit) -> Lease | None:
-        """The unit's slot, as long as updates that read slots do not hold up those who need one."""
+    def _may_hold(self, unit: Unit) -> bool:
+        """Updates that read slots must not hold up those who need one."""
         held = sum(update.unit.weight_bytes for update in self.guesses.values() if self._reads_slot(update))
-        if (held + unit.weight_bytes) * _SLOT_SHARE > self._backing.plan.slot_bytes:
-            return None
-        return self._slot_of(unit.index)
+        return (held + unit.weight_bytes) * _SLOT_SHARE <= self._backing.plan.slot_bytes
 
     @staticmethod
     def _reads_slot(update: UnitUpdate) -> bool:
@@ -168,7 +165,13 @@ class Updates:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def decide(
-        self, requests: Mapping[int, UnitRequest], order: Sequence[int], step: int, *, committed: bool
+        self,
+        requests: Mapping[int, UnitRequest],
+        order: Sequence[int],
+        slot_of: Callable[[int], Lease | None],
+        step: int,
+        *,
+        committed: bool,
     ) -> list[UnitUpdate]:
         """What the step really does. Guesses that were right go on; the others are undone, and everything that is not
         under way begins, in `order`.
@@ -176,6 +179,7 @@ class Updates:
         Args:
             requests: by unit.
             order: of all units, the one that is used first comes first.
+            slot_of: the host memory a unit's weights were fetched to, where they are used there; else None.
 
         Returns:
             The updates of this step.
@@ -190,7 +194,7 @@ class Updates:
             self.decided[index] = self.guesses.pop(index)
         for index in order:
             if index in requests and index not in self.decided:
-                place = WeightsPlace(slot=self._slot_of(index))
+                place = WeightsPlace(slot=slot_of(index))
                 self._submit(self.decided, self._units[index], requests[index], place, step, committed=committed)
         return list(self.decided.values())
 

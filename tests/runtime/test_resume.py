@@ -247,12 +247,14 @@ def test_a_commit_moves_no_state_that_is_in_the_store(config: Any) -> None:
             optim = infinity.AdamW(net.parameters())
             for step in range(3):
                 if step == 2:
+                    infinity.synchronize(net)
                     before = infinity.statistics(net)
                 net(**batch).loss.backward()
                 optim.step()
                 optim.zero_grad()
             if every:
                 infinity.commit(net)
+            infinity.synchronize(net)
             after = infinity.statistics(net)
             written[weights, every] = after.written_bytes - before.written_bytes
             weight_bytes = after.plan.weight_bytes

@@ -35,7 +35,7 @@ def train(model: Any, optim: Any, batch: Any) -> None:
 def test_a_replay_moves_what_a_step_moves_and_changes_nothing(weights: str, dtype: torch.dtype, offload: Any) -> None:
     model, batch = llama()
     memory = {"device": "500KiB", "host": "64MiB"}
-    model = offload(model.to(dtype).train(), weights=weights, memory=memory)
+    model = offload(model.to(dtype).train(), weights=weights, memory=memory, overlap="off")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         train(model, optim, batch)

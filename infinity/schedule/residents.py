@@ -1,0 +1,343 @@
+"""Units on the device: every transition of a unit's weights between their home and the parameters.
+
+[Note: the life of a unit's weights]
+
+    RELEASED ──start──▶ FETCHING ──finish──▶ RESIDENT ──evict──▶ RELEASED
+                                                │ step              ▲
+                                                └─────▶ UPDATING ───┘ or back to RESIDENT, when its update is done
+
+An UPDATING unit's slot is where its update works, or reads; its parameters are placeholders, as those of a released
+one. A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
+After its forward a unit is
+only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no
+forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the
+slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
+
+`version` counts the updates of a unit's weights. What was saved for backward names the version it saw.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.errors import ModelError, PlanError, SwapTimeoutError
+from infinity.io.arena import Lease
+from infinity.schedule.backing import Backing
+from infinity.schedule.device import HostSlot, Slot
+from infinity.schedule.gradients import Place
+from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
+from infinity.schedule.timeline import Timeline
+from infinity.schedule.trace import Trace
+from infinity.schedule.updates import UnitUpdate, Updates
+from infinity.sizes import format_bytes
+from infinity.state.unit import Unit
+
+
+class Residency(enum.Enum):
+    RELEASED = "released"
+    FETCHING = "fetching"
+    RESIDENT = "resident"
+    UPDATING = "updating"
+
+
+@dataclass(eq=False)
+class UnitRecord:
+    """One unit's line in the ledger."""
+
+    unit: Unit
+    parameters: dict[str, nn.Parameter]
+    placeholders: dict[str, torch.Tensor] = field(default_factory=dict)
+    residency: Residency = Residency.RELEASED
+    fetch: Fetch | None = None
+    slot: Slot | None = None
+    uses: int = 0
+    held: bool = False
+    stale: bool = False
+    """UPDATING, and the new weights will not be in the slot."""
+    version: int = 0
+    marks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """For each parameter the (data pointer, version) infinity left it with."""
+
+
+class Residents:
+    """The units of a model. Its methods are called under the ledger's lock.
+
+    Invariant: `parameter.data` is the placeholder, or a view of the slot of a RESIDENT unit; nothing else.
+
+    Attributes:
+        records: in the order of the units.
+        at: by the address of the slot, those that have one.
+        training: which trace the visits belong to.
+
+    Args:
+        land: waits for a unit's decided update, if there is one, and lands it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Sequence[dict[str, nn.Parameter]],
+        backing: Backing,
+        updates: Updates,
+        timeline: Timeline,
+        land: Callable[[int], None],
+    ) -> None:
+        self._backing = backing
+        self._updates = updates
+        self._timeline = timeline
+        self._land = land
+        self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
+        self.at: dict[int, UnitRecord] = {}
+        self._slots: SlotPool = open_slots(backing)
+        self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
+        forward = [unit.index for unit in units if not unit.resident]
+        self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
+        self.training = True
+
+    def adopt(self, record: UnitRecord) -> None:
+        """Take over parameters whose values are at home now: from here on they are placeholders."""
+        device = self._backing.device.device
+        for name, parameter in record.parameters.items():
+            record.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
+        self._hide(record)
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        for record in self.records:
+            for index, group in enumerate(record.unit.groups):
+                for spec in group.specs:
+                    yield record.parameters[spec.name], Place(record.unit, index, spec)
+
+    def hold(self, indices: Collection[int]) -> None:
+        """These units are kept, and no others."""
+        for record in self.records:
+            record.held = record.unit.index in indices
+
+    def forget_uses(self) -> None:
+        """Of a forward or backward that an exception ended."""
+        for record in self.records:
+            record.uses = 0
+            record.held = False
+
+    def finish_fetches(self) -> None:
+        for record in self.records:
+            if record.residency is Residency.FETCHING:
+                self._finish(record)
+
+    def end_iteration(self, *, training: bool) -> None:
+        """What was visited is what will be."""
+        self._traces[training].close()
+
+    def order(self) -> list[int]:
+        """All units, the one that the next training forward uses first comes first."""
+        return sorted(range(len(self.records)), key=self._traces[True].next_use)
+
+    def slot_of(self, index: int) -> Lease | None:
+        """The host memory a unit's weights were fetched to, when they are used there; else None."""
+        slot = self.records[index].slot
+        return slot.lease if isinstance(slot, HostSlot) else None
+
+    def require_untouched(self) -> None:
+        """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
+        for record in self.records:
+            for name, parameter in record.parameters.items():
+                if (parameter.data_ptr(), parameter._version) != record.marks[name]:
+                    raise ModelError(
+                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
+                        f".half(), "
+                        ".data, load_state_dict or an in-place operation); the change would be lost. Do it before "
+                        "infinity.offload, or on the saved model."
+                    )
+
+    # -- transitions --------------------------------------------------------------------------------------------------
+
+    @property
+    def _trace(self) -> Trace:
+        return self._traces[self.training]
+
+    def bring(self, record: UnitRecord) -> None:
+        """When this returns its parameters have their values."""
+        if not record.unit.resident:
+            self._trace.visit(record.unit.index)
+        self._settle(record)
+        if record.residency is Residency.RELEASED:
+            with self._timeline.stall("room", record.unit.name):
+                self._start_or_raise(record)
+        self.prefetch()
+        if record.residency is Residency.FETCHING:
+            with self._timeline.stall("fetch", record.unit.name):
+                self._finish(record)
+        if record.slot is not None:
+            record.slot.wait()
+
+    def update_decided(self, record: UnitRecord, update: UnitUpdate) -> None:
+        """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
+        it."""
+        record.version += 1
+        if record.residency is not Residency.RESIDENT or record.slot is None:
+            return
+        moves = update.place.shadow is not None
+        update.viewed = moves and record.slot.outstanding()
+        if moves or not self._backing.device.shares_memory:
+            self._evict(record)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._hide(record)
+        record.residency, record.stale = Residency.UPDATING, update.place.speculative
+
+    def _settle(self, record: UnitRecord) -> None:
+        """Before a unit is used: its update must be done, this one only."""
+        self._land(record.unit.index)
+        if record.residency is not Residency.UPDATING or record.slot is None:
+            return
+        if record.stale:
+            self._vacate(record)
+        else:
+            record.residency = Residency.RESIDENT
+            with torch.inference_mode(False), torch.no_grad():
+                self._show(record, record.slot)
+
+    def _start_or_raise(self, record: UnitRecord) -> None:
+        if self._start(record, None):
+            return
+        self._updates.wait_for_readers()
+        if self._start(record, None):
+            return
+        gc.collect()  # views of slots may hang in reference cycles
+        if self._start(record, None):
+            return
+        used = [other for other in self.records if other.residency is not Residency.RELEASED]
+        busy = [other.unit for other in used if self._takes_room(other)]
+        needed = record.unit.weight_bytes + sum(unit.weight_bytes for unit in busy)
+        raise PlanError(
+            f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units "
+            f"in use "
+            f"({', '.join(unit.name for unit in busy)}) take the {format_bytes(self._backing.plan.slot_bytes)} "
+            f"planned for "
+            f"weights. Raise memory.device to {format_bytes(2 * needed)}."
+        )
+
+    def _start(self, record: UnitRecord, distance: int | None) -> bool:
+        """Begin a fetch, evicting what is used later than `distance` visits from now (anything, when None)."""
+        for slot in [slot for slot in self._viewed if not slot.outstanding()]:
+            self._viewed.remove(slot)
+            self._slots.free(slot)
+        while True:
+            index = record.unit.index
+            fetch = self._slots.start(self._backing.weights[index], self._updates.decided.get(index))
+            if fetch is not None:
+                record.fetch, record.residency = fetch, Residency.FETCHING
+                self._timeline.begin("fetch", record.unit.name)
+                return True
+            victim = self._victim(distance)
+            if victim is None:
+                return False
+            self._evict(victim)
+
+    def _takes_room(self, record: UnitRecord) -> bool:
+        return self._slots.counts(self._backing.weights[record.unit.index])
+
+    def _victim(self, distance: int | None) -> UnitRecord | None:
+        best, farthest = None, -1 if distance is None else distance
+        for record in self.records:
+            if record.residency is Residency.RELEASED or record.uses or record.held or record.unit.resident:
+                continue
+            if not self._takes_room(record):
+                continue
+            if record.residency is Residency.FETCHING and distance is not None:
+                continue  # a prefetch makes room for what is needed now, not for another prefetch
+            if self._updates.reads_slot(record.unit.index) or (distance is not None and not self._at_rest(record)):
+                continue
+            next_use = self._trace.next_use(record.unit.index)
+            if next_use > farthest and not (record.slot is not None and record.slot.outstanding()):
+                best, farthest = record, next_use
+        return best
+
+    def _at_rest(self, record: UnitRecord) -> bool:
+        """Whether no update uses the slot of a unit."""
+        decided = self._updates.decided.get(record.unit.index)
+        return decided is None or decided.done()
+
+    def prefetch(self) -> None:
+        """Fetch ahead as far as there is room."""
+        for record in self.records:
+            if record.fetch is not None:
+                record.fetch.advance()
+        for distance, index in enumerate(self._trace.upcoming()):
+            record = self.records[index]
+            if record.residency is not Residency.RELEASED or not self._can_fetch(record):
+                continue
+            if not self._start(record, distance):
+                return
+
+    def _can_fetch(self, record: UnitRecord) -> bool:
+        """Weights in RAM wait for their update; a read from the store is chained to it."""
+        decided = self._updates.decided.get(record.unit.index)
+        if decided is None or self._backing.weights[record.unit.index].lease is None:
+            return True
+        if decided.done():
+            self._land(record.unit.index)
+            return True
+        return False
+
+    def _finish(self, record: UnitRecord) -> None:
+        if record.fetch is None:
+            raise AssertionError(f"unit {record.unit.name} is fetching nothing")
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                slot = record.fetch.finish()
+            except SwapTimeoutError:
+                raise  # the device was given up: nothing else will come from it
+            except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
+                self._timeline.end("fetch", record.unit.name)
+                record.fetch, record.residency = None, Residency.RELEASED
+                raise
+            self._timeline.end("fetch", record.unit.name)
+            record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
+            self.at[slot.tensor.data_ptr()] = record
+            try:
+                self._show(record, slot)
+            except BaseException:  # Ctrl-C between two parameters: all of them, or none
+                self._evict(record)
+                raise
+
+    def _show(self, record: UnitRecord, slot: Slot) -> None:
+        for group in record.unit.groups:
+            for spec in group.specs:
+                start, end = group.byte_range(spec)
+                parameter = record.parameters[spec.name]
+                parameter.data = slot.tensor[start:end].view(group.dtype).view(spec.shape)
+                record.marks[spec.name] = (parameter.data_ptr(), parameter._version)
+        slot.expect()
+
+    def _hide(self, record: UnitRecord) -> None:
+        for name, parameter in record.parameters.items():
+            parameter.data = record.placeholders[name]
+            record.marks[name] = (parameter.data_ptr(), parameter._version)
+
+    def _evict(self, record: UnitRecord) -> None:
+        if record.residency is Residency.FETCHING:
+            self._finish(record)
+        if record.residency is Residency.UPDATING:
+            self._land(record.unit.index)
+        with torch.inference_mode(False), torch.no_grad():
+            self._hide(record)
+        self._vacate(record)
+
+    def _vacate(self, record: UnitRecord) -> None:
+        """Give up the slot of a unit whose parameters are placeholders."""
+        slot, record.slot = record.slot, None
+        record.residency, record.stale = Residency.RELEASED, False
+        if slot is None:
+            return
+        del self.at[slot.tensor.data_ptr()]
+        slot.expect_none()
+        if slot.outstanding():
+            self._viewed.append(slot)
+        else:
+            self._slots.free(slot)
