@@ -267,8 +267,9 @@ class ParameterHooks(Guard):
         self._accumulate = isinstance(parameter.grad, GradientHandle)
         if self._accumulate:
             parameter.grad = None
-            self._ends.taken.append(parameter)
+            self._ends.taken.append((parameter, self._place))
 
+    @whole
     def after(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -287,11 +288,12 @@ class BackwardEnds:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._tasks: list[int] = []  # of the passes under way, the innermost last
-        self.taken: list[nn.Parameter] = []
+        self.taken: list[tuple[nn.Parameter, Place]] = []
 
     def forget(self) -> None:
         """A forward begins, in no backward: passes that did not end were interrupted."""
         self._tasks.clear()
+        self._put_back()
 
     def watch(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -305,11 +307,15 @@ class BackwardEnds:
     def _end(self, task: int) -> None:
         if task in self._tasks:
             del self._tasks[self._tasks.index(task) :]
-        # torch.autograd.grad runs hooks on leaves, too, but accumulates nothing: put their handles back.
-        for parameter in self.taken:
-            if parameter.grad is None:
-                parameter.grad = GradientHandle(parameter)
-        self.taken.clear()
+        self._put_back()
         if not self._tasks:
             self._ledger.timeline.end_all("backward")
         self._ledger.end_backward(outermost=not self._tasks)
+
+    def _put_back(self) -> None:
+        """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
+        accumulates nothing, and a backward pass may have been interrupted."""
+        for parameter, place in self.taken:
+            if parameter.grad is None and self._ledger.gradients.has(place):
+                parameter.grad = GradientHandle(parameter)
+        self.taken.clear()
