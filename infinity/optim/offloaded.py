@@ -274,7 +274,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
     ) -> tuple[SegmentRequest, dict[str, Any]]:
         """What the next step of a parameter is, and its state after that."""
-        state = self.state[parameter]
+        state = self.state.get(parameter, {})
         step, used = state.get("step", 0) + 1, self.moments(group)
         begun: dict[str, bool] = state.get("begun", {})
         options = self.hyperparameters(group) | {
