@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
+from infinity import _native
 from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.schedule import registry
@@ -171,3 +174,66 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
         assert found[3] > STEPS, "hardly anything was begun early"
     if combination["overlap"] in ("off", "before_forward"):
         assert found[3] == 0
+
+
+class HalfUsed(nn.Module):
+    """One unit, an fp32 group and a bf16 one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.used) ** 2).mean()
+
+
+def test_a_group_without_gradients_keeps_its_weights_when_the_unit_moves_in_ram(offload: Any) -> None:
+    """Its bf16 weights have none while its fp32 ones are updated early, into other memory."""
+
+    def run(**config: Any) -> list[torch.Tensor]:
+        model, unused = offload(HalfUsed(), weights="host", **config), []
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(4):
+            model(torch.ones(8, 64)).backward()
+            optim.step()
+            optim.zero_grad()
+            unused.append(weights_of(model)["unused"])
+        return unused
+
+    for early in run(optimizer="nvme", overlap="during_backward"):
+        assert torch.equal(early, torch.ones(64, 64).bfloat16())
+
+
+def begun_early(offload: Any) -> tuple[Any, Any, Any]:
+    """A model between backward and step, with updates under way."""
+    model, batches = model_and_batches(1)
+    model = offload(model, overlap="during_backward")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, batches[0]).backward()
+    assert registry.ledger_of(model).updates.guesses
+    return model, optim, batches[0]
+
+
+def test_an_update_that_may_be_undone_leaves_no_trace_in_the_optimizer(offload: Any) -> None:
+    _, optim, _ = begun_early(offload)
+    assert optim.state_dict()["state"] == {}
+
+
+def test_a_step_after_an_interrupted_zero_grad_is_a_step(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while what was begun early is taken back."""
+    model, optim, batch = begun_early(offload)
+    cancel = _native.UpdatePipeline.cancel
+
+    def canceled(pipeline: Any, future: Any) -> None:
+        cancel(pipeline, future)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_native.UpdatePipeline, "cancel", canceled)
+    with pytest.raises(KeyboardInterrupt):
+        optim.zero_grad()
+    monkeypatch.undo()
+    optim.step()
+    infinity.synchronize(model)
+    loss_of(model, batch).backward()
+    optim.step()
+    infinity.synchronize(model)
