@@ -16,6 +16,9 @@ import transformers
 import infinity
 from infinity import _native
 from infinity.schedule import registry
+from infinity.schedule.backing import Home
+from infinity.schedule.ledger import Ledger
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 
 transformers.logging.set_verbosity_error()
@@ -102,21 +105,22 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
             if home is None:
                 continue
-            if home.in_memory:
-                flat = torch.frombuffer(home.view(), dtype=torch.uint8).clone()
-            else:
-                lease = ledger.backing.arena.try_lease(home.nbytes)
-                view = lease.view(0, home.nbytes) if lease else ledger.backing.staging.view(0, home.nbytes)
-                ledger.backing.store.read(home.extent, view).result()
-                flat = torch.frombuffer(view, dtype=torch.uint8).clone()
-                if lease:
-                    lease.release()
+            flat = torch.frombuffer(_bytes_of(ledger, home), dtype=torch.uint8)
             values = torch.empty(place.group.numel)
             _native.decode_moments(
                 flat.numpy(), place.group.moments, is_signed=state == "exp_avg", values=values.numpy()
             )
             result[f"{place.spec.name}.{state}"] = values[place.spec.offset : place.spec.offset + place.spec.numel]
     return result
+
+
+def _bytes_of(ledger: Ledger, home: Home) -> bytearray:
+    """A copy of a state. In memory of its own: the arena may be full."""
+    if home.in_memory:
+        return bytearray(home.view())
+    view = _native.Arena(home.nbytes, huge_pages=False).view(0, home.nbytes)
+    ledger.backing.require_store().read(home.stored(), view).result()
+    return bytearray(view)
 
 
 def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
@@ -128,15 +132,10 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
         home = states.residual if states is not None else None
         if home is None:
             continue
-        lease = None if home.in_memory else ledger.backing.arena.try_lease(home.nbytes)
-        view = home.view() if home.in_memory else (lease or ledger.backing.staging).view(0, home.nbytes)
-        if not home.in_memory:
-            ledger.backing.store.read(home.stored(), view).result()
+        view = _bytes_of(ledger, home)
         itemsize = residual_itemsize(states.master)
         start = itemsize * place.spec.offset
         yield place.spec.name, bytes(view[start : start + itemsize * place.spec.numel])
-        if lease is not None:
-            lease.release()
 
 
 def require_no_leaks(model: torch.nn.Module) -> None:
@@ -153,7 +152,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
     )
     slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    assert backing.arena.free_bytes + fetched == slots + plan.shadow_bytes
+    assert backing.arena.free_bytes + fetched == round_up(slots + plan.shadow_bytes, PAGE_BYTES)
     assert ledger.updates.shadow_bytes == plan.shadow_bytes
     if backing.landing is not None:
         assert backing.landing.space.free_bytes == backing.landing.space.nbytes

@@ -15,7 +15,7 @@ from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, Res
 from infinity.optim.handles import StateHandle
 from infinity.schedule import registry
 from infinity.schedule.gradients import GradientHandle, Place
-from infinity.schedule.interrupt import interrupts_deferred
+from infinity.schedule.interrupt import interrupts_deferred, whole
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.update import GroupUpdate, SegmentRequest
 from infinity.state.moments import Moment
@@ -344,6 +344,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in values.items() if key != "params"})
             self._check(group)
 
+    @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""

@@ -23,6 +23,7 @@ from infinity.errors import ModelError
 from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
 from infinity.schedule.gradients import GradientHandle, Place
+from infinity.schedule.interrupt import whole
 from infinity.schedule.ledger import Ledger
 
 
@@ -123,7 +124,7 @@ class Scope:
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
-        self._frame = sys._getframe(3)
+        self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
         for index in self._residents:
             self._ledger.acquire(index)
 
@@ -158,6 +159,7 @@ class ScopeEnter(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
+    @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._scope.enter()
 
@@ -166,6 +168,7 @@ class ScopeLeave(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
+    @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._scope.leave()
 
@@ -177,6 +180,7 @@ class SiteEnter(Guard):
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
         for position, index in enumerate(self._units):
             try:
@@ -200,6 +204,7 @@ class SiteLeave(Guard):
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
@@ -242,6 +247,7 @@ class _Announce:
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._ledger.timeline
         timeline.end_all("backward")
@@ -260,6 +266,7 @@ class ParameterHooks(Guard):
         self._ends = ends
         self._accumulate = False
 
+    @whole
     def before(self, gradient: torch.Tensor) -> None:
         """Before autograd adds to .grad: take the handle away, and remember that it was there."""
         parameter = self._parameter
@@ -304,6 +311,7 @@ class BackwardEnds:
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
+    @whole
     def _end(self, task: int) -> None:
         if task in self._tasks:
             del self._tasks[self._tasks.index(task) :]

@@ -59,6 +59,11 @@ class UnitUpdate:
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers.values())
 
+    def wait(self) -> None:
+        """Until it is done, well or not."""
+        for transfer in self.transfers.values():
+            transfer.wait()
+
 
 class Updates:
     """Invariant: a unit has at most one update under way, a guess or a decided one.
@@ -150,10 +155,10 @@ class Updates:
         """
         dropped = [self.guesses[index] for index in indices if index in self.guesses]
         transfers = [transfer for update in reversed(dropped) for transfer in update.transfers.values()]
-        for transfer in transfers:
-            self._backing.pipeline.cancel(transfer.future)
-        failure = _wait_canceled(transfers)
-        with interrupts_deferred():
+        with interrupts_deferred():  # a guess that was canceled and is still there would be taken for a right one
+            for transfer in transfers:
+                self._backing.pipeline.cancel(transfer.future)
+            failure = _wait_canceled(transfers)
             for update in dropped:
                 del self.guesses[update.unit.index]
                 self._free(update)
