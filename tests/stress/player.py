@@ -1,10 +1,11 @@
-"""Plays a script on an offloaded model: the loop with its disturbances, as a program that survives them would have it."""
+"""Plays a script on an offloaded model: the loop and its disturbances, in a program that survives them."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import random
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -278,8 +279,6 @@ class Player:
         if disturbance.kind == "raise":
             raise UserError
         if disturbance.kind == "SIGINT":
-            import signal
-
             signal.raise_signal(signal.SIGINT)
 
     def _close_at(self, where: Where) -> None:

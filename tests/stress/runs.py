@@ -32,7 +32,7 @@ def run(seed: int, interrupts: CtrlC) -> Counter[str]:
         threads = _threads()
         counts = _stressed(script, Path(directory), interrupts, wanted)
         gc.collect()
-        assert _threads() == threads, "threads outlive the model"
+        assert _threads() == threads, f"threads outlive the model: {_threads()} {threads}"
     return counts
 
 
@@ -78,7 +78,9 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
 def _require_same(player: Player, wanted: Outcome) -> None:
     found = player.outcome
     require_no_leaks(player.model)
-    assert [_hex(loss) for loss in found.losses] == [_hex(loss) for loss in wanted.losses], "losses"
+    assert [_hex(loss) for loss in found.losses] == [_hex(loss) for loss in wanted.losses], (
+        f"losses {found.losses} {wanted.losses}"
+    )
     assert [_hex(norm) for norm in found.norms] == [_hex(norm) for norm in wanted.norms], "norms"
     assert digest_of(player.model) == wanted.digests[player.ledger.steps], "weights or states"
     require_no_leaks(player.model)
@@ -147,4 +149,4 @@ def _resumable(script: Script, directory: Path) -> dict[str, Any]:
 
 def _threads() -> int:
     assert threading.active_count() == 1, threading.enumerate()
-    return len(os.listdir("/proc/self/task"))
+    return sorted(open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task"))

@@ -113,7 +113,10 @@ def script_of(seed: int) -> Script:
     changing, hostile = rng.random() < 0.5, rng.choice([0.0, 0.2, 0.4])
     iterations = tuple(_iteration(rng, index, changing, accumulation, hostile) for index in range(steps))
     commit_every = rng.choice([0, 0, 1, 1, 2, 5])
-    same = {"moments": rng.choice(["fp32", "fp32", "bf16", "int8"]), "master": rng.choice(["split16", "split16", "fp32"])}
+    same = {
+        "moments": rng.choice(["fp32", "fp32", "bf16", "int8"]),
+        "master": rng.choice(["split16", "split16", "fp32"]),
+    }
     tier = rng.choice(["nvme", "nvme", "nvme", "auto", "host"])
     config = same | {
         "weights": rng.choice(["nvme", "nvme", "host", "auto"]),
