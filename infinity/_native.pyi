@@ -204,6 +204,8 @@ class ThreadPool:
     def __init__(self, threads: int, *, numa_node: int = -1) -> None: ...
     @property
     def threads(self) -> int: ...
+    def close(self) -> None:
+        """Stop the threads, once nobody works with them. Idempotent; using the pool afterwards raises ValueError."""
 
 BLOCK_NUMEL: int
 """Elements that share a scale, and random bits: parameters begin at multiples of it."""

@@ -145,7 +145,8 @@ class Ledger:
 
     @whole
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land)."""
+        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
+        self._require_open()
         with self._lock, self._timeouts():
             self._land_update(place.unit.index)
             if place.unit.index in self.updates.guesses:
@@ -446,8 +447,7 @@ class Ledger:
     def require_usable(self) -> None:
         """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
         refuse_in_forked_child()
-        if self.closed:
-            raise InfinityError("this model was closed (infinity.close); load it again to go on")
+        self._require_open()
         if self.failed is not None:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failed}") from self.failed
         try:
@@ -455,6 +455,10 @@ class Ledger:
         except SwapIOError as error:
             self.failed = error
             raise
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise InfinityError("this model was closed (infinity.close); load it again to go on")
 
     # -- reading and closing ------------------------------------------------------------------------------------------
 
