@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.t
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 
-.PHONY: demo test crash-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
+.PHONY: demo test crash-test stress-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -24,6 +24,11 @@ test: bootstrap
 crash-test: bootstrap
 	INFINITY_CRASH_KILLS=500 INFINITY_POWER_IMAGES=1000 INFINITY_CORRUPTIONS=1000 \
 	  $(BIN)/pytest -q -s --timeout 1800 tests/crash tests/runtime/test_corruption.py
+
+# 1000 short runs with a device that answers late and in any order, exceptions, Ctrl-C at any line, failed transfers and
+# loops that do not what was guessed: about 20 minutes on two cores. INFINITY_STRESS_SEED gives other ones.
+stress-test: bootstrap
+	INFINITY_STRESS_RUNS=1000 $(BIN)/pytest -q -s tests/stress
 
 # Guards are taken out of a copy of the sources, one after the other; a test must turn red each time.
 mutation-test: bootstrap

@@ -12,7 +12,7 @@ DTypeName = Literal["fp32", "bf16", "fp16"]
 MasterName = Literal["weight", "split16", "fp32", "none"]
 MomentsName = Literal["fp32", "bf16", "int8"]
 RuleName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
-FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "lose", "kill", "kill_after"]
+FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "shuffle", "lose", "kill", "kill_after"]
 IOClassName = Literal["weights", "activations", "states"]
 
 class Arena:
@@ -104,9 +104,11 @@ class Fault:
 
     error: fail with `errno`; cut: move half; flip: one wrong bit; stale: a write leaves the old bytes, a read leaves
     the memory alone, both report success; misdirect: move the block beside the right one; delay: complete after those
-    submitted after it; lose: never complete; kill, kill_after: SIGKILL before it is submitted, or when it is complete.
+    submitted after it; shuffle: half of them complete after up to 16 others, and the device dawdles now and then, by
+    chance from `seed`; lose: never complete; kill, kill_after: SIGKILL before it is submitted, or when it is complete.
     Only operations of the kind named ("read", "write", "sync"; "" is all) that begin within [begin, end) of their file
-    count. A sync moves nothing: only error, stale (reported and not done), delay, lose, kill and kill_after change it.
+    count. A sync moves nothing: only error, stale (reported and not done), delay, shuffle, lose, kill and
+    kill_after change it.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class Fault:
         operation: str = "",
         begin: int = 0,
         end: int = 2**64 - 1,
+        seed: int = 0,
     ) -> None: ...
 
 class IOEngine:
@@ -201,6 +204,8 @@ class ThreadPool:
     def __init__(self, threads: int, *, numa_node: int = -1) -> None: ...
     @property
     def threads(self) -> int: ...
+    def close(self) -> None:
+        """Stop the threads, once nobody works with them. Idempotent; using the pool afterwards raises ValueError."""
 
 BLOCK_NUMEL: int
 """Elements that share a scale, and random bits: parameters begin at multiples of it."""

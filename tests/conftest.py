@@ -16,6 +16,10 @@ import transformers
 import infinity
 from infinity import _native
 from infinity.schedule import registry
+from infinity.schedule.backing import Home
+from infinity.schedule.ledger import Ledger
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.dtypes import residual_itemsize
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("infinity").setLevel(logging.ERROR)
@@ -101,18 +105,59 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
             if home is None:
                 continue
-            if home.in_memory:
-                flat = torch.frombuffer(home.view(), dtype=torch.uint8).clone()
-            else:
-                lease = ledger.backing.arena.try_lease(home.nbytes)
-                view = lease.view(0, home.nbytes) if lease else ledger.backing.staging.view(0, home.nbytes)
-                ledger.backing.store.read(home.extent, view).result()
-                flat = torch.frombuffer(view, dtype=torch.uint8).clone()
-                if lease:
-                    lease.release()
+            flat = torch.frombuffer(_bytes_of(ledger, home), dtype=torch.uint8)
             values = torch.empty(place.group.numel)
             _native.decode_moments(
                 flat.numpy(), place.group.moments, is_signed=state == "exp_avg", values=values.numpy()
             )
             result[f"{place.spec.name}.{state}"] = values[place.spec.offset : place.spec.offset + place.spec.numel]
     return result
+
+
+def _bytes_of(ledger: Ledger, home: Home) -> bytearray:
+    """A copy of a state. In memory of its own: the arena may be full."""
+    if home.in_memory:
+        return bytearray(home.view())
+    view = _native.Arena(home.nbytes, huge_pages=False).view(0, home.nbytes)
+    ledger.backing.require_store().read(home.stored(), view).result()
+    return bytearray(view)
+
+
+def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
+    """By name, what of every trained parameter's fp32 master is not in its weights."""
+    infinity.synchronize(model)
+    ledger = registry.ledger_of(model)
+    for _, place in ledger.places():
+        states = ledger.backing.states[place.unit.index].get(place.group_index)
+        home = states.residual if states is not None else None
+        if home is None:
+            continue
+        view = _bytes_of(ledger, home)
+        itemsize = residual_itemsize(states.master)
+        start = itemsize * place.spec.offset
+        yield place.spec.name, bytes(view[start : start + itemsize * place.spec.numel])
+
+
+def require_no_leaks(model: torch.nn.Module) -> None:
+    """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
+    fetched; no state has the same slot twice."""
+    ledger = registry.ledger_of(model)
+    ledger.fence()
+    assert not ledger.updates.guesses
+    assert not ledger.updates.decided
+    backing, plan = ledger.backing, ledger.backing.plan
+    fetched = sum(
+        record.unit.weight_bytes
+        for record in ledger.records
+        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
+    )
+    slots = plan.slot_bytes if plan.weights == "nvme" else 0
+    assert backing.arena.free_bytes + fetched == round_up(slots + plan.shadow_bytes, PAGE_BYTES)
+    assert ledger.updates.shadow_bytes == plan.shadow_bytes
+    if backing.landing is not None:
+        assert backing.landing.space.free_bytes == backing.landing.space.nbytes
+    for home in backing.homes():
+        if backing.generations is not None:
+            spare = backing.spare_slot(home.stored())
+            assert spare != home.stored().slot
+            assert spare not in backing.generations._named(home.stored())

@@ -69,6 +69,7 @@ enum class FaultKind : std::uint8_t {
   stale,      // reported as done, but a write leaves the old bytes and a read leaves the memory alone
   misdirect,  // moves the block beside the right one
   delay,      // completes after those submitted after it
+  shuffle,    // half of them complete after as many others as chance has it, now and then the device dawdles
   lose,       // never completes
   kill,       // the process is killed before it is submitted
   kill_after  // the process is killed when it has completed
@@ -85,6 +86,7 @@ struct Fault {
   std::optional<OpKind> operation = std::nullopt;
   std::uint64_t begin = 0;
   std::uint64_t end = ~std::uint64_t{0};
+  std::uint64_t seed = 0;  // of the chance in `shuffle`
 };
 
 // The faults of one engine, shared by its lanes, and its journal: with one, every write and sync is appended to a file
@@ -103,6 +105,8 @@ class FaultPlan {
 
   // The fault of the op submitted now, or nullptr.
   const Fault* next(const BlockOp& op);
+  // For `shuffle`: random bits, other ones at each call.
+  std::uint64_t draw(const Fault& fault);
   // Both do nothing without a journal, or for a read. `began` returns the op's number.
   std::uint64_t began(const BlockOp& op);
   void ended(const BlockOp& op, std::uint64_t number, std::int32_t res);
@@ -115,6 +119,7 @@ class FaultPlan {
   std::mutex mutex_;                 // guards what follows, and keeps a record in one piece
   std::vector<std::uint64_t> seen_;  // by fault: ops that matched
   std::uint64_t numbers_ = 0;
+  std::uint64_t draws_ = 0;
 };
 
 std::unique_ptr<Backend> make_faulty_backend(std::unique_ptr<Backend> inner, std::shared_ptr<FaultPlan> plan);

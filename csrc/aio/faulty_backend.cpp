@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstring>
 #include <system_error>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -72,6 +74,9 @@ class FaultyBackend final : public Backend {
       case FaultKind::delay:
         late_[op.token] = kLateness;
         return pass(op);
+      case FaultKind::shuffle:
+        shuffle(op.token, plan_->draw(*fault));
+        return pass(op);
       case FaultKind::lose:
         return;
       case FaultKind::kill:
@@ -105,7 +110,15 @@ class FaultyBackend final : public Backend {
   }
 
  private:
-  static constexpr int kLateness = 4;  // completions that overtake a delayed one, if there are so many
+  static constexpr int kLateness = 4;           // completions that overtake a delayed one, if there are so many
+  static constexpr std::uint64_t kLatest = 16;  // at most, of a shuffled one
+  static constexpr std::uint64_t kDawdleNs = 1'000'000;
+
+  // Bounded in both: nothing is held for ever.
+  void shuffle(std::uint64_t token, std::uint64_t bits) {
+    if (bits % 2 == 0) late_[token] = static_cast<int>(1 + bits / 2 % kLatest);
+    if (bits / 64 % 8 == 0) std::this_thread::sleep_for(std::chrono::nanoseconds(bits / 512 % kDawdleNs));
+  }
 
   void pass(const BlockOp& op) {
     ++outstanding_;
@@ -148,6 +161,9 @@ class FaultyBackend final : public Backend {
     const auto due = [this](const BlockResult& result) { return outstanding_ == 0 || late_[result.token] <= 0; };
     const auto first_due =
         std::stable_partition(held_.begin(), held_.end(), [&](const BlockResult& result) { return !due(result); });
+    std::sort(first_due, held_.end(), [this](const BlockResult& one, const BlockResult& other) {
+      return late_[one.token] < late_[other.token];
+    });
     for (auto it = first_due; it != held_.end(); ++it) {
       late_.erase(it->token);
       results.push_back(*it);
@@ -192,6 +208,14 @@ const Fault* FaultPlan::next(const BlockOp& op) {
     if (found == nullptr && seen >= fault.index && seen - fault.index < fault.repeat) found = &fault;
   }
   return found;
+}
+
+std::uint64_t FaultPlan::draw(const Fault& fault) {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t bits = fault.seed + ++draws_ * 0x9e3779b97f4a7c15;  // splitmix64
+  bits = (bits ^ bits >> 30) * 0xbf58476d1ce4e5b9;
+  bits = (bits ^ bits >> 27) * 0x94d049bb133111eb;
+  return bits ^ bits >> 31;
 }
 
 std::uint64_t FaultPlan::began(const BlockOp& op) {

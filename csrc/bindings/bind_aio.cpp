@@ -17,8 +17,8 @@ IoClass class_from(const std::string& name) {
   throw py::value_error("unknown I/O class '" + name + "'; use weights, activations or states");
 }
 
-constexpr std::array<const char*, 9> kFaultNames = {"error", "cut",  "flip", "stale",     "misdirect",
-                                                    "delay", "lose", "kill", "kill_after"};
+constexpr std::array<const char*, 10> kFaultNames = {"error", "cut",     "flip", "stale", "misdirect",
+                                                     "delay", "shuffle", "lose", "kill",  "kill_after"};
 
 std::optional<OpKind> operation_from(const std::string& name) {
   if (name.empty()) return std::nullopt;
@@ -30,15 +30,15 @@ std::optional<OpKind> operation_from(const std::string& name) {
 }
 
 Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat,
-                 const std::string& operation, std::uint64_t begin, std::uint64_t end) {
+                 const std::string& operation, std::uint64_t begin, std::uint64_t end, std::uint64_t seed) {
   for (std::size_t at = 0; at < kFaultNames.size(); ++at) {
     if (kind != kFaultNames[at]) continue;
     if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
-    return {index, static_cast<FaultKind>(at), error_number, repeat, operation_from(operation), begin, end};
+    return {index, static_cast<FaultKind>(at), error_number, repeat, operation_from(operation), begin, end, seed};
   }
   throw py::value_error("unknown fault '" + kind +
-                        "'; use error, cut, flip, stale, misdirect, delay, lose, kill or "
-                        "kill_after");
+                        "'; use error, cut, flip, stale, misdirect, delay, shuffle, lose, "
+                        "kill or kill_after");
 }
 
 std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t block_bytes, unsigned queue_depth,
@@ -194,7 +194,8 @@ void bind_aio(py::module_& module) {
 
   py::class_<Fault>(module, "Fault")
       .def(py::init(&make_fault), py::arg("index"), py::arg("kind"), py::arg("errno") = 0, py::arg("repeat") = 1,
-           py::kw_only(), py::arg("operation") = "", py::arg("begin") = 0, py::arg("end") = ~std::uint64_t{0});
+           py::kw_only(), py::arg("operation") = "", py::arg("begin") = 0, py::arg("end") = ~std::uint64_t{0},
+           py::arg("seed") = 0);
 
   py::class_<PyEngine>(module, "IOEngine")
       .def(py::init(&open_engine), py::arg("engine") = "auto", py::kw_only(),

@@ -194,7 +194,8 @@ void bind_base(py::module_& module) {
              }
            }),
            py::arg("threads"), py::kw_only(), py::arg("numa_node") = -1)
-      .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); });
+      .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); })
+      .def("close", &PyPool::close);
 }
 
 }  // namespace infinity::bindings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,16 @@ def write_weights(
     shapes: Tensors = {}
     for part in meta():
         shapes |= part
-    pieces = ((name, 0, tensor) for part in values() for name, tensor in part.items())
-    placed = write_shards(directory, "model", shapes, pieces, max_shard_size)
+    placed = write_shards(directory, "model", shapes, _pieces(values()), max_shard_size)
     if len(set(placed.values())) > 1:
         write_index(directory, "model", shapes, placed, {"total_parameters": numel})
+
+
+def _pieces(parts: Iterable[Tensors]) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Tensor by tensor. Nothing of a part is kept when the next one is asked for: it may want the memory."""
+    for part in parts:
+        for name in list(part):
+            yield name, 0, part.pop(name)
 
 
 class _Parts:

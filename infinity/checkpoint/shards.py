@@ -76,6 +76,7 @@ def write_shards(
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
             left[name] -= _write_piece(files[slices[name].shard], slices[name], first, values)
+            del values  # the next piece may want its memory
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:

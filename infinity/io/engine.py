@@ -41,12 +41,16 @@ class Transfer:
             SwapCorruptionError: it returned something else than what was written.
             SwapTimeoutError: it was given up. The memory may be in use for ever: do not reuse it.
         """
-        if not self.future.wait(_WARN_AFTER_S):
-            logger.warning("still waiting for the %s of unit '%s' after %.0f s", self.state, self.unit, _WARN_AFTER_S)
-            self.future.wait()
+        self.wait()
         failure = self.future.failure()
         if failure is not None:
             raise error_of(failure, self.unit, self.state, self.step)
+
+    def wait(self) -> None:
+        """Until it is done, well or not."""
+        if not self.future.wait(_WARN_AFTER_S):
+            logger.warning("still waiting for the %s of unit '%s' after %.0f s", self.state, self.unit, _WARN_AFTER_S)
+            self.future.wait()
 
 
 def error_of(failure: _native.Failure, unit: str = "", state: str = "", step: int = 0) -> SwapIOError:

@@ -17,7 +17,7 @@ from infinity.optim.scaling import LossScale, forget_scale, loss_scale
 from infinity.schedule import registry
 from infinity.schedule.gradient_handle import GradientHandle
 from infinity.schedule.gradients import Place
-from infinity.schedule.interrupt import interrupts_deferred
+from infinity.schedule.interrupt import interrupts_deferred, whole
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.update import GroupUpdate, SegmentRequest
 from infinity.state.moments import Moment
@@ -361,6 +361,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in values.items() if key != "params"})
             self._check(group)
 
+    @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""

@@ -24,6 +24,7 @@ from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
 from infinity.schedule.gradient_handle import GradientHandle
 from infinity.schedule.gradients import Place
+from infinity.schedule.interrupt import whole
 from infinity.schedule.ledger import Ledger
 
 
@@ -124,7 +125,7 @@ class Scope:
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
-        self._frame = sys._getframe(3)
+        self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
         for index in self._residents:
             self._ledger.acquire(index)
 
@@ -159,6 +160,7 @@ class ScopeEnter(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
+    @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._scope.enter()
 
@@ -167,6 +169,7 @@ class ScopeLeave(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
 
+    @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._scope.leave()
 
@@ -178,6 +181,7 @@ class SiteEnter(Guard):
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
         for position, index in enumerate(self._units):
             try:
@@ -201,6 +205,7 @@ class SiteLeave(Guard):
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
@@ -243,6 +248,7 @@ class _Announce:
         self._ledger = ledger
         self._units = units
 
+    @whole
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._ledger.timeline
         timeline.end_all("backward")
@@ -261,6 +267,7 @@ class ParameterHooks(Guard):
         self._ends = ends
         self._before: GradientHandle | None = None
 
+    @whole
     def before(self, gradient: torch.Tensor) -> None:
         """Before autograd adds to .grad: take the handle away, and remember that it was there."""
         parameter = self._parameter
@@ -268,8 +275,9 @@ class ParameterHooks(Guard):
         self._before = parameter.grad if isinstance(parameter.grad, GradientHandle) else None
         if self._before is not None:
             parameter.grad = None
-            self._ends.taken.append((parameter, self._before))
+            self._ends.taken.append((parameter, self._place, self._before))
 
+    @whole
     def after(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         before, self._before = self._before, None
@@ -296,11 +304,12 @@ class BackwardEnds:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._tasks: list[int] = []  # of the passes under way, the innermost last
-        self.taken: list[tuple[nn.Parameter, GradientHandle]] = []
+        self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
     def forget(self) -> None:
         """A forward begins, in no backward: passes that did not end were interrupted."""
         self._tasks.clear()
+        self._put_back()
 
     def watch(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -311,14 +320,19 @@ class BackwardEnds:
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
+    @whole
     def _end(self, task: int) -> None:
         if task in self._tasks:
             del self._tasks[self._tasks.index(task) :]
-        # torch.autograd.grad runs hooks on leaves, too, but accumulates nothing: put their handles back.
-        for parameter, handle in self.taken:
-            if parameter.grad is None:
-                parameter.grad = handle
-        self.taken.clear()
+        self._put_back()
         if not self._tasks:
             self._ledger.timeline.end_all("backward")
         self._ledger.end_backward(outermost=not self._tasks)
+
+    def _put_back(self) -> None:
+        """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
+        accumulates nothing, and a backward pass may have been interrupted."""
+        for parameter, place, handle in self.taken:
+            if parameter.grad is None and self._ledger.gradients.has(place):
+                parameter.grad = handle
+        self.taken.clear()

@@ -240,6 +240,7 @@ class Backing:
         """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
         Idempotent."""
         self.pipeline.close()
+        self.pool.close()
         self.engine.close()
         if self.store is not None:
             self.store.close(discard=discard)

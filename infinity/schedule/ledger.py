@@ -22,6 +22,7 @@ from infinity.schedule.backing import Backing
 from infinity.schedule.commits import Commits, Resumed
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.guesses import Guesses
+from infinity.schedule.interrupt import interruptible, whole
 from infinity.schedule.residents import Residency, Residents, UnitRecord
 from infinity.schedule.timeline import Timeline
 from infinity.schedule.update import GroupUpdate
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 class Ledger:
-    """Where runtime and optim meet. Every public method may be called from any thread."""
+    """Where runtime and optim meet. Every public method may be called from any thread, and Ctrl-C finds none half done
+    (interrupt.py)."""
 
     def __init__(self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], backing: Backing) -> None:
         self.backing = backing
@@ -79,6 +81,7 @@ class Ledger:
         with self._timeouts():
             self.residents.bring(record)
 
+    @whole
     def begin_forward(self, *, training: bool) -> None:
         """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
 
@@ -102,6 +105,7 @@ class Ledger:
             if not training:
                 self.residents.end_iteration(training=False)
 
+    @whole
     def acquire(self, index: int) -> None:
         """A forward that reads unit `index` begins: when this returns its parameters have their values."""
         with self._lock:
@@ -113,12 +117,14 @@ class Ledger:
                 record.uses -= 1
                 raise
 
+    @whole
     def release(self, index: int) -> None:
         """The forward ended, well or not."""
         with self._lock:
             record = self.records[index]
             record.uses = max(record.uses - 1, 0)
 
+    @whole
     def hold(self, indices: Sequence[int]) -> None:
         """The backward of these units begins: bring them, keep them until that of other units begins."""
         with self._lock:
@@ -137,8 +143,10 @@ class Ledger:
             self.failed = error  # the device was given up: nothing else will come from it
             raise
 
+    @whole
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land)."""
+        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
+        self._require_open()
         with self._lock, self._timeouts():
             self._land_update(place.unit.index)
             if place.unit.index in self.updates.guesses:
@@ -150,17 +158,20 @@ class Ledger:
             with self.timeline.stall("gradient", place.unit.name):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
 
+    @whole
     def landed(self, place: Place) -> None:
         """A piece of a parameter's gradient came from backward and was taken."""
         with self._lock:
             if self.arrivals.came(place):
                 self._guess(place.unit.index)
 
+    @whole
     def begin_backward(self) -> None:
         """An outermost backward pass brings its first gradient."""
         with self._lock:
             self.arrivals.begin_pass()
 
+    @whole
     def drop_gradients(self, places: Iterable[Place]) -> None:
         """Forget gradients, and what was begun with them."""
         with self._lock:
@@ -171,6 +182,7 @@ class Ledger:
                     self.gradients.of(place).drop(place.spec.name)
             self.arrivals.forget()
 
+    @whole
     def require(self, index: int) -> torch.Tensor:
         """The slot of unit `index`, uint8 on the device, with its weights in it."""
         with self._lock:
@@ -181,6 +193,7 @@ class Ledger:
                 raise AssertionError(f"resident unit {record.unit.name} has no slot")
             return record.slot.tensor
 
+    @whole
     def end_backward(self, *, outermost: bool) -> None:
         """A backward pass is over, and with `outermost` all those it ran in."""
         with self._lock:
@@ -190,6 +203,7 @@ class Ledger:
             with self._timeouts():
                 self.gradients.backward_begins((), ())
 
+    @whole
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
         with self._lock:
@@ -337,6 +351,8 @@ class Ledger:
             return
         try:
             with self.timeline.stall("update", self.records[index].unit.name):
+                with interruptible():
+                    self.updates.decided[index].wait()
                 self.updates.land(index)
         except SwapIOError as error:
             self.failed = self.failed or error
@@ -347,6 +363,7 @@ class Ledger:
         for index in list(self.updates.decided):
             self._land_update(index)
 
+    @whole
     def fence(self) -> None:
         """Wait until the states are those after the last step.
 
@@ -391,6 +408,7 @@ class Ledger:
             self.failed = self.failed or error
             raise
 
+    @whole
     def finish_commit(self) -> None:
         """Finish the commit under way, if there is one (Commits.finish).
 
@@ -400,6 +418,7 @@ class Ledger:
         with self._lock:
             self._finish_commit()
 
+    @whole
     def commit(self) -> None:
         """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
         with self._lock, self._committing():
@@ -428,8 +447,7 @@ class Ledger:
     def require_usable(self) -> None:
         """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
         refuse_in_forked_child()
-        if self.closed:
-            raise InfinityError("this model was closed (infinity.close); load it again to go on")
+        self._require_open()
         if self.failed is not None:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failed}") from self.failed
         try:
@@ -438,8 +456,13 @@ class Ledger:
             self.failed = error
             raise
 
+    def _require_open(self) -> None:
+        if self.closed:
+            raise InfinityError("this model was closed (infinity.close); load it again to go on")
+
     # -- reading and closing ------------------------------------------------------------------------------------------
 
+    @whole
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.
 

@@ -31,6 +31,7 @@ from infinity.io.arena import Lease
 from infinity.schedule.backing import Backing
 from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Place
+from infinity.schedule.interrupt import interruptible
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
 from infinity.schedule.timeline import Timeline
 from infinity.schedule.trace import Trace
@@ -292,23 +293,21 @@ class Residents:
     def _finish(self, record: UnitRecord) -> None:
         if record.fetch is None:
             raise AssertionError(f"unit {record.unit.name} is fetching nothing")
+        with interruptible():
+            record.fetch.wait()
         with torch.inference_mode(False), torch.no_grad():
             try:
                 slot = record.fetch.finish()
             except SwapTimeoutError:
                 raise  # the device was given up: nothing else will come from it
-            except Exception:  # not Ctrl-C: then the fetch goes on and is finished by whoever comes next
+            except Exception:
                 self._timeline.end("fetch", record.unit.name)
                 record.fetch, record.residency = None, Residency.RELEASED
                 raise
             self._timeline.end("fetch", record.unit.name)
             record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
             self.at[slot.tensor.data_ptr()] = record
-            try:
-                self._show(record, slot)
-            except BaseException:  # Ctrl-C between two parameters: all of them, or none
-                self._evict(record)
-                raise
+            self._show(record, slot)
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
         for group in record.unit.groups:

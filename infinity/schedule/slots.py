@@ -18,6 +18,9 @@ from infinity.schedule.updates import UnitUpdate
 class Fetch(Protocol):
     """Weights on their way into a slot. Life cycle: SlotPool.start() → finish(), once, which waits."""
 
+    def wait(self) -> None:
+        """Until finish() would wait no more. May be interrupted."""
+
     def advance(self) -> None:
         """Start what can be started now, without waiting."""
 
@@ -39,6 +42,9 @@ class SlotPool(Protocol):
 class _Landed:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
+
+    def wait(self) -> None:
+        return
 
     def advance(self) -> None:
         return
@@ -83,6 +89,10 @@ class _LeaseFetch:
     def __init__(self, lease: Lease, transfers: list[Transfer]) -> None:
         self._lease = lease
         self._transfers = transfers
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
 
     def advance(self) -> None:
         return
@@ -145,6 +155,10 @@ class _UploadFetch:
         self._lease = lease
         self._transfers = transfers
         self._slot: CudaSlot | None = None
+
+    def wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
 
     def advance(self) -> None:
         if self._slot is None and all(transfer.done() for transfer in self._transfers):

@@ -59,6 +59,11 @@ class UnitUpdate:
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers.values())
 
+    def wait(self) -> None:
+        """Until it is done, well or not."""
+        for transfer in self.transfers.values():
+            transfer.wait()
+
 
 class Updates:
     """Invariant: a unit has at most one update under way, a guess or a decided one.
@@ -85,7 +90,7 @@ class Updates:
 
     def can_guess(self, index: int) -> bool:
         """Whether an early update of a unit can leave everything as it is, and has transfers to hide."""
-        backing, unit = self._backing, self._units[index]
+        backing = self._backing
         homes = [home for states in backing.states[index].values() for home in states.homes()]
         if not self._gradients.in_ram(index):
             return False  # it would wait for their way to the store and back
@@ -95,12 +100,13 @@ class Updates:
         trained = [weights.groups[group] for group in backing.states[index]]
         if weights.lease is None:
             homes += trained
-        elif weights.nbytes > self.shadow_bytes or len(trained) < len(unit.groups):
+        elif weights.nbytes > self.shadow_bytes:
             return False
         return all(backing.spare_slot(home.stored()) is not None for home in homes)
 
     def guess(self, index: int, wanted: UnitRequest, slot: Lease | None, step: int, *, committed: bool) -> bool:
-        """Begin the update of a unit before the step is decided. False where there is no memory for it.
+        """Begin the update of a unit before the step is decided. False where there is no memory for it, or where only a
+        part of its weights would be new in other memory.
 
         Args:
             slot: the host memory its weights were fetched to, where they are used there.
@@ -110,6 +116,8 @@ class Updates:
         if weights.lease is None:
             place = replace(place, slot=slot if self._may_hold(unit) else None)
         else:
+            if len(wanted) < len(unit.groups):
+                return False  # the other memory would have nothing of a group without gradients
             shadow = self._backing.arena.try_lease(weights.nbytes)
             if shadow is None:
                 return False
@@ -147,10 +155,10 @@ class Updates:
         """
         dropped = [self.guesses[index] for index in indices if index in self.guesses]
         transfers = [transfer for update in reversed(dropped) for transfer in update.transfers.values()]
-        for transfer in transfers:
-            self._backing.pipeline.cancel(transfer.future)
-        failure = _wait_canceled(transfers)
-        with interrupts_deferred():
+        with interrupts_deferred():  # a guess that was canceled and is still there would be taken for a right one
+            for transfer in transfers:
+                self._backing.pipeline.cancel(transfer.future)
+            failure = _wait_canceled(transfers)
             for update in dropped:
                 del self.guesses[update.unit.index]
                 self._free(update)

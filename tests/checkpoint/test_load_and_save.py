@@ -14,6 +14,7 @@ import transformers as hf
 from safetensors import safe_open
 
 import infinity
+from infinity.schedule import registry
 from tests.conftest import weights_of
 from tests.models import bert, gpt2, llama, loss_of, mixtral, t5, tied_llama
 
@@ -149,3 +150,17 @@ def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
     infinity.save_pretrained(model, tmp_path / "out")
     again = hf.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out")
     assert loss_of(again.eval(), batch).item() == loss_of(plain, batch).item()
+
+
+def test_saving_holds_no_unit_while_it_fetches_the_next(offload: Any, tmp_path: Path) -> None:
+    model = offload(llama()[0])
+    ledger = registry.ledger_of(model)
+    acquire, held = ledger.acquire, []
+
+    def acquiring(index: int) -> None:
+        held.extend(other.unit.name for other in ledger.records if other.slot and other.slot.outstanding())
+        acquire(index)
+
+    ledger.acquire = acquiring
+    infinity.save_pretrained(model, tmp_path / "saved")
+    assert held == []

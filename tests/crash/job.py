@@ -36,7 +36,7 @@ from infinity import _native
 from infinity.io import directory, durable, engine, store
 from infinity.schedule import registry
 from infinity.schedule.commits import Commits
-from tests.conftest import states_of, weights_of
+from tests.conftest import residuals_of, states_of, weights_of
 
 WIDTH = 32
 ACT, LIFE, PROMISE, AWAITED = b"A", b"L", b"P", b"K"
@@ -339,7 +339,7 @@ def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
     digest = hashlib.sha256(repr(scheduler.state_dict()["last_epoch"]).encode())
     for name, value in [*weights_of(model).items(), *states_of(model).items(), ("seen", model.seen)]:
         digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    for name, value in _residuals(model):
+    for name, value in residuals_of(model):
         digest.update(name.encode() + value)
     extents = [
         {
@@ -351,18 +351,3 @@ def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
         for extent in registry.ledger_of(model).backing.generations._extents
     ]
     (root / "result").write_text(json.dumps({"digest": digest.hexdigest(), "extents": extents}))
-
-
-def _residuals(model: nn.Module) -> Iterator[tuple[str, bytes]]:
-    """What of the fp32 master is not in the bf16 weights."""
-    ledger = registry.ledger_of(model)
-    for _, place in ledger.places():
-        states = ledger.backing.states[place.unit.index].get(place.group_index)
-        home = states.residual if states is not None else None
-        if home is None:
-            continue
-        view = home.view() if home.in_memory else ledger.backing.staging.view(0, home.nbytes)
-        if not home.in_memory:
-            ledger.backing.store.read(home.stored(), view).result()
-        start = 2 * place.spec.offset
-        yield place.spec.name, bytes(view[start : start + 2 * place.spec.numel])

@@ -327,6 +327,23 @@ def test_step_right_after_an_interrupted_forward_works(trained: Any) -> None:
     assert_next_step_is_good(*trained)
 
 
+def test_a_gradient_that_an_interrupted_backward_took_away_is_not_made_up(trained: Any) -> None:
+    """The handle was taken, the gradient never came, zero_grad forgot it, and the next backward has none of it."""
+    model, batch, optim = trained
+    last = model.lm_head.weight
+    loss_of(model, batch).backward()
+    loss = loss_of(model, batch)
+    breaks = last.register_hook(Breaks(RuntimeError("mine")))
+    with pytest.raises(RuntimeError, match="mine"):
+        loss.backward()
+    breaks.remove()
+    optim.zero_grad()
+    model.model(input_ids=batch["input_ids"]).last_hidden_state.float().sum().backward()
+    assert last.grad is None
+    optim.zero_grad()
+    assert_next_step_is_good(*trained)
+
+
 def test_use_after_close_is_an_error(trained: Any) -> None:
     model, batch, _ = trained
     infinity.close(model)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
+from infinity import _native
 from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.schedule import registry
 from infinity.state.discover import discover
-from tests.conftest import states_of, weights_of
+from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
 
 STEPS = 30
@@ -118,24 +121,6 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
     return result
 
 
-def require_no_leaks(model: Any) -> None:
-    """Between steps nothing is leased but homes, gradients, staging and the slots of units that are fetched."""
-    ledger = registry.ledger_of(model)
-    ledger.fence()
-    assert not ledger.updates.guesses
-    assert not ledger.updates.decided
-    backing = ledger.backing
-    fetched = sum(
-        record.unit.weight_bytes
-        for record in ledger.records
-        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
-    )
-    plan = backing.plan
-    slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    assert backing.arena.free_bytes + fetched == slots + plan.shadow_bytes
-    assert ledger.updates.shadow_bytes == plan.shadow_bytes
-
-
 _expected: dict[tuple[str, int, str], Result] = {}
 _thresholds: dict[tuple[int, str], float] = {}
 
@@ -206,3 +191,66 @@ def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path:
     assert not optim.state
     infinity.commit(model)
     infinity.close(model, discard=True)
+
+
+class HalfUsed(nn.Module):
+    """One unit, an fp32 group and a bf16 one that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64).bfloat16())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.used) ** 2).mean()
+
+
+def test_a_group_without_gradients_keeps_its_weights_when_the_unit_moves_in_ram(offload: Any) -> None:
+    """Its bf16 weights have none while its fp32 ones are updated early, into other memory."""
+
+    def run(**config: Any) -> list[torch.Tensor]:
+        model, unused = offload(HalfUsed(), weights="host", **config), []
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(4):
+            model(torch.ones(8, 64)).backward()
+            optim.step()
+            optim.zero_grad()
+            unused.append(weights_of(model)["unused"])
+        return unused
+
+    for early in run(optimizer="nvme", overlap="during_backward"):
+        assert torch.equal(early, torch.ones(64, 64).bfloat16())
+
+
+def begun_early(offload: Any) -> tuple[Any, Any, Any]:
+    """A model between backward and step, with updates under way."""
+    model, batches = model_and_batches(1)
+    model = offload(model, overlap="during_backward")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    loss_of(model, batches[0]).backward()
+    assert registry.ledger_of(model).updates.guesses
+    return model, optim, batches[0]
+
+
+def test_an_update_that_may_be_undone_leaves_no_trace_in_the_optimizer(offload: Any) -> None:
+    _, optim, _ = begun_early(offload)
+    assert optim.state_dict()["state"] == {}
+
+
+def test_a_step_after_an_interrupted_zero_grad_is_a_step(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while what was begun early is taken back."""
+    model, optim, batch = begun_early(offload)
+    cancel = _native.UpdatePipeline.cancel
+
+    def canceled(pipeline: Any, future: Any) -> None:
+        cancel(pipeline, future)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(_native.UpdatePipeline, "cancel", canceled)
+    with pytest.raises(KeyboardInterrupt):
+        optim.zero_grad()
+    monkeypatch.undo()
+    optim.step()
+    infinity.synchronize(model)
+    loss_of(model, batch).backward()
+    optim.step()
+    infinity.synchronize(model)

@@ -1,0 +1,232 @@
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "scratch.hpp"
+#include "update/update.hpp"
+
+using namespace infinity;
+using namespace infinity::tests;
+
+namespace {
+
+constexpr std::uint64_t kNumel = 10 * 4096 + 1000;  // the last tile is shorter
+constexpr std::size_t kTile = 4096;
+constexpr std::uint64_t kState = (kNumel * 4 + kPageBytes - 1) / kPageBytes * kPageBytes;  // bytes of one state
+const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
+const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile, true);
+
+// One unit of one thread: three states, each with two slots in the file, and its weights in memory as well as a second
+// memory for new ones. What the states should be is kept beside it, updated in one piece.
+class Unit {
+ public:
+  Unit(const std::shared_ptr<IoEngine>& engine, const std::shared_ptr<SwapFile>& file, unsigned index)
+      : engine_(engine),
+        file_(file),
+        base_(index * 6 * kState),
+        grad_(kState, 100 + index),
+        memory_{Pages(kState), Pages(kState)},
+        back_(kState) {
+    for (auto& state : expected_) state = std::make_unique<Pages>(kState);
+    for (unsigned state = 0; state < 3; ++state) {
+      CHECK(wait(engine->submit({OpKind::write, IoClass::states, file, at(state), data(state), kState})) == nullptr);
+    }
+    auto* grad = reinterpret_cast<float*>(grad_.data());
+    for (std::uint64_t element = 0; element < kNumel; ++element) grad[element] = 1e-3f * float(element % 97) - 0.05f;
+  }
+
+  // Of the next step. Early: from the current slots to the others; else over them.
+  [[nodiscard]] UpdateJob job(bool early, bool weights_in_memory) const {
+    UpdateJob result;
+    result.format = kFormat;
+    result.numel = kNumel;
+    result.segments = segments();
+    StateStream* streams[] = {&result.weight, &result.exp_avg, &result.exp_avg_sq};
+    for (unsigned state = 0; state < 3; ++state) {
+      *streams[state] = {nullptr, file_, at(state), early ? other(state) : at(state)};
+    }
+    if (weights_in_memory) {
+      result.weight.memory = memory_[early ? 1 - current_memory_ : current_memory_].data();
+      result.weight.source = early ? memory_[current_memory_].data() : nullptr;
+    }
+    result.grad.memory = grad_.data();
+    result.whole = early;
+    return result;
+  }
+
+  // The weights as a job in the other memory leaves them are those in the file.
+  void bring_weights() { std::memcpy(memory_[current_memory_].data(), data(0), kState); }
+
+  // The step is done. False when the weights in memory are not what they should be.
+  [[nodiscard]] bool done(bool early, bool weights_in_memory, ThreadPool& pool) {
+    StateBuffers buffers;
+    buffers.weight = data(0);
+    buffers.residual = nullptr;
+    buffers.exp_avg = data(1);
+    buffers.exp_avg_sq = data(2);
+    buffers.grad = grad_.data();
+    static_cast<void>(optimizer_update(kFormat, buffers, 0, kNumel, segments(), 1.0f, Isa::baseline, pool));
+    if (early) slot_ = 1 - slot_;
+    if (early && weights_in_memory) current_memory_ = 1 - current_memory_;
+    ++step_;
+    return !weights_in_memory || std::memcmp(memory_[current_memory_].data(), data(0), kNumel * 4) == 0;
+  }
+
+  // A read of the new weights, chained to the job as a fetch is.
+  [[nodiscard]] Future read_after(const Future& job, bool early) {
+    return IoEngine::submit_after(
+        engine_, job, {OpKind::read, IoClass::weights, file_, early ? other(0) : at(0), back_.data(), kState});
+  }
+  [[nodiscard]] bool read_new() const { return std::memcmp(back_.data(), data(0), kNumel * 4) == 0; }
+
+  // Whatever was begun and dropped: the current slots hold what they should.
+  [[nodiscard]] bool right() {
+    for (unsigned state = 0; state < 3; ++state) {
+      if (wait(engine_->submit({OpKind::read, IoClass::states, file_, at(state), back_.data(), kState})) != nullptr)
+        return false;
+      if (std::memcmp(back_.data(), data(state), kNumel * 4) != 0) return false;
+    }
+    return true;
+  }
+
+ private:
+  [[nodiscard]] std::uint64_t at(unsigned state) const { return base_ + (2 * state + slot_) * kState; }
+  [[nodiscard]] std::uint64_t other(unsigned state) const { return base_ + (2 * state + 1 - slot_) * kState; }
+  [[nodiscard]] std::byte* data(unsigned state) const { return expected_[state]->data(); }
+  [[nodiscard]] std::vector<Segment> segments() const {
+    Segment segment{};
+    segment.end = kNumel;
+    segment.step = step_;
+    segment.hyper.lr = 1e-3;
+    segment.hyper.beta1 = 0.9;
+    segment.hyper.beta2 = 0.99;
+    segment.hyper.eps = 1e-8;
+    return {segment};
+  }
+
+  std::shared_ptr<IoEngine> engine_;
+  std::shared_ptr<SwapFile> file_;
+  std::uint64_t base_;
+  Pages grad_;
+  Pages memory_[2];
+  Pages back_;
+  std::unique_ptr<Pages> expected_[3];
+  std::int64_t step_ = 1;
+  unsigned slot_ = 0;
+  unsigned current_memory_ = 0;
+};
+
+struct Counts {
+  std::atomic<unsigned> early{0}, undone{0}, withdrawn{0}, done{0}, wrong{0};
+};
+
+// Rounds of one unit, as a ledger plays them: a guess that is kept, withdrawn or canceled at a random moment, then the
+// update that was decided, and a fetch that is chained to it.
+void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, Counts& counts) {
+  std::mt19937 random(seed);
+  ThreadPool pool(1);
+  for (unsigned round = 0; round < rounds; ++round) {
+    const bool in_memory = random() % 2 == 0;
+    if (in_memory) unit.bring_weights();
+    bool early = random() % 4 != 0;
+    Future job;
+    if (early) {
+      job = pipeline.submit(unit.job(true, in_memory), random() % 2 == 0);
+      if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
+      const unsigned fate = random() % 3;
+      if (fate == 0) pipeline.cancel(job);
+      const bool taken_back = fate == 1 && pipeline.withdraw(job);
+      if (taken_back) ++counts.withdrawn;
+      if (fate == 0 || taken_back) {
+        const auto failure = wait(job);  // it may have been done before
+        if (failure != nullptr && failure->kind != FailureKind::canceled) ++counts.wrong;
+        if (!unit.right()) ++counts.wrong;
+        ++counts.undone;
+        early = false;
+      }
+    }
+    if (early) {
+      ++counts.early;
+    } else {
+      job = pipeline.submit(unit.job(false, in_memory), random() % 4 == 0);
+    }
+    const Future fetch = unit.read_after(job, early);
+    if (wait(fetch) != nullptr || wait(job) != nullptr) ++counts.wrong;
+    if (!unit.done(early, in_memory, pool) || !unit.read_new() || !unit.right()) ++counts.wrong;
+    ++counts.done;
+  }
+}
+
+void stress(const std::string& name, unsigned threads, unsigned rounds) {
+  EngineOptions options;
+  options.engine = name;
+  options.block_bytes = 2 * kPageBytes;
+  Fault fault{0, FaultKind::shuffle};
+  fault.repeat = ~std::uint64_t{0};
+  fault.seed = 7;
+  options.faults = {fault};
+  Directory directory;
+  auto engine = std::make_shared<IoEngine>(options);
+  auto file = std::make_shared<SwapFile>(directory.file("states"));
+  file->preallocate(threads * 6 * kState);
+  file->keep_checksums(threads * 6 * kState);
+  const Pages staging(3 * kTileBytes);
+  UpdatePipeline pipeline(engine, std::make_shared<ThreadPool>(2), staging.data(), staging.nbytes(), kTile, kTileBytes,
+                          Isa::baseline);
+  Counts counts;
+  std::vector<std::unique_ptr<Unit>> units;
+  for (unsigned index = 0; index < threads; ++index) units.push_back(std::make_unique<Unit>(engine, file, index));
+  std::vector<std::thread> running;
+  for (unsigned index = 0; index < threads; ++index) {
+    running.emplace_back([&, index] { play(pipeline, *units[index], index + 1, rounds, counts); });
+  }
+  for (auto& thread : running) thread.join();
+  CHECK(counts.wrong == 0);
+  CHECK(counts.done == threads * rounds);
+  CHECK(counts.early > 0);
+  CHECK(counts.undone > 0);
+  CHECK(counts.withdrawn > 0);
+}
+
+}  // namespace
+
+TEST_CASE("guesses kept, withdrawn and canceled from many threads end in the right bits") {
+  stress("threads", 4, 25);
+  stress("auto", 4, 25);
+}
+
+TEST_CASE("a pipeline that is closed while others submit and cancel completes every job") {
+  for (unsigned round = 0; round < 5; ++round) {
+    EngineOptions options;
+    options.block_bytes = 2 * kPageBytes;
+    Fault fault{0, FaultKind::shuffle};
+    fault.repeat = ~std::uint64_t{0};
+    fault.seed = round;
+    options.faults = {fault};
+    Directory directory;
+    auto engine = std::make_shared<IoEngine>(options);
+    auto file = std::make_shared<SwapFile>(directory.file("states"));
+    file->preallocate(3 * 6 * kState);
+    const Pages staging(3 * kTileBytes);
+    std::vector<Future> futures;
+    std::vector<Future> fetches;
+    std::vector<std::unique_ptr<Unit>> units;
+    for (unsigned index = 0; index < 3; ++index) units.push_back(std::make_unique<Unit>(engine, file, index));
+    {
+      UpdatePipeline pipeline(engine, std::make_shared<ThreadPool>(2), staging.data(), staging.nbytes(), kTile,
+                              kTileBytes, Isa::baseline);
+      for (const auto& unit : units) {
+        futures.push_back(pipeline.submit(unit->job(true, false), true));
+        fetches.push_back(unit->read_after(futures.back(), true));
+      }
+      std::thread canceling([&] { pipeline.cancel(futures[1]); });
+      canceling.join();
+    }
+    for (const Future& future : futures) CHECK(future->done());
+    for (const Future& fetch : fetches) wait(fetch);
+    for (const auto& unit : units) CHECK(unit->right());
+  }
+}

@@ -1,0 +1,79 @@
+"""Ctrl-C where and when nobody expects it: real signals, delivered while a block runs and never after it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import infinity
+
+_ROOT = str(Path(infinity.__file__).parent)
+
+
+class CtrlC:
+    """The process's SIGINT handler. Ctrl-C counts only inside `armed()`."""
+
+    def __init__(self) -> None:
+        self.delivered = 0
+        self._armed = False
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._armed:
+            self._armed = False
+            self.delivered += 1
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    @contextmanager
+    def at_line(self, nth: int) -> Iterator[None]:
+        """At the `nth` line, call or return of infinity's own code in this thread, if it has so many."""
+        left = nth
+
+        def trace(frame: FrameType, event: str, argument: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.startswith(_ROOT):
+                return None
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        with self.armed():
+            sys.settrace(trace)
+            try:
+                yield
+            finally:
+                sys.settrace(None)
+
+    @contextmanager
+    def after(self, seconds: float) -> Iterator[None]:
+        """From another thread."""
+        main, over = threading.main_thread().ident or 0, threading.Event()
+
+        def interrupt() -> None:
+            if not over.wait(seconds):
+                signal.pthread_kill(main, signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            with self.armed():
+                yield
+        finally:
+            over.set()
+            thread.join()

@@ -1,0 +1,160 @@
+"""One run from its seed to its verdict: the right bits, or the error that was to come; nothing lost, nobody left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.schedule import registry
+from tests.conftest import require_no_leaks
+from tests.models import loss_of
+from tests.stress.interrupts import CtrlC
+from tests.stress.player import Closed, Outcome, Player, digest_of
+from tests.stress.scripts import Script, script_of
+from tests.stress.subjects import make
+
+
+def run(seed: int, interrupts: CtrlC) -> Counter[str]:
+    """Play a script and check all that can be. Returns what happened on the way.
+
+    Raises:
+        AssertionError, or whatever came that should not have.
+    """
+    script = script_of(seed)
+    with tempfile.TemporaryDirectory(prefix="infinity-stress-") as directory:
+        wanted = _plain(script, Path(directory), interrupts)
+        gc.collect()
+        threads = _threads()
+        counts = _stressed(script, Path(directory), interrupts, wanted)
+        gc.collect()
+        assert _threads() == threads, f"threads outlive the model: {_threads()} {threads}"
+    return counts
+
+
+def _plain(script: Script, directory: Path, interrupts: CtrlC) -> Outcome:
+    player = Player(script, directory, interrupts, plain=True)
+    player.run()
+    infinity.close(player.model)
+    return player.outcome
+
+
+def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcome) -> Counter[str]:
+    try:
+        player = Player(script, directory, interrupts, plain=False)
+    except infinity.SwapIOError:
+        assert script.error_at is not None
+        return Counter({"runs": 1, "failed at once": 1})
+    counts = player.outcome.counts
+    counts["runs"] += 1
+    model = player.model
+    try:
+        player.run()
+        infinity.synchronize(model)
+        _require_same(player, wanted)
+        counts["ended well"] += 1
+        infinity.close(model)
+    except (Closed, infinity.InfinityError) as error:
+        if player._ended:
+            counts["closed before the end"] += 1
+        else:
+            _require_told(player, error)
+            counts["failed as told"] += 1
+    guesses = player.ledger.guesses.counts
+    counts.update(early=guesses.early, undone=guesses.undone, late=guesses.late)
+    _require_closed(player)
+    del player, model
+    if script.config["commit_every"]:
+        counts["resumed"] += _require_resumes(script, directory, wanted)
+    return counts
+
+
+def _require_same(player: Player, wanted: Outcome) -> None:
+    found = player.outcome
+    require_no_leaks(player.model)
+    assert [_hex(loss) for loss in found.losses] == [_hex(loss) for loss in wanted.losses], (
+        f"losses {found.losses} {wanted.losses}"
+    )
+    assert [_hex(norm) for norm in found.norms] == [_hex(norm) for norm in wanted.norms], "norms"
+    assert _digest_of(player) == wanted.digests[player.ledger.steps], "weights or states"
+    require_no_leaks(player.model)
+
+
+def _digest_of(player: Player) -> str:
+    """Again where the one transfer that was made to fail is ours."""
+    try:
+        return digest_of(player.model)
+    except infinity.SwapIOError:
+        assert player.script.error_at is not None
+        return digest_of(player.model)
+
+
+def _hex(value: float) -> str:
+    return float(value).hex()
+
+
+def _require_told(player: Player, error: BaseException) -> None:
+    """Only a device that fails ends a run, the error says of which unit and step, and whatever follows raises, too."""
+    if player.script.error_at is None:
+        raise error
+    assert isinstance(error, infinity.InfinityError)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, infinity.SwapIOError):
+        cause = cause.__cause__
+    assert cause is not None, f"no failed transfer is behind {error!r}"
+    assert cause.state in ("", "generation") or cause.unit, str(cause)
+    if cause.state == "optimizer states":
+        assert cause.step in (player.ledger.steps, player.ledger.steps + 1), str(cause)
+    for _ in range(2):
+        try:
+            loss_of(player.model, player.batch)
+        except infinity.InfinityError:
+            continue
+        raise AssertionError("the model goes on after a failure that should have ended it") from error
+    infinity.close(player.model)
+
+
+def _require_closed(player: Player) -> None:
+    infinity.close(player.model)
+    try:
+        loss_of(player.model, player.batch)
+    except infinity.InfinityError:
+        return
+    raise AssertionError("a closed model computes")
+
+
+def _require_resumes(script: Script, directory: Path, wanted: Outcome) -> int:
+    """What was committed is a step of the undisturbed run. 1 when there was anything."""
+    gc.collect()
+    model, _ = make(script.subject, *_dtype(script))
+    config = _resumable(script, directory)
+    try:
+        model = infinity.resume(model, config)
+    except infinity.ResumeError:
+        return 0
+    step = registry.ledger_of(model).steps
+    digest = digest_of(model) if step else wanted.digests.get(0)
+    infinity.close(model)
+    assert digest == wanted.digests.get(step), f"generation {step} is not what the loop had after that step"
+    return 1
+
+
+def _dtype(script: Script) -> tuple[Any]:
+    return (torch.bfloat16 if script.bfloat16 else torch.float32,)
+
+
+def _resumable(script: Script, directory: Path) -> dict[str, Any]:
+    nvme = script.config["nvme"] | {"paths": [str(directory / "swap")]}
+    return script.config | {"nvme": nvme, "memory": {"host": "512MiB", "device": "64MiB"}}
+
+
+def _threads() -> int:
+    assert threading.active_count() == 1, threading.enumerate()
+    return sorted(open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task"))

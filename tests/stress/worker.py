@@ -1,0 +1,39 @@
+"""A process that makes many runs, one after the other: `python -m tests.stress.worker FIRST COUNT STRIDE`. One line of
+JSON for each; a run that takes too long ends the process with the stacks of all threads."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import sys
+import traceback
+
+import torch
+import transformers
+
+from tests.stress.interrupts import CtrlC
+from tests.stress.runs import run
+
+RUN_S = 60
+
+
+def main() -> None:
+    first, count, stride = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("infinity").setLevel(logging.CRITICAL)
+    interrupts = CtrlC()
+    for seed in range(first, first + count * stride, stride):
+        faulthandler.dump_traceback_later(RUN_S, exit=True)
+        print(json.dumps({"seed": seed}), flush=True)
+        try:
+            result = {"seed": seed, "counts": dict(run(seed, interrupts))}
+        except BaseException:
+            result = {"seed": seed, "error": traceback.format_exc()}
+        print(json.dumps(result), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
