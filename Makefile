@@ -30,6 +30,10 @@ crash-test: bootstrap
 stress-test: bootstrap
 	INFINITY_STRESS_RUNS=1000 $(BIN)/pytest -q -s tests/stress
 
+# Thirty steps for every combination of overlap, clipping, accumulation, commits and placement: long.
+overlap-test: bootstrap
+	INFINITY_OVERLAP_FULL=1 $(BIN)/pytest -q tests/runtime/test_overlap.py
+
 # Guards are taken out of a copy of the sources, one after the other; a test must turn red each time.
 mutation-test: bootstrap
 	$(BIN)/python tests/mutation/run.py
