@@ -6,7 +6,7 @@ PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.t
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 
-.PHONY: demo test crash-test stress-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
+.PHONY: demo test crash-test overlap-test stress-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
 
 demo: bootstrap
 	rm -rf demo
