@@ -72,7 +72,8 @@ def summarise(run: Run) -> dict[str, dict[str, Any]]:
     return summary
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "  ".join(
@@ -139,7 +140,7 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
         )
         for name, row in summary.items()
     ]
-    parts = [_table(header, rows), *(f"  {name}: {run.facts[name].get('describes', '')}" for name in summary)]
+    parts = [format_table(header, rows), *(f"  {name}: {run.facts[name].get('describes', '')}" for name in summary)]
     if bounded := [_bound_row(name, row) for name, row in summary.items() if "of_bound" in row]:
         columns = (
             "bounds",
@@ -152,7 +153,7 @@ def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
             "waits s",
             "hidden",
         )
-        parts += ["", _table(columns, bounded)]
+        parts += ["", format_table(columns, bounded)]
     return "\n".join([*parts, "", *_notes(run, summary)])
 
 

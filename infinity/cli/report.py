@@ -11,6 +11,7 @@ from pathlib import Path
 
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics
+from infinity.schedule.guesses import Counts
 from infinity.schedule.timeline import CAUSES, Cause
 from infinity.sizes import format_bytes
 
@@ -65,6 +66,7 @@ class Report:
     peak_rss_bytes: int
     state_bytes: int
     cached_bytes: int
+    updates: Counts
     engine: str
 
     def text(self) -> str:
@@ -82,6 +84,11 @@ class Report:
                 f"kept between passes, {self.planned_bytes_per_parameter:.1f} B",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
+            (
+                "updates of blocks",
+                f"{self.updates.early} begun during backward, {self.updates.late} with the step, "
+                f"{self.updates.undone} begun for nothing",
+            ),
             (
                 "peak memory",
                 f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}, of "
@@ -136,6 +143,11 @@ def make_report(
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         state_bytes=after.state_bytes,
         cached_bytes=after.cached_bytes + after.cached_weight_bytes,
+        updates=Counts(
+            after.updates.early - before.updates.early,
+            after.updates.undone - before.updates.undone,
+            after.updates.late - before.updates.late,
+        ),
         engine=after.engine,
     )
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from infinity.config import SwapConfig
 from infinity.plan.placement import Placement
+from infinity.plan.spilling import GradientPlacement
 from infinity.plan.totals import Totals, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.plan import Overlap
@@ -41,8 +42,16 @@ class EarlyUpdates:
     reason: str = ""
 
 
-def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes: int, room: int) -> EarlyUpdates:
-    """Reserve what early updates need.
+def plan_early(
+    config: SwapConfig,
+    totals: Totals,
+    placed: Placement,
+    gradients: GradientPlacement,
+    swap_bytes: int,
+    room: int,
+) -> EarlyUpdates:
+    """Reserve what early updates need. Units whose gradients spill have none: they would wait for their way to the
+    store and back.
 
     Args:
         swap_bytes: of the swap file without it.
@@ -50,9 +59,10 @@ def plan_early(config: SwapConfig, totals: Totals, placed: Placement, swap_bytes
     """
     if config.overlap in ("off", "before_forward"):
         return EarlyUpdates(config.overlap)
-    moved = [unit for unit in totals.of_units if unit.index in _moved(totals, placed)]
+    moved = [unit for unit in totals.of_units if unit.index in _moved(totals, placed) & gradients.in_ram]
     if not moved:
-        return EarlyUpdates("before_forward", reason="the states are in RAM")
+        why = "the gradients spill" if _moved(totals, placed) else "the states are in RAM"
+        return EarlyUpdates("before_forward", reason=why)
     reason, spare = "", frozenset[int]()
 
     def slot_bytes(index: int) -> int:

@@ -147,7 +147,7 @@ def _reserve_early(
     """Bytes of the swap file and of host memory, with what early updates get of the rest of both."""
     swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
     host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
-    early = plan_early(config, totals, placed, swap, budgets.host - host)
+    early = plan_early(config, totals, placed, gradients, swap, budgets.host - host)
     host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
     return swap + early.spare_bytes, host, early
 

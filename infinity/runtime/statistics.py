@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from infinity.schedule import registry
+from infinity.schedule.guesses import Counts
 from infinity.schedule.timeline import Cause
 from infinity.state.plan import Plan
 
@@ -26,6 +27,7 @@ class Statistics:
         update_s: inside optim.step, and waiting for updates (step, update).
         adam_s: time of the update's arithmetic, on its own threads.
         steps: optimizer steps, skipped ones and those before a resume included.
+        updates: of units: begun early and right, begun early for nothing, begun with the step.
         committed: the step of the newest durable generation; None where there is none.
         cached_bytes, cached_weight_bytes: optimizer states, and weights, that rest in RAM.
         arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.
@@ -44,6 +46,7 @@ class Statistics:
     stall_s: dict[Cause, float]
     adam_s: float
     steps: int
+    updates: Counts
     committed: int | None
     cached_bytes: int
     cached_weight_bytes: int
@@ -84,6 +87,7 @@ def statistics(model: nn.Module) -> Statistics:
         stall_s={cause: stalled / 1e9 for cause, stalled in ledger.timeline.stalled_ns().items()},
         adam_s=update["adam_ns"] / 1e9,
         steps=ledger.steps,
+        updates=replace(ledger.guesses.counts),
         committed=ledger.commits.newest,
         cached_bytes=plan.state_ram_bytes,
         cached_weight_bytes=plan.weight_ram_bytes,

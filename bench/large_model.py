@@ -1,0 +1,52 @@
+#!/usr/bin/env python3
+"""A model trains under a memory limit that its weights alone would nearly fill: it is loaded, trained and saved there.
+
+    python bench/large_model.py --json build/large-model.json        # 2 B parameters, 6 GB
+    python bench/large_model.py --parameters 0.2e9 --limit 1.5GB     # a smaller one, to try the script
+
+A Llama with random weights is written shard by shard, outside the limit. Then `infinity finetune` loads it, trains and
+saves as a process in a control group of its own, with the limit on everything it has in RAM, the page cache included,
+and no swap. Needs root, and about 20 B of disk per parameter under --scratch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from large_models.command_line import add_options, run_main, training_of, write
+from large_models.training import train
+
+
+def describe(result: dict[str, Any]) -> str:
+    memory, report, steps = result["memory"], result["report"], result["steps"]
+    losses = [step["loss"] for step in steps]
+    seconds = statistics.median(step["seconds"] for step in steps[1:] or steps)
+    rows = [
+        *((None, line) for line in result["plan"]),
+        ("limit", f"{memory['limit_bytes'] / 1e9:.2f} GB"),
+        ("peak", f"{memory['peak_bytes'] / 1e9:.2f} GB, page cache included; {memory['oom_kills']} kills"),
+        ("not reclaimable", f"{memory['peak_anonymous_bytes'] / 1e9:.2f} GB"),
+        ("steps", f"{len(steps)}, {seconds:.2f} s each after the first, {steps[0]['seconds']:.2f} s"),
+        ("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"),
+        ("moved", f"{report['bytes_per_parameter']:.2f} B per parameter and step"),
+        ("load, train, save", f"{result['wall_s']:.0f} s"),
+        ("saved", f"{result['saved_bytes'] / 1e9:.2f} GB of {result['input_bytes'] / 1e9:.2f} GB loaded"),
+    ]
+    return "\n".join(text if name is None else f"{name:<20}{text}" for name, text in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=2e9, help="at least (default 2e9)")
+    add_options(parser)
+    options = parser.parse_args()
+    training = training_of(options, options.parameters, options.limit)
+    result = train(training, options.scratch.resolve(), keep=options.keep)
+    print(describe(result))
+    write(result, options)
+
+
+if __name__ == "__main__":
+    run_main(main)

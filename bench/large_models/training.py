@@ -1,0 +1,218 @@
+"""`infinity finetune` on a model larger than the memory it gets: budgets from the limit, the run, what came of it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from peers.report import machine_facts
+from peers.workload import Workload
+
+from large_models.cgroup import Usage, run_limited
+from large_models.checkpoint import make_checkpoint, shape_of, tensor_bytes
+
+INTERPRETER_BYTES = 500_000_000
+"""Python with torch, transformers and what `infinity finetune` imports beside; more than was measured."""
+_USABLE = 0.9
+"""Of the limit: the rest is for the page cache and the kernel's own pages, without which everything is slow."""
+_DEVICE_SHARE = 0.2
+_BLOCKS_ON_DEVICE = 5
+_LOGITS_BYTES = 14
+"""Of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
+_LAYER_BYTES = 40
+"""Activations of the layer that is recomputed, per token and element of the hidden state."""
+_DISK_BYTES = 20
+"""Per parameter: checkpoint 2, weights and states 12, spilled gradients 2, output 2, and some room."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is to be shown.
+
+    Attributes:
+        parameters: at least; see `shape_of`.
+        limit_bytes: of the control group, everything included.
+        optimizer, gradients, overlap: of the swap config; weights are on NVMe.
+    """
+
+    parameters: float
+    limit_bytes: int
+    steps: int
+    batch: int
+    tokens: int
+    optimizer: str
+    gradients: str
+    overlap: str
+
+    @property
+    def workload(self) -> Workload:
+        return shape_of(self.parameters, self.batch, self.tokens)
+
+
+class TrainingError(RuntimeError):
+    """The run failed; says how, and ends with its last lines."""
+
+
+def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
+    """memory.device and memory.host under a limit, the interpreter left out.
+
+    On the CPU both are RAM. Half of memory.device is for the weights of a few blocks, half for activations.
+
+    Raises:
+        ValueError: the limit is too small; says what it must be at least.
+    """
+    usable = usable_bytes(limit_bytes)
+    rows = work.batch * work.tokens
+    activations = rows * (2 * work.layers * work.hidden + _LAYER_BYTES * work.hidden + _LOGITS_BYTES * work.vocabulary)
+    block = 2 * work.numel // work.layers
+    device = max(int(usable * _DEVICE_SHARE), _BLOCKS_ON_DEVICE * block, 2 * activations)
+    if device > usable // 2:
+        least = int((2 * device + INTERPRETER_BYTES) / _USABLE)
+        raise ValueError(f"a limit of {limit_bytes / 1e9:.2f} GB is too small for this model: {least / 1e9:.2f} GB")
+    return device, usable - device
+
+
+def usable_bytes(limit_bytes: int) -> int:
+    """Of a limit, for budgets."""
+    return int(_USABLE * limit_bytes) - INTERPRETER_BYTES
+
+
+def limit_in_proportion(limit_bytes: int, parameters: int, largest: int) -> int:
+    """The limit that leaves a model as many usable bytes per parameter as `limit_bytes` leaves the largest."""
+    return int((usable_bytes(limit_bytes) * parameters / largest + INTERPRETER_BYTES) / _USABLE)
+
+
+def swap_config(training: Training, swap: Path) -> dict[str, Any]:
+    device, host = budgets(training.workload, training.limit_bytes)
+    return {
+        "weights": "nvme",
+        "optimizer": training.optimizer,
+        "gradients": training.gradients,
+        "activations": "recompute",
+        "overlap": training.overlap,
+        "memory": {"device": device, "host": host},
+        "nvme": {"paths": [str(swap)]},
+    }
+
+
+def train(training: Training, scratch: Path, *, keep: bool) -> dict[str, Any]:
+    """Make the checkpoint, then load, train and save under the limit.
+
+    Args:
+        scratch: where the checkpoint, the swap files and the output go; only what is made here is removed.
+        keep: leave the checkpoint, for another run.
+
+    Raises:
+        TrainingError: the command failed; NoLimitError: no limit can be set.
+        OSError: the disk is full, or cannot be written.
+    """
+    work = training.workload
+    scratch.mkdir(parents=True, exist_ok=True)
+    with _checkpoint(work, scratch, keep=keep) as made, _removed(scratch / f"run-{os.getpid()}") as run:
+        (run / "swap.json").write_text(json.dumps(swap_config(training, run / "swap")))
+        began = time.monotonic()
+        with (run / "log").open("w") as log:
+            usage = run_limited(_command(training, made, run), training.limit_bytes, log)
+        seconds = time.monotonic() - began
+        text = (run / "log").read_text(errors="replace")
+        if usage.exit_code or usage.oom_kills:
+            raise TrainingError(_describe_failure(usage, text))
+        return {
+            "training": asdict(training),
+            "workload": asdict(work),
+            "memory": asdict(usage),
+            "budgets": dict(zip(("device", "host"), budgets(work, training.limit_bytes), strict=True)),
+            "wall_s": seconds,
+            "plan": plan_lines(text),
+            "steps": _steps(run / "output" / "loss.csv"),
+            "report": json.loads((run / "output" / "report.json").read_text()),
+            "saved_bytes": tensor_bytes(run / "output"),
+            "input_bytes": tensor_bytes(made / "checkpoint"),
+            "machine": machine_facts(run),
+        }
+
+
+def _command(training: Training, made: Path, run: Path) -> list[str]:
+    options = {
+        "model": made / "checkpoint",
+        "data": made / "text",
+        "config": run / "swap.json",
+        "output": run / "output",
+        "steps": training.steps,
+        "sequence-length": training.tokens,
+        "batch-size": training.batch,
+        "lr": 1e-4,
+        "schedule": "constant",
+    }
+    given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "infinity.cli.main", "finetune", "--verbose", *given]
+
+
+@contextmanager
+def _checkpoint(work: Workload, scratch: Path, *, keep: bool) -> Iterator[Path]:
+    """The directory with the checkpoint and the text; one that was kept is used again."""
+    directory = scratch / f"input-{work.numel / 1e6:.0f}M"
+    _require_disk(work, scratch)
+    if not directory.exists():
+        print(f"making a checkpoint of {work.numel / 1e9:.2f} B parameters", flush=True)
+        make_checkpoint(work, directory)
+    try:
+        yield directory
+    finally:
+        if not keep:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _removed(directory: Path) -> Iterator[Path]:
+    """A fresh directory, removed whatever happens."""
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _require_disk(work: Workload, scratch: Path) -> None:
+    needed, free = _DISK_BYTES * work.numel, shutil.disk_usage(scratch).free
+    if needed > free:
+        raise OSError(
+            f"{scratch} has {free / 1e9:.1f} GB free; {work.numel / 1e9:.2f} B parameters need about "
+            f"{needed / 1e9:.1f} GB. Give --scratch on another disk."
+        )
+
+
+def _describe_failure(usage: Usage, log: str) -> str:
+    last = "\n".join(log.splitlines()[-5:])
+    if usage.oom_kills:
+        return f"the kernel ended the run for want of memory ({usage.limit_bytes / 1e9:.2f} GB):\n{last}"
+    return f"`infinity finetune` ended with code {usage.exit_code}:\n{last}"
+
+
+def plan_lines(log: str) -> list[str]:
+    """The plan as the run logged it: a line `plan:`, the model, and a line for each decision, set in."""
+    lines = iter(log.splitlines())
+    for line in lines:
+        if line == "plan:":
+            break
+    plan = [next(lines, "")]
+    for line in lines:
+        if not line.startswith("  "):
+            break
+        plan.append(line.strip())
+    return plan
+
+
+def _steps(path: Path) -> list[dict[str, float]]:
+    """Loss, learning rate, norm and seconds of every step."""
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
