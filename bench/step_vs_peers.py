@@ -57,7 +57,7 @@ class Bench:
     def __init__(self, args: argparse.Namespace, swap_dir: Path) -> None:
         self.args = args
         self.swap_dir = swap_dir
-        self.workload = WORKLOADS[args.workload]
+        self.workload = replace(WORKLOADS[args.workload], max_grad_norm=args.max_grad_norm)
         if args.small:
             self.workload = replace(SMALL, batch=self.workload.batch, recompute=self.workload.recompute)
         self.budgets: dict[str, int] = {}
@@ -266,6 +266,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--contenders", help=f"names as in bench/peers/contenders.py; default {DEFAULT}")
     add("--workload", choices=WORKLOADS, default="256", help="tokens per step: 1 × 256, or 4 × 512 with recomputation")
+    add("--max-grad-norm", type=float, default=1.0, help="1 clips every step of this workload, 1000 none (default 1)")
     add("--rounds", type=int, default=7, help="measured steps of each contender per set-up")
     add("--repeats", type=int, default=1, help="set all up anew this often: swap files then lie elsewhere on the disk")
     add("--warmup", type=int, default=1, help="turns, of two steps, before them")

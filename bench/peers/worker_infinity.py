@@ -45,9 +45,7 @@ def setup(job: Job) -> Contender:
         return float(loss.detach())
 
     def settle() -> None:
-        """A forward waits in each unit for the unit's own update."""
-        with torch.no_grad():
-            model(input_ids=tokens[:1, :1])
+        infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
         return asdict(replay_step(registry.ledger_of(model)))
