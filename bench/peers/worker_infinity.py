@@ -74,7 +74,9 @@ def setup(job: Job) -> Contender:
 
 def _counters(statistics: Any) -> dict[str, float]:
     """Every number of the statistics, those by cause as `field_cause_s`."""
-    counters: dict[str, float] = {}
+    counters: dict[str, float] = {
+        name: getattr(statistics, name) for name in ("fetch_wait_s", "gradient_s", "update_s")
+    }
     for field in fields(statistics):
         value = getattr(statistics, field.name)
         if isinstance(value, dict):
