@@ -386,6 +386,7 @@ class UpdatePipeline:
         grad: Buffer | StateStream,
         tag: int = 0,
         first: bool = False,
+        held: UpdateFuture | None = None,
     ) -> UpdateFuture:
         """A moment that no segment's rule uses may be left out.
 
@@ -396,13 +397,35 @@ class UpdatePipeline:
         `tag` is any number below 2^64; it comes back with the job's tiles, and their transfers, in the trace.
 
         With `first` it comes before the jobs that were not begun.
+
+        With `held` it takes over what that job, of the same format and size, has read; a failure of it, too.
         """
+    def hold(
+        self,
+        *,
+        numel: int,
+        weight_dtype: DTypeName,
+        master: MasterName,
+        moments: MomentsName = "fp32",
+        weight: StateStream | None = None,
+        residual: StateStream | None = None,
+        exp_avg: StateStream | None = None,
+        exp_avg_sq: StateStream | None = None,
+        tag: int = 0,
+    ) -> UpdateFuture:
+        """Begin to read a job's tiles before it is decided, as far as the staging reaches, where no other job has tiles
+        to read. Nothing may change the states that are given, all in a file, until the job is taken over by `submit`
+        or taken back."""
+    @property
+    def held_tiles_max(self) -> int:
+        """The most tiles that held jobs have in the staging."""
     def withdraw(self, update: UpdateFuture) -> bool:
-        """Take a job back of which nothing was begun: it fails as canceled. False, and it goes on, otherwise."""
+        """Take a job back of which nothing was begun, or that is held: it fails as canceled. False, and it goes on,
+        otherwise."""
     def cancel(self, update: UpdateFuture) -> None:
         """Begin no more tiles of a job; unless it was done it fails as canceled once nothing of it is in flight."""
     def counters(self) -> dict[str, int]:
-        """tiles, adam_ns, read_wait_ns, write_wait_ns."""
+        """tiles, ahead (of them, read while their job was held), adam_ns, read_wait_ns, write_wait_ns."""
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
         """As IOEngine.trace, of tiles."""
     def take_trace(self) -> tuple[bytes, int]:

@@ -73,13 +73,36 @@ class PyUpdate : public PyFuture {
   std::shared_ptr<std::atomic<bool>> not_finite_;
 };
 
+void require_countable(std::uint64_t numel) {
+  constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
+  if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
+}
+
+std::unique_ptr<PyUpdate> hold(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
+                               const std::string& master, const std::string& moments, const PyStream* weight,
+                               const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
+                               std::uint64_t tag) {
+  require_countable(numel);
+  const auto of = [](const PyStream* stream) { return stream != nullptr ? stream->stream : StateStream{}; };
+  UpdateJob job;
+  job.format = {dtype_from(weight_dtype), master_from(master), DType::fp32, moments_from(moments)};
+  job.numel = numel;
+  job.weight = of(weight);
+  job.residual = of(residual);
+  job.exp_avg = of(exp_avg);
+  job.exp_avg_sq = of(exp_avg_sq);
+  job.tag = tag;
+  return std::make_unique<PyUpdate>(self.pipeline.get()->hold(std::move(job)), std::vector<Memory>{},
+                                    std::make_shared<std::atomic<bool>>(false));
+}
+
 std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag, bool first) {
-  constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
-  if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
+                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag, bool first,
+                                 const PyUpdate* held) {
+  require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
   job.numel = numel;
@@ -115,7 +138,8 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                  {"grad", &gradients.memory},
                  {"staging", &self.staging}});
   auto not_finite = job.not_finite;
-  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job), first), std::move(kept),
+  const Future taken = held != nullptr ? held->get() : nullptr;
+  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job), first, taken), std::move(kept),
                                     std::move(not_finite));
 }
 
@@ -123,6 +147,7 @@ py::dict counters_of(const PyPipeline& self) {
   const UpdateCounters counters = self.pipeline.get()->counters();
   py::dict result;
   result["tiles"] = counters.tiles;
+  result["ahead"] = counters.ahead;
   result["adam_ns"] = counters.adam_ns;
   result["read_wait_ns"] = counters.read_wait_ns;
   result["write_wait_ns"] = counters.write_wait_ns;
@@ -163,7 +188,12 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0,
-           py::arg("first") = false)
+           py::arg("first") = false, py::arg("held") = nullptr)
+      .def("hold", &hold, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
+           py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
+           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
+      .def_property_readonly("held_tiles_max",
+                             [](const PyPipeline& self) { return self.pipeline.get()->held_tiles_max(); })
       .def(
           "withdraw",
           [](const PyPipeline& self, const PyUpdate& update) {

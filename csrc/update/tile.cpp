@@ -29,6 +29,11 @@ const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool
   return &stream;
 }
 
+void check_tiles(const UpdateJob& job, std::size_t tile_numel) {
+  require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
+          "with int8 moments tile_numel must be a multiple of 262144, or a job must be one tile");
+}
+
 // Pages of one stream of a tile, in memory and in the file.
 struct Span {
   SwapFile* file;
@@ -129,8 +134,7 @@ std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::siz
   require(job.numel > 0, "a job needs at least one element");
   check_format(job.format);
   check_segments(job.segments, job.numel, job.format);
-  require(job.format.moments != Moments::int8 || job.numel <= tile_numel || tile_numel % kChunkNumel == 0,
-          "with int8 moments tile_numel must be a multiple of 262144, or a job must be one tile");
+  check_tiles(job, tile_numel);
   auto active = std::make_shared<Active>();
   active->job = std::move(job);
   const UpdateJob& kept = active->job;
@@ -152,13 +156,52 @@ std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::siz
   active->streams[2] = check_moment(kept.exp_avg, kept.arithmetic, any(&Hyperparameters::uses_exp_avg), "exp_avg");
   active->streams[3] =
       check_moment(kept.exp_avg_sq, kept.arithmetic, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
-  std::size_t staged = 0;
-  for (std::size_t index = 0; index < kStreams; ++index) {
-    const StateStream* stream = active->streams[index];
-    if (stream != nullptr && stream->memory == nullptr) staged += active->tile_bytes(index, tile_numel);
-  }
-  require(staged <= tile_bytes, "a tile of this job does not fit the staging");
+  require(active->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit the staging");
   return active;
+}
+
+std::shared_ptr<Active> activate_held(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
+  require(job.numel > 0, "a job needs at least one element");
+  check_format(job.format);
+  check_tiles(job, tile_numel);
+  auto active = std::make_shared<Active>();
+  active->job = std::move(job);
+  const UpdateJob& kept = active->job;
+  const StateStream* given[] = {&kept.weight, &kept.residual, &kept.exp_avg, &kept.exp_avg_sq};
+  for (std::size_t index = 0; index < kGrad; ++index) {
+    if (!given[index]->given()) continue;
+    check_stream(*given[index], "what is read ahead");
+    require(given[index]->memory == nullptr && given[index]->source == nullptr, "what is in memory is not read ahead");
+    active->streams[index] = given[index];
+  }
+  require(active->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit the staging");
+  return active;
+}
+
+bool take_over(Active& held, const std::shared_ptr<Active>& job, std::size_t tile_numel, std::size_t tile_bytes) {
+  bool read[kStreams] = {};
+  std::size_t needed = held.staged_bytes(tile_numel);
+  for (std::size_t index = 0; index < kStreams; ++index) {
+    const StateStream* stream = job->streams[index];
+    if (stream == nullptr || stream->memory != nullptr) continue;
+    const StateStream* ahead = held.streams[index];
+    read[index] =
+        ahead != nullptr && stream->read_from_file() && ahead->file == stream->file && ahead->offset == stream->offset;
+    if (!read[index]) needed += job->tile_bytes(index, tile_numel);
+  }
+  if (needed > tile_bytes) return false;
+  for (const auto& tile : held.staged) {
+    tile->owner = job;
+    for (std::size_t index = 0; index < kStreams; ++index) {
+      if (!read[index]) tile->memory[index] = nullptr;
+    }
+  }
+  const auto count = static_cast<unsigned>(held.staged.size());
+  held.tiles -= count;
+  job->tiles += count;
+  job->staged = std::move(held.staged);
+  held.staged.clear();
+  return true;
 }
 
 std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -22,12 +23,17 @@ inline constexpr std::size_t kGrad = 4;     // is only read
   return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
 
+struct Tile;
+
 // A job while it is being worked on. Guarded by the pipeline's mutex, but for `job` and `streams`, which do not change.
 struct Active {
   UpdateJob job;
   Future future = std::make_shared<Completion>();
   std::uint64_t cursor = 0;  // first element of the next tile
-  unsigned tiles = 0;        // tiles started and not finished
+  std::uint64_t ahead = 0;   // held: first element of the next tile to read
+  unsigned tiles = 0;        // tiles started, or read ahead, and not finished
+  // Read while the job, or the one that it took them over from, was held; in order, from the cursor on.
+  std::deque<std::shared_ptr<Tile>> staged;
   std::optional<Failure> failure;
   const StateStream* streams[kStreams] = {};  // null: the job has none
 
@@ -51,6 +57,15 @@ struct Active {
     return round_up_to_page(bytes(index, std::min<std::uint64_t>(tile_numel, job.numel)));
   }
 
+  // Bytes of the staging that a tile needs.
+  [[nodiscard]] std::size_t staged_bytes(std::size_t tile_numel) const {
+    std::size_t sum = 0;
+    for (std::size_t index = 0; index < kStreams; ++index) {
+      if (streams[index] != nullptr && streams[index]->memory == nullptr) sum += tile_bytes(index, tile_numel);
+    }
+    return sum;
+  }
+
   // Elements [begin, end) of a tile, all of one chunk, as bytes of the tile's part of a stream. Int8: their codes.
   [[nodiscard]] std::pair<std::size_t, std::size_t> piece(std::size_t index, std::size_t begin, std::size_t end) const {
     if (!int8(index)) return {bytes(index, begin), bytes(index, end)};
@@ -63,13 +78,22 @@ struct Tile {
   std::shared_ptr<Active> owner;
   std::uint64_t first = 0;
   std::size_t numel = 0;
-  std::size_t slot = 0;  // which piece of the staging
-  std::byte* memory[kStreams] = {};
-  unsigned pending = 0;  // transfers under way
+  std::size_t slot = 0;              // which piece of the staging
+  std::byte* memory[kStreams] = {};  // null: not read yet, or the job has no such stream
+  std::size_t used = 0;              // bytes of its piece of the staging
+  unsigned pending = 0;              // transfers under way
+  bool dropped = false;              // read ahead for nothing: the piece is free once no transfer is under way
 };
 
 // The job, ready to be worked on. Throws std::invalid_argument when it is inconsistent, or its tiles do not fit.
 [[nodiscard]] std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes);
+
+// The same of a job that is held: its streams are those that are read ahead.
+[[nodiscard]] std::shared_ptr<Active> activate_held(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes);
+
+// Gives the tiles that `held` has in the staging to `job`, with what the two read from the same place. False where what
+// `job` reads beside does not fit there, and nothing changed; then they are to be dropped.
+bool take_over(Active& held, const std::shared_ptr<Active>& job, std::size_t tile_numel, std::size_t tile_bytes);
 
 // Updates a tile whose streams are in memory, by all threads: each takes a piece that fits its cache, checks the pages
 // that were read, updates them, and takes the checksums of what is to be written.

@@ -52,8 +52,11 @@ struct UpdatePipeline::Impl {
   std::condition_variable changed;
   std::deque<std::shared_ptr<Active>> jobs;   // not all tiles started
   std::deque<std::shared_ptr<Tile>> reading;  // in order; the front is the next to compute
+  std::deque<std::shared_ptr<Active>> held;   // neither taken over nor taken back
   std::vector<std::size_t> free_slots;
-  unsigned writing = 0;  // tiles
+  unsigned writing = 0;   // tiles
+  std::size_t ahead = 0;  // tiles that were read while held, and that no job has taken up
+  const std::size_t ahead_max;
   bool stop = false;
   std::optional<Failure> abandoned;  // the timeout that ended the pipeline
   UpdateCounters counters;
@@ -67,7 +70,8 @@ struct UpdatePipeline::Impl {
         staging(memory),
         tile_numel(numel),
         tile_bytes(nbytes),
-        isa(kernels) {
+        isa(kernels),
+        ahead_max(slots - std::max<std::size_t>(2, (slots + 1) / 2)) {
     for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(slot);
     driver = std::thread([this] { run(); });
   }
@@ -77,14 +81,14 @@ struct UpdatePipeline::Impl {
     for (;;) {
       if (abandoned) cancel_all(lock, *abandoned);
       if (stop) cancel_all(lock, canceled("the update pipeline was closed"));
-      if (start_next_tile(lock)) continue;
+      if (start_next_tile(lock) || read_ahead(lock)) continue;
       if (!reading.empty() && reading.front()->pending == 0) {
         auto tile = reading.front();
         reading.pop_front();
         compute(lock, tile);
         continue;
       }
-      if (stop && reading.empty() && writing == 0 && jobs.empty()) return;
+      if (stop && reading.empty() && writing == 0 && ahead == 0 && jobs.empty()) return;
       const std::uint64_t began = now_ns();
       const bool for_read = !reading.empty();
       const bool for_write = !for_read && writing > 0;
@@ -96,65 +100,130 @@ struct UpdatePipeline::Impl {
 
   // Jobs whose tiles are not all started are given up; what is in flight goes on.
   void cancel_all(std::unique_lock<std::mutex>& lock, const Failure& why) {
-    while (!jobs.empty()) {
-      auto active = jobs.front();
-      jobs.pop_front();
-      if (!active->failure) active->failure = why;
-      active->cursor = active->job.numel;
-      finish_if_done(lock, active);
+    for (auto* queue : {&jobs, &held}) {
+      while (!queue->empty()) {
+        auto active = queue->front();
+        queue->pop_front();
+        if (!active->failure) active->failure = why;
+        give_up(lock, active);
+      }
     }
+  }
+
+  // Starts no more tiles of a failed job, and drops those that were read ahead. Once.
+  void give_up(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Active>& active) {
+    if (active->cursor == active->job.numel) return;
+    drop_staged(lock, *active);
+    active->cursor = active->job.numel;
+    finish_if_done(lock, active);
+  }
+
+  // Invariant: the cursor of the job is not at its end, so that no tile that goes finishes it.
+  void drop_staged(std::unique_lock<std::mutex>& lock, Active& active) {
+    while (!active.staged.empty()) drop_next(lock, active);
+  }
+
+  void drop_next(std::unique_lock<std::mutex>& lock, Active& active) {
+    auto tile = active.staged.front();
+    active.staged.pop_front();
+    tile->dropped = true;
+    if (tile->pending == 0) tile_done(lock, tile, ahead);
   }
 
   // Starts the reads of the next tile that has something to do. False when there is none, or no staging.
   bool start_next_tile(std::unique_lock<std::mutex>& lock) {
-    if (jobs.empty() || free_slots.empty()) return false;
+    if (jobs.empty()) return false;
     auto active = jobs.front();
-    if (active->failure) active->cursor = active->job.numel;
-    while (active->cursor < active->job.numel) {
-      const std::uint64_t first = active->cursor;
-      const std::uint64_t end = std::min<std::uint64_t>(first + tile_numel, active->job.numel);
+    while (!active->failure && active->cursor < active->job.numel) {
+      const std::uint64_t end = tile_end(*active, active->cursor);
+      const bool wanted = anything_to_do(active->job, active->cursor, end);
+      if (wanted && active->staged.empty() && free_slots.empty()) return false;
+      if (!wanted && !active->staged.empty()) drop_next(lock, *active);
+      auto tile = wanted ? next_tile(active) : nullptr;
       active->cursor = end;
-      if (!anything_to_do(active->job, first, end)) continue;
-      auto tile = std::make_shared<Tile>();
-      tile->owner = active;
-      tile->first = first;
-      tile->numel = static_cast<std::size_t>(end - first);
-      tile->slot = free_slots.back();
-      free_slots.pop_back();
-      ++active->tiles;
-      if (active->cursor == active->job.numel) jobs.pop_front();
+      if (!wanted) continue;
+      if (end == active->job.numel) jobs.pop_front();
       reading.push_back(tile);
       start_reads(lock, tile);
       return true;
     }
     jobs.pop_front();
-    finish_if_done(lock, active);
+    if (active->failure) {
+      give_up(lock, active);
+    } else {
+      finish_if_done(lock, active);
+    }
     return true;
+  }
+
+  // The tile at the cursor: read ahead, or a new one.
+  std::shared_ptr<Tile> next_tile(const std::shared_ptr<Active>& active) {
+    if (active->staged.empty()) return new_tile(active, active->cursor);
+    auto tile = active->staged.front();
+    active->staged.pop_front();
+    --ahead;
+    ++counters.ahead;
+    return tile;
+  }
+
+  std::uint64_t tile_end(const Active& active, std::uint64_t first) const {
+    return std::min<std::uint64_t>(first + tile_numel, active.job.numel);
+  }
+
+  std::shared_ptr<Tile> new_tile(const std::shared_ptr<Active>& active, std::uint64_t first) {
+    auto tile = std::make_shared<Tile>();
+    tile->owner = active;
+    tile->first = first;
+    tile->numel = static_cast<std::size_t>(tile_end(*active, first) - first);
+    tile->slot = free_slots.back();
+    free_slots.pop_back();
+    ++active->tiles;
+    return tile;
+  }
+
+  // Starts the reads of a held job's next tile, or ends one that failed; it stays where whoever decides it finds it.
+  bool read_ahead(std::unique_lock<std::mutex>& lock) {
+    for (const auto& each : held) {
+      const auto active = each;  // the queue may change while the lock is released
+      if (active->failure && active->cursor < active->job.numel) {
+        give_up(lock, active);
+        return true;
+      }
+      if (active->failure || active->ahead == active->job.numel) continue;
+      if (!jobs.empty() || free_slots.empty() || ahead >= ahead_max) continue;
+      auto tile = new_tile(active, active->ahead);
+      active->ahead += tile->numel;
+      active->staged.push_back(tile);
+      ++ahead;
+      start_reads(lock, tile);
+      return true;
+    }
+    return false;
   }
 
   void start_reads(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
     const Active& active = *tile->owner;
-    std::byte* free = staging + tile->slot * tile_bytes;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
       const StateStream* stream = active.streams[index];
-      if (stream == nullptr) continue;
-      const std::uint64_t at = active.bytes(index, tile->first);
+      if (stream == nullptr || tile->memory[index] != nullptr) continue;
       if (stream->memory != nullptr) {
-        tile->memory[index] = stream->memory + at;
+        tile->memory[index] = stream->memory + active.bytes(index, tile->first);
       } else {
-        tile->memory[index] = free;
-        free += active.tile_bytes(index, tile_numel);
+        tile->memory[index] = staging + tile->slot * tile_bytes + tile->used;
+        tile->used += active.tile_bytes(index, tile_numel);
       }
       if (stream->read_from_file()) requests.push_back(request(OpKind::read, tile, index));
     }
-    transfer(lock, tile, requests,
-             [this](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) { changed.notify_all(); });
+    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& read) {
+      if (read->dropped) return tile_done(locked, read, ahead);
+      changed.notify_all();
+    });
   }
 
   void compute(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
     ++writing;
-    if (tile->owner->failure) return tile_done(lock, tile);
+    if (tile->owner->failure) return tile_done(lock, tile, writing);
     lock.unlock();
     const std::uint64_t began = now_ns();
     auto damage = update_tile(*tile, *pool, isa);
@@ -164,16 +233,16 @@ struct UpdatePipeline::Impl {
     counters.adam_ns += ended - began;
     if (damage) {
       if (!tile->owner->failure) tile->owner->failure = std::move(damage);
-      return tile_done(lock, tile);
+      return tile_done(lock, tile, writing);
     }
     ++counters.tiles;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
       if (tile->owner->written(index)) requests.push_back(request(OpKind::write, tile, index));
     }
-    if (requests.empty()) return tile_done(lock, tile);
-    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& held, const std::shared_ptr<Tile>& written) {
-      tile_done(held, written);
+    if (requests.empty()) return tile_done(lock, tile, writing);
+    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {
+      tile_done(locked, written, writing);
     });
   }
 
@@ -200,43 +269,68 @@ struct UpdatePipeline::Impl {
   void transfer(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile,
                 const std::vector<IoRequest>& requests, const Done& done) {
     if (requests.empty()) return;
-    tile->pending = static_cast<unsigned>(requests.size());
+    tile->pending += static_cast<unsigned>(requests.size());
     lock.unlock();
     for (const IoRequest& io : requests) {
       const Future future = engine->submit(io);
       // The callback must not own the future that owns it.
       future->then([this, tile, done, raw = future.get()] {
-        std::unique_lock held(mutex);
+        std::unique_lock locked(mutex);
         if (raw->failure()) {
           const bool timeout = raw->failure()->kind == FailureKind::timeout;
           if (timeout && !abandoned) abandoned = raw->failure();
           // A timeout says that the job's memory may be in use: no other failure may hide it.
           if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();
         }
-        if (--tile->pending == 0) done(held, tile);
+        if (--tile->pending == 0) done(locked, tile);
       });
     }
     lock.lock();
   }
 
-  void tile_done(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
+  // A tile leaves the staging. `among`: those it is counted among.
+  template <typename Count>
+  void tile_done(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile, Count& among) {
     --tile->owner->tiles;
     free_slots.push_back(tile->slot);
     finish_if_done(lock, tile->owner);
-    --writing;  // last: the destructor waits for it, and then this object is gone
+    --among;  // last: the destructor waits for it, and then this object is gone
     changed.notify_all();
   }
 
   void finish_if_done(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Active>& active) {
     const bool started_all = active->cursor == active->job.numel;
     if (!started_all || active->tiles > 0) {
-      // A failed job starts no more tiles: start_next_tile moves its cursor to the end.
+      // A failed job starts no more tiles: give_up moves its cursor to the end.
       return;
     }
     const auto failure = active->failure;
     lock.unlock();
     active->future->complete(failure);
     lock.lock();
+  }
+
+  using Queue = std::deque<std::shared_ptr<Active>>;
+
+  static Queue::iterator find(Queue& queue, const Future& job) {
+    return std::find_if(queue.begin(), queue.end(), [&](const auto& active) { return active->future == job; });
+  }
+
+  // A job that is decided takes the place of a held one. Returns that where its future is to be completed.
+  std::shared_ptr<Active> replace_held(std::unique_lock<std::mutex>& lock, const Future& job,
+                                       const std::shared_ptr<Active>& by) {
+    const auto found = find(held, job);
+    require(found != held.end(), "the job to take over is not held");
+    const auto from = *found;
+    const StateFormat &had = from->job.format, &has = by->job.format;
+    require(from->job.numel == by->job.numel && had.weight == has.weight && had.master == has.master &&
+                had.moments == has.moments,
+            "the job to take over has another form");
+    held.erase(found);
+    by->failure = from->failure;
+    if (from->cursor == from->job.numel) return nullptr;  // it failed, and its future is, or will be, completed
+    if (!take_over(*from, by, tile_numel, tile_bytes)) drop_staged(lock, *from);
+    return from;
   }
 };
 
@@ -266,37 +360,63 @@ UpdatePipeline::~UpdatePipeline() {
   impl_->driver.join();
 }
 
-Future UpdatePipeline::submit(UpdateJob job, bool first) {
+Future UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
   auto active = activate(std::move(job), impl_->tile_numel, impl_->tile_bytes);
   Future future = active->future;
+  std::shared_ptr<Active> replaced;
   {
-    const std::lock_guard lock(impl_->mutex);
+    std::unique_lock lock(impl_->mutex);
     if (impl_->stop) throw std::invalid_argument("the update pipeline is closed");
+    if (held != nullptr && !impl_->abandoned) replaced = impl_->replace_held(lock, held, active);
     auto& jobs = impl_->jobs;
     const bool front_begun = !jobs.empty() && jobs.front()->cursor > 0;  // no other one can have been
     jobs.insert(first ? jobs.begin() + (front_begun ? 1 : 0) : jobs.end(), std::move(active));
   }
   impl_->changed.notify_all();
+  if (replaced != nullptr) replaced->future->complete(replaced->failure);
   return future;
 }
 
-bool UpdatePipeline::withdraw(const Future& job) {
+Future UpdatePipeline::hold(UpdateJob job) {
+  auto active = activate_held(std::move(job), impl_->tile_numel, impl_->tile_bytes);
+  Future future = active->future;
   {
     const std::lock_guard lock(impl_->mutex);
-    const auto found = std::find_if(impl_->jobs.begin(), impl_->jobs.end(),
-                                    [&](const auto& active) { return active->future == job && active->cursor == 0; });
-    if (found == impl_->jobs.end()) return false;
-    impl_->jobs.erase(found);
+    if (impl_->stop) throw std::invalid_argument("the update pipeline is closed");
+    impl_->held.push_back(std::move(active));
   }
-  job->complete(canceled("the update was taken back"));
+  impl_->changed.notify_all();
+  return future;
+}
+
+std::size_t UpdatePipeline::held_tiles_max() const { return impl_->ahead_max; }
+
+bool UpdatePipeline::withdraw(const Future& job) {
+  std::optional<Failure> failure;
+  {
+    std::unique_lock lock(impl_->mutex);
+    auto* queue = &impl_->held;
+    auto found = Impl::find(*queue, job);
+    if (found == queue->end()) {
+      queue = &impl_->jobs;
+      found = Impl::find(*queue, job);
+    }
+    if (found == queue->end()) return false;
+    const auto active = *found;
+    if (active->cursor == 0) failure = active->failure ? active->failure : canceled("the update was taken back");
+    if (failure || queue == &impl_->held) queue->erase(found);  // a held job that failed is done
+    if (!failure) return false;
+    impl_->drop_staged(lock, *active);
+  }
+  impl_->changed.notify_all();
+  job->complete(failure);
   return true;
 }
 
 void UpdatePipeline::cancel(const Future& job) {
   if (withdraw(job)) return;
   std::unique_lock lock(impl_->mutex);
-  const auto found =
-      std::find_if(impl_->jobs.begin(), impl_->jobs.end(), [&](const auto& active) { return active->future == job; });
+  const auto found = Impl::find(impl_->jobs, job);
   if (found != impl_->jobs.end() && !(*found)->failure) (*found)->failure = canceled("the update was taken back");
   lock.unlock();
   impl_->changed.notify_all();

@@ -64,6 +64,7 @@ using TileLog = EventLog<TileEvent>;
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
+  std::uint64_t ahead = 0;          // tiles that were read while their job was held, and used
   std::uint64_t adam_ns = 0;        // driver thread checking, updating and taking checksums
   std::uint64_t read_wait_ns = 0;   // driver thread idle because the next tile was not read yet
   std::uint64_t write_wait_ns = 0;  // driver thread idle because no staging was free and no read was outstanding
@@ -77,6 +78,11 @@ struct UpdateCounters {
 // A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
 // States of a failed job are partly new, partly old; of a tile with a damaged page nothing new reaches the file, but
 // what is kept in memory may be new in part.
+//
+// [Note: held jobs] What a job reads can be known before what it computes. A held job reads its tiles as far as the
+// staging reaches, when no other job has tiles to read, and leaves at least half of the staging, and two tiles, to the
+// others; it computes and writes nothing. The job that is decided takes over what it has, also what is still on its
+// way, and reads what is missing. A failure of a held job fails the job that takes it over, too.
 //
 // Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
 // is known to be complete: every job, present and future, fails with it.
@@ -92,11 +98,18 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // With `first` the job comes before those not begun. Throws std::invalid_argument for an inconsistent job, or one
-  // whose tiles do not fit the staging.
-  Future submit(UpdateJob job, bool first = false);
-  // Takes a job back of which no tile was started: it fails with ECANCELED, having touched nothing. False, and the job
-  // goes on, when it was begun.
+  // With `first` the job comes before those not begun. With `held` it takes that job over, which is then done, and must
+  // be of the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit
+  // the staging.
+  Future submit(UpdateJob job, bool first = false, const Future& held = nullptr);
+  // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` its format, numel and tag count, and those of
+  // its states that are given, each in a file, where nothing may change it until the job is taken over or taken back.
+  // Throws as submit.
+  Future hold(UpdateJob job);
+  // The most tiles that held jobs have in the staging.
+  [[nodiscard]] std::size_t held_tiles_max() const;
+  // Takes a job back of which no tile was started, or that is held: it fails with ECANCELED, having touched nothing.
+  // False, and the job goes on, when it was begun.
   bool withdraw(const Future& job);
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless it was done.
   void cancel(const Future& job);

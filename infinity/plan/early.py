@@ -1,5 +1,5 @@
 """What updates that begin before the step is decided need: a slot beside the current one for what lives on NVMe, other
-memory for the new weights of what lives in RAM.
+memory for the new weights of what lives in RAM. And what reading ahead gets for those that begin later.
 
 Where generations are kept and every step is one, each state has such a slot. Where nothing is committed they are
 reserved as far as the disks reach, the last units of the model first: their gradients come first.
@@ -22,6 +22,8 @@ from infinity.state.plan import Overlap
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
 _SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
+_AHEAD_SHARE = 1 / 4  # of host memory that nothing else wants
+_AHEAD_BYTES_MAX = 512 << 20  # what comes after it streams in while this is updated
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class EarlyUpdates:
         overlap: as the config has it; before_forward where none may.
         spare_units: that get another slot although no generations are kept; `spare_bytes` of the swap file.
         shadow_bytes: host memory for new weights.
+        ahead_bytes: staging for states that are read before the step is decided.
         reason: why not all may that might; empty where nothing is to be said.
     """
 
@@ -39,6 +42,7 @@ class EarlyUpdates:
     spare_units: frozenset[int] = frozenset()
     spare_bytes: int = 0
     shadow_bytes: int = 0
+    ahead_bytes: int = 0
     reason: str = ""
 
 
@@ -87,7 +91,7 @@ def plan_early(
     if not candidates or (len(in_ram) == len(candidates) and shadow < min(in_ram)):
         why = reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host"
         return EarlyUpdates("before_forward", reason=why)
-    return EarlyUpdates(config.overlap, spare, sum(map(slot_bytes, spare)), shadow, reason)
+    return EarlyUpdates(config.overlap, spare, sum(map(slot_bytes, spare)), shadow, reason=reason)
 
 
 def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
@@ -97,6 +101,18 @@ def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
     held = placed.weights_in_ram & _moved(totals, placed)
     weights = [unit.weight for unit in totals.of_units if unit.index in held]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
+
+
+def ahead_bytes(config: SwapConfig, totals: Totals, placed: Placement, tile_bytes: int, room: int) -> int:
+    """Staging, in whole tiles, for states that are read before the step is decided.
+
+    Args:
+        room: bytes of host memory that nothing else wants.
+    """
+    if config.overlap == "off":
+        return 0
+    moved = totals.state_of(_moved(totals, placed))
+    return min(int(room * _AHEAD_SHARE), _AHEAD_BYTES_MAX, moved) // tile_bytes * tile_bytes
 
 
 def _moved(totals: Totals, placed: Placement) -> frozenset[int]:

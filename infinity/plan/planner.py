@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.io.profile import profile_of
-from infinity.plan.early import EarlyUpdates, plan_early, shadow_wanted
+from infinity.plan.early import EarlyUpdates, ahead_bytes, plan_early, shadow_wanted
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
 from infinity.plan.spilling import GradientPlacement, gradient_placements
@@ -54,7 +54,6 @@ def make_plan(
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     staging, placed, gradients = _place(config, totals, budgets, threads)
     slots = _slot_bytes(totals, placed, budgets)
-    _require_paths(config, placed, gradients)
     swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
     read, written = _step_bytes(config, totals, placed, gradients)
     return Plan(
@@ -88,6 +87,7 @@ def make_plan(
         landing_bytes=gradients.landing_bytes,
         slot_bytes=slots,
         staging_bytes=staging.nbytes,
+        ahead_bytes=early.ahead_bytes,
         upload_bytes=placed.upload_bytes,
         tile_numel=staging.tile_numel,
         tile_bytes=staging.tile_bytes,
@@ -145,11 +145,13 @@ def _reserve_early(
     gradients: GradientPlacement,
 ) -> tuple[int, int, EarlyUpdates]:
     """Bytes of the swap file and of host memory, with what early updates get of the rest of both."""
+    _require_paths(config, placed, gradients)
     swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
     host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
     early = plan_early(config, totals, placed, gradients, swap, budgets.host - host)
     host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
-    return swap + early.spare_bytes, host, early
+    early = replace(early, ahead_bytes=ahead_bytes(config, totals, placed, staging.tile_bytes, budgets.host - host))
+    return swap + early.spare_bytes, host + early.ahead_bytes, early
 
 
 def _swap_rate(config: SwapConfig) -> float | None:

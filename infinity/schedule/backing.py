@@ -147,7 +147,7 @@ class Backing:
                     {index: self._settle(unit, index, homes, extents.get(index)) for index, homes in groups.items()}
                 )
             self.landing = self._open_landing()
-            self.staging = self.arena.lease(plan.staging_bytes, "the update's tiles")
+            self.staging = self.arena.lease(plan.staging_bytes + plan.ahead_bytes, "the update's tiles")
             self._register()
             self.pool = _native.ThreadPool(plan.threads, numa_node=node)
             self.pipeline = _native.UpdatePipeline(

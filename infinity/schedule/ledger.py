@@ -170,6 +170,7 @@ class Ledger:
         """An outermost backward pass brings its first gradient."""
         with self._lock:
             self.arrivals.begin_pass()
+            self._read_ahead()
 
     @whole
     def drop_gradients(self, places: Iterable[Place]) -> None:
@@ -318,9 +319,8 @@ class Ledger:
         optimizer = self.commits.sole_optimizer
         if (
             optimizer is None
-            or not self.guesses.worth_it
+            or not self._guesses_now
             or not self.arrivals.last_pass(optimizer.accumulation_steps)
-            or not self.backing.device.shares_memory
             or not self.gradients.finite(index)
             or (self.commits.under_way and not self.commits.frozen)
         ):
@@ -333,6 +333,20 @@ class Ledger:
             if wanted:
                 slot = self.residents.slot_of(index)
                 self.updates.guess(index, wanted, slot, self.steps + 1, committed=self.commits.due(self.steps + 1))
+
+    @property
+    def _guesses_now(self) -> bool:
+        return self.guesses.worth_it and self.backing.device.shares_memory
+
+    def _read_ahead(self) -> None:
+        """The last backward before the step begins: read what updates need that will not begin during it."""
+        optimizer = self.commits.sole_optimizer
+        if optimizer is None or self.guesses.mode == "off" or self.failed is not None or self.closed:
+            return
+        if self.arrivals.last_pass(optimizer.accumulation_steps):
+            order = self.residents.order()
+            waiting = (index for index in order if not (self._guesses_now and self.updates.can_guess(index)))
+            self.updates.read_ahead(waiting, self.steps + 1)
 
     def _undo(self, cause: str, advice: str) -> None:
         self.guesses.counts.undone += len(self.updates.guesses)

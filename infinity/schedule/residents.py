@@ -137,9 +137,9 @@ class Residents:
     def order(self) -> list[int]:
         """All units, the one that the next training forward uses first comes first: those that stay are taken up when
         it begins."""
-        next_use = self._traces[True].next_use
+        first_use = self._traces[True].first_use
         return sorted(
-            range(len(self.records)), key=lambda index: (not self.records[index].unit.resident, next_use(index))
+            range(len(self.records)), key=lambda index: (not self.records[index].unit.resident, first_use(index))
         )
 
     def slot_of(self, index: int) -> Lease | None:

@@ -43,6 +43,10 @@ class Trace:
         """The units to come in this iteration, nearest first. Never reaches over its end: weights change there."""
         return iter(self._order[self._position :])
 
+    def first_use(self, unit: int) -> int:
+        """Visits from the beginning of the next iteration until `unit` is used."""
+        return self._order.index(unit) if unit in self._order else len(self._order)
+
     def next_use(self, unit: int) -> int:
         """Visits from now until `unit` is used again, in the next iteration if need be."""
         for start, distance in ((self._position, 0), (0, len(self._order) - self._position)):

@@ -100,6 +100,7 @@ def submit_update(
     *,
     step: int,
     committed: bool,
+    held: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
     """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for early
     ones: the newest is the next. So what is left of them when the step is decided lies all over the model, and the next
@@ -108,6 +109,7 @@ def submit_update(
     Args:
         step: the optimizer step, counted from 1.
         committed: the step becomes a generation, so what is in RAM is written, too.
+        held: what `hold_update` gave for this group; it is taken over.
     """
     group = unit.groups[group_index]
     states = backing.states[unit.index][group_index]
@@ -135,8 +137,37 @@ def submit_update(
         grad=gradients.stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
         first=weights.speculative,
+        held=held,
     )
     return UpdateTransfer(future, unit.name, "optimizer states", step, tuple(streams.moves))
+
+
+def hold_update(backing: Backing, unit: Unit, group_index: int, *, step: int) -> _native.UpdateFuture:
+    """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
+
+    Weights only for a GPU: elsewhere the update finds them where they were fetched to, if they still are there.
+    """
+    group, states = unit.groups[group_index], backing.states[unit.index][group_index]
+    weight: Home | None = backing.weights[unit.index].groups[group_index]
+    if backing.device.shares_memory or (weight is not None and weight.in_memory):
+        weight = None
+
+    def stream(home: Home | None) -> _native.StateStream | None:
+        if home is None:
+            return None
+        return _native.StateStream(file=backing.require_store().file, offset=home.stored().offset)
+
+    return backing.pipeline.hold(
+        numel=group.numel,
+        weight_dtype=native_name(group.dtype),
+        master=states.master,
+        moments=group.moments,
+        weight=stream(weight),
+        residual=stream(states.residual),
+        exp_avg=stream(states.exp_avg),
+        exp_avg_sq=stream(states.exp_avg_sq),
+        tag=JobTag(step, unit.index, group_index).pack(),
+    )
 
 
 class _Streams:

@@ -5,6 +5,7 @@
     gradients complete ──guess──▶ GUESSED ──step() agrees──▶ DECIDED ──done──▶ landed
                                      └──step() disagrees, or never comes──▶ undone: what was current still is
     step() ────────────────────────────────────────────────▶ DECIDED ──done──▶ landed
+    backward begins ──▶ first states READ AHEAD ──taken over──┘
 
 A guess is that the step will neither clip nor skip, with the hyperparameters of now. It reads what is current and
 writes beside it: into a slot of the store that nobody names, and for weights in RAM into other memory. So it may be
@@ -25,6 +26,7 @@ from dataclasses import dataclass, replace
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
+from infinity.schedule.ahead import ReadAhead
 from infinity.schedule.backing import Backing
 from infinity.schedule.gradients import Gradients
 from infinity.schedule.interrupt import interrupts_deferred
@@ -71,6 +73,7 @@ class Updates:
     Attributes:
         guesses, decided: by unit.
         shadow_bytes: host memory that is free for the new weights of early updates.
+        ahead: what was read for updates that are neither.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Updates:
         self.shadow_bytes = backing.plan.shadow_bytes
         self.guesses: dict[int, UnitUpdate] = {}
         self.decided: dict[int, UnitUpdate] = {}
+        self.ahead = ReadAhead(units, backing)
 
     # -- guesses ------------------------------------------------------------------------------------------------------
 
@@ -126,6 +130,11 @@ class Updates:
         with interrupts_deferred():
             self._submit(self.guesses, unit, wanted, place, step, committed=committed)
         return True
+
+    def read_ahead(self, order: Iterable[int], step: int) -> None:
+        """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
+        under_way = self.guesses.keys() | self.decided.keys()
+        self.ahead.begin((index for index in order if index not in under_way), step)
 
     def _may_hold(self, unit: Unit) -> bool:
         """Updates that read slots must not hold up those who need one."""
@@ -200,6 +209,7 @@ class Updates:
         self.undo([index for index in self.guesses if index not in right])
         for index in right:
             self.decided[index] = self.guesses.pop(index)
+        self.ahead.drop(but=requests)
         for index in order:
             if index in requests and index not in self.decided:
                 place = WeightsPlace(slot=slot_of(index))
@@ -223,6 +233,7 @@ class Updates:
     ) -> None:
         update = UnitUpdate(unit, wanted, place, committed, {})
         where[unit.index] = update
+        held = self.ahead.take(unit.index, wanted)
         for group_index, group_update in wanted.items():
             update.transfers[group_index] = submit_update(
                 self._backing,
@@ -233,6 +244,7 @@ class Updates:
                 place,
                 step=step,
                 committed=committed,
+                held=held.get(group_index),
             )
 
     # -- landing ------------------------------------------------------------------------------------------------------

@@ -31,7 +31,8 @@ class Plan:
         shadow_bytes: host memory for the new weights of early updates, where the weights live in RAM.
         gradient_fp32: the host memory reserved for gradients has room for fp32.
         slot_bytes: device memory for fetched weights.
-        staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each.
+        staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each;
+            `ahead_bytes` more, so that states are read before the step is decided.
         upload_bytes: host memory that reads land in before they are copied to a GPU.
         unit_count, trained_count: units, and those of them that have optimizer states.
         weight_bytes, state_bytes: of the whole model, in whatever tier. `state_bytes` is the optimizer's: residual and
@@ -78,6 +79,7 @@ class Plan:
     landing_bytes: int
     slot_bytes: int
     staging_bytes: int
+    ahead_bytes: int
     upload_bytes: int
     tile_numel: int
     tile_bytes: int
@@ -113,7 +115,7 @@ class Plan:
         on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
         held = self.weight_ram_bytes + self.state_ram_bytes
         held += self.shadow_bytes + self.gradient_bytes + self.landing_bytes
-        return held + self.staging_bytes + self.upload_bytes + on_device
+        return held + self.staging_bytes + self.ahead_bytes + self.upload_bytes + on_device
 
     @staticmethod
     def _describe_share(tier: str, held_bytes: int, held: int, count: int) -> str:
@@ -145,6 +147,8 @@ class Plan:
             "off": "in the step",
         }
         text = f"{texts[self.overlap]} (overlap: {self.overlap})"
+        if self.ahead_bytes:
+            text += f", {format_bytes(self.ahead_bytes)} to read states ahead"
         return f"{text}; {self.overlap_reason}" if self.overlap_reason else text
 
     def describe(self) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.planner import make_plan
+from infinity.sizes import format_bytes
 from infinity.state.discover import discover
 from infinity.state.plan import Plan
 from tests.models import llama
@@ -88,3 +89,23 @@ def test_a_plan_describes_itself() -> None:
 def test_many_threads_do_not_take_the_host_budget_for_staging() -> None:
     made = plan(**NVME, memory={"device": "64MiB", "host": "256MiB"}, update={"threads": 128})
     assert made.staging_bytes <= made.host_budget / 8
+
+
+@pytest.mark.parametrize("overlap", ["auto", "before_forward"])
+def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
+    def made(host: int, **config: Any) -> Plan:
+        given = {"overlap": overlap, "update": {"tile": "256KiB"}} | NVME | config
+        return plan(**given, memory={"device": "16MiB", "host": host})
+
+    roomy = made(1 << 30)
+    assert 0 < 10 * NUMEL - roomy.ahead_bytes < roomy.tile_bytes, "as far as there are states"
+    assert format_bytes(roomy.ahead_bytes) in roomy.describe()
+    for host in (roomy.host_bytes, 256 << 20):
+        tight, off = made(host), made(host, overlap="off")
+        room = tight.host_budget - (tight.host_bytes - tight.ahead_bytes)
+        assert 0 <= room // 4 - tight.ahead_bytes < tight.tile_bytes
+        assert tight.ahead_bytes % tight.tile_bytes == 0
+        assert tight.host_bytes <= tight.host_budget
+        assert tight.arena_bytes == off.arena_bytes + tight.shadow_bytes + tight.ahead_bytes
+        assert off.ahead_bytes == 0
+    assert made(1 << 30, optimizer="host").ahead_bytes == 0

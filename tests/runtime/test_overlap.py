@@ -40,7 +40,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "moments": ("fp32", "int8"),
 }
 Combination = dict[str, Any]
-Result = tuple[list[float], list[float], dict[str, torch.Tensor], int]
+Result = tuple[list[float], list[float], dict[str, torch.Tensor], int, int]
 
 
 def combinations() -> list[Combination]:
@@ -92,7 +92,8 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
 
 
 def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> Result:
-    """Losses, norms, weights and moments after STEPS steps, and how many updates began early and were right."""
+    """Losses, norms, weights and moments after STEPS steps, how many updates began early and were right, and how
+    many tiles of others were read before the step was decided."""
     model, batches = model_and_batches(accumulation)
     model = infinity.offload(model, config_of(path, **config))
     optim = infinity.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=clip)
@@ -114,8 +115,9 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
         losses.append(total)
         norms.append(optim.last_grad_norm)
     assert optim.skipped_steps == 1
-    early = registry.ledger_of(model).guesses.counts.early
-    result = losses, norms, weights_of(model) | states_of(model), early
+    ledger = registry.ledger_of(model)
+    early, ahead = ledger.guesses.counts.early, ledger.backing.pipeline.counters()["ahead"]
+    result = losses, norms, weights_of(model) | states_of(model), early, ahead
     require_no_leaks(model)
     infinity.close(model, discard=True)
     return result
@@ -174,6 +176,11 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
         assert found[3] > STEPS, "hardly anything was begun early"
     if combination["overlap"] in ("off", "before_forward"):
         assert found[3] == 0
+    if combination["overlap"] == "off" or combination["cached"] == "all":
+        assert found[4] == 0
+    waits = combination["overlap"] == "before_forward" or (combination["overlap"] == "auto" and clipping == "always")
+    if waits and combination["cached"] == "none":
+        assert found[4] > STEPS, "hardly anything was read ahead"
 
 
 def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path: Path) -> None:
@@ -254,3 +261,27 @@ def test_a_step_after_an_interrupted_zero_grad_is_a_step(offload: Any, monkeypat
     loss_of(model, batch).backward()
     optim.step()
     infinity.synchronize(model)
+
+
+def test_what_was_read_ahead_stays_right_through_a_skipped_step_and_a_dropped_gradient(tmp_path: Path) -> None:
+    results = []
+    for overlap in ("before_forward", "off"):
+        model, (batch, *_) = model_and_batches(1)
+        config = config_of(tmp_path / overlap, "nvme", "none", overlap=overlap, moments="fp32", commit_every=0)
+        model = infinity.offload(model, config)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3, accumulation_steps=1)
+        for turn in range(6):
+            loss = loss_of(model, batch)
+            (loss * float("nan") if turn == 1 else loss).backward()
+            if turn == 3:
+                infinity.synchronize(model)
+            elif turn != 2:
+                optim.step()
+            optim.zero_grad()
+        assert optim.skipped_steps == 1
+        ahead = registry.ledger_of(model).backing.pipeline.counters()["ahead"]
+        assert (ahead > 0) == (overlap != "off")
+        loss_of(model, batch).backward()  # closed with states that were read for no step
+        results.append(weights_of(model) | states_of(model))
+        infinity.close(model, discard=True)
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
