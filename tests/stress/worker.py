@@ -4,6 +4,7 @@ JSON for each; a run that takes too long ends the process with the stacks of all
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import logging
 import sys
@@ -24,6 +25,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     interrupts = CtrlC()
+    gc.freeze()  # each run collects its own, not all that torch has
     for seed in range(first, first + count * stride, stride):
         faulthandler.dump_traceback_later(RUN_S, exit=True)
         print(json.dumps({"seed": seed}), flush=True)
