@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Set
 from dataclasses import dataclass
 
 from infinity.state.plan import Overlap
@@ -50,9 +51,22 @@ class Guesses:
             return self._wrong <= _WRONG_MAX
         return self.mode == "during_backward"
 
-    def step_decided(self, *, right: bool) -> None:
-        """Also where nothing was guessed: what a guess would have been."""
-        self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * (not right)
+    def step_decided(self, guessed: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
+        """Also where nothing was guessed: what a guess would have been.
+
+        Args:
+            guessed, wrong, requested: units whose updates were begun early, begun for nothing, and wanted.
+            clipped: the gradients are not multiplied by what was guessed.
+        """
+        self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * (bool(wrong) or clipped)
+        self.counts.undone += len(wrong)
+        self.counts.early += len(guessed - wrong)
+        self.counts.late += len(requested - (guessed - wrong))
+        if wrong and not clipped:
+            self.warn(
+                "the hyperparameters at step() were not those of the backward pass",
+                "Change them after step(), as torch's schedulers do, or set overlap: before_forward.",
+            )
 
     def warn(self, cause: str, advice: str) -> None:
         """Say once why an early update was undone and which setting avoids it."""

@@ -294,23 +294,11 @@ class Ledger:
 
     def _count(self, requests: Mapping[int, UnitRequest]) -> None:
         """What the guesses of this step came to, and what a guess would have come to."""
-        guesses, counts = self.updates.guesses, self.guesses.counts
-        wrong = [index for index, guess in guesses.items() if guess.wanted != requests.get(index)]
-        scale = self._guessed_scale()
+        guesses, optimizer = self.updates.guesses, self.commits.sole_optimizer
+        wrong = {index for index, guess in guesses.items() if guess.wanted != requests.get(index)}
+        scale = 1.0 if optimizer is None else optimizer.guessed_scale
         clipped = any(group.grad_scale != scale for request in requests.values() for group in request.values())
-        self.guesses.step_decided(right=not wrong and not clipped)
-        counts.undone += len(wrong)
-        counts.early += len(guesses) - len(wrong)
-        counts.late += len(requests.keys() - guesses.keys()) + len(requests.keys() & set(wrong))
-        if wrong and not clipped:
-            self.guesses.warn(
-                "the hyperparameters at step() were not those of the backward pass",
-                "Change them after step(), as torch's schedulers do, or set overlap: before_forward.",
-            )
-
-    def _guessed_scale(self) -> float:
-        optimizer = self.commits.sole_optimizer
-        return 1.0 if optimizer is None else optimizer.guessed_scale
+        self.guesses.step_decided(guesses.keys(), wrong, requests.keys(), clipped=clipped)
 
     # -- updates that overlap -----------------------------------------------------------------------------------------
 
