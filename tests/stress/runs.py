@@ -72,7 +72,10 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
     _require_closed(player)
     del player, model
     if script.config["commit_every"]:
-        counts["resumed"] += _require_resumes(script, directory, wanted)
+        step = _resumed_step(script, directory, wanted)
+        counts["resumed"] += step is not None
+        if counts["ended well"]:
+            assert step == len(script.iterations), f"the last step is not committed, step {step} is"
     return counts
 
 
@@ -130,20 +133,20 @@ def _require_closed(player: Player) -> None:
     raise AssertionError("a closed model computes")
 
 
-def _require_resumes(script: Script, directory: Path, wanted: Outcome) -> int:
-    """What was committed is a step of the undisturbed run. 1 when there was anything."""
+def _resumed_step(script: Script, directory: Path, wanted: Outcome) -> int | None:
+    """What was committed is a step of the undisturbed run: which; None when nothing was."""
     gc.collect()
     model, _ = make(script.subject, *_dtype(script))
     config = _resumable(script, directory)
     try:
         model = infinity.resume(model, config)
     except infinity.ResumeError:
-        return 0
+        return None
     step = registry.ledger_of(model).steps
     digest = digest_of(model) if step else wanted.digests.get(0)
     infinity.close(model)
     assert digest == wanted.digests.get(step), f"generation {step} is not what the loop had after that step"
-    return 1
+    return step
 
 
 def _dtype(script: Script) -> tuple[Any]:
