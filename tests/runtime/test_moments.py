@@ -63,7 +63,7 @@ def test_every_instruction_set_ends_in_the_same_bits(
     isa: str, offload: Any, form: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INFINITY_ISA", isa)
-    assert_same(ten_steps(offload, torch.bfloat16, "nvme", weights="host", **form), expected)
+    assert_same(ten_steps(offload, torch.bfloat16, "nvme", weights="host", overlap="off", **form), expected)
 
 
 def test_embeddings_and_norms_keep_fp32_moments_beside_int8_ones(offload: Any) -> None:
@@ -100,7 +100,7 @@ def test_embeddings_and_norms_keep_fp32_moments_beside_int8_ones(offload: Any) -
 def test_an_update_moves_as_many_bytes_as_the_design_says(form: Any, expected: float, offload: Any) -> None:
     """Counted by the engine: states on NVMe, weights in RAM."""
     numel = 4 * _native.CHUNK_NUMEL  # whole chunks, so that no scale page is half empty
-    model = offload(nn.Linear(2048, numel // 2048, bias=False).bfloat16(), weights="host", **form)
+    model = offload(nn.Linear(2048, numel // 2048, bias=False).bfloat16(), weights="host", overlap="off", **form)
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     model(torch.randn(4, 2048).bfloat16()).float().square().sum().backward()
     before = infinity.statistics(model)
