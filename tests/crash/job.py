@@ -272,7 +272,7 @@ class Journal:
     def _syncing(self, sync: Callable[[store.SwapStore], engine.Transfer]) -> Callable[[store.SwapStore], Any]:
         def recorded(of: store.SwapStore) -> Any:
             transfer = sync(of)
-            return SimpleNamespace(result=lambda: (transfer.result(), self._append(AWAITED)))
+            return SimpleNamespace(done=transfer.done, result=lambda: (transfer.result(), self._append(AWAITED)))
 
         return recorded
 

@@ -59,8 +59,8 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         player.run()
         infinity.synchronize(model)
         _require_same(player, wanted)
+        infinity.close(model)  # which may meet the failed transfer, and then did not make the last step durable
         counts["ended well"] += 1
-        infinity.close(model)
     except (Closed, infinity.InfinityError) as error:
         if player._ended:
             counts["closed before the end"] += 1
