@@ -13,7 +13,7 @@ MasterName = Literal["weight", "split16", "fp32", "none"]
 MomentsName = Literal["fp32", "bf16", "int8"]
 RuleName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
 FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "shuffle", "lose", "kill", "kill_after"]
-IOClassName = Literal["weights", "activations", "states"]
+IOClassName = Literal["weights", "activations", "states", "writeback"]
 
 class Arena:
     """One anonymous, 2 MiB-aligned mapping of exactly `nbytes` bytes; pages are touched on first use."""
@@ -329,6 +329,10 @@ class UpdateFuture(IOFuture):
     @property
     def finite(self) -> bool:
         """Whether all new weights and moments were, so far as they were computed."""
+    @property
+    def computed(self) -> IOFuture:
+        """Done once all new values are computed: those that live in memory are there, and the gradients are free, while
+        writes may be under way. Fails with the update, where that fails before."""
 
 class StateStream:
     """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both).
@@ -360,8 +364,10 @@ class UpdatePipeline:
         staging: Buffer,
         tile_numel: int,
         tile_bytes: int,
+        held_tiles_max: int = 0,
         isa: str | None = None,
-    ) -> None: ...
+    ) -> None:
+        """Args: staging: room for two tiles beside `held_tiles_max`."""
     @staticmethod
     def staging_tile_bytes(
         numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
@@ -419,6 +425,11 @@ class UpdatePipeline:
     @property
     def held_tiles_max(self) -> int:
         """The most tiles that held jobs have in the staging."""
+    def lend(self, memory: Buffer) -> None:
+        """More staging, for tiles that held jobs may have, until it is reclaimed: as many as fit."""
+    def reclaim(self, memory: Buffer) -> bool:
+        """Take back what was lent: begin no more tiles there and wait until none is. Held jobs that may have some must
+        be taken over or taken back before. False where a device that was given up may use the memory for ever."""
     def withdraw(self, update: UpdateFuture) -> bool:
         """Take a job back of which nothing was begun, or that is held: it fails as canceled. False, and it goes on,
         otherwise."""

@@ -152,8 +152,9 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
     )
     slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    assert backing.arena.free_bytes + fetched == round_up(slots + plan.shadow_bytes, PAGE_BYTES)
-    assert ledger.updates.shadow_bytes == plan.shadow_bytes
+    lent = ledger.updates.lent_bytes
+    assert backing.arena.free_bytes + fetched + lent == round_up(slots + plan.shadow_bytes, PAGE_BYTES)
+    assert ledger.updates.shadow_bytes + lent == plan.shadow_bytes
     if backing.landing is not None:
         assert backing.landing.space.free_bytes == backing.landing.space.nbytes
     for home in backing.homes():

@@ -18,9 +18,10 @@
 
 namespace infinity {
 
-// Bulk traffic never delays a fetch: a class is served before those after it.
-enum class IoClass : std::uint8_t { weights, activations, states };
-inline constexpr std::size_t kIoClasses = 3;
+// Bulk traffic never delays a fetch: a class is served before those after it. `writeback` is what nobody waits for: new
+// states on their way home, while others are to be read.
+enum class IoClass : std::uint8_t { weights, activations, states, writeback };
+inline constexpr std::size_t kIoClasses = 4;
 
 // A sync has no offset, no data, and as many "bytes" as its file has members.
 struct IoRequest {

@@ -8,7 +8,7 @@
 namespace infinity::bindings {
 namespace {
 
-constexpr std::array<const char*, kIoClasses> kClassNames = {"weights", "activations", "states"};
+constexpr std::array<const char*, kIoClasses> kClassNames = {"weights", "activations", "states", "writeback"};
 
 IoClass class_from(const std::string& name) {
   for (std::size_t index = 0; index < kIoClasses; ++index) {

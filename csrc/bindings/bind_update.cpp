@@ -1,4 +1,5 @@
 #include <atomic>
+#include <map>
 
 #include "bindings/common.hpp"
 #include "update/update.hpp"
@@ -30,6 +31,7 @@ PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t
 // The pipeline, and the memory its tiles are staged in.
 struct PyPipeline {
   Memory staging;  // outlives the pipeline: declared first
+  std::map<std::byte*, Memory> lent;
   Closable<UpdatePipeline> pipeline;
 
   ~PyPipeline() { close(); }
@@ -37,7 +39,10 @@ struct PyPipeline {
   void close() {
     if (pipeline.closed()) return;
     // A device that was given up may still write there.
-    if (pipeline.get()->abandoned()) static_cast<void>(new Memory(staging));
+    if (pipeline.get()->abandoned()) {
+      static_cast<void>(new Memory(staging));
+      static_cast<void>(new std::map<std::byte*, Memory>(lent));
+    }
     pipeline.close();
   }
 };
@@ -62,14 +67,18 @@ PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size
   return result;
 }
 
-// The future of an update, which also knows whether a result was not finite.
+// The future of an update, which also knows when it is computed, and whether a result was not finite.
 class PyUpdate : public PyFuture {
  public:
-  PyUpdate(Future future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)
-      : PyFuture(std::move(future), std::move(kept)), not_finite_(std::move(not_finite)) {}
+  PyUpdate(UpdateFuture future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)
+      : PyFuture(future, std::move(kept)), update_(std::move(future)), not_finite_(std::move(not_finite)) {}
   [[nodiscard]] bool finite() const { return !*not_finite_; }
+  [[nodiscard]] std::unique_ptr<PyFuture> computed() const {
+    return std::make_unique<PyFuture>(Future(update_, &update_->computed), std::vector<Memory>{});
+  }
 
  private:
+  UpdateFuture update_;
   std::shared_ptr<std::atomic<bool>> not_finite_;
 };
 
@@ -143,6 +152,31 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                     std::move(not_finite));
 }
 
+void lend(PyPipeline& self, const py::object& memory) {
+  Memory taken = memory_from(memory, true, "memory");
+  std::byte* const at = taken.data;
+  const std::size_t nbytes = taken.nbytes;
+  if (!self.lent.emplace(at, std::move(taken)).second) throw py::value_error("the memory was lent before");
+  try {
+    self.pipeline.get()->lend(at, nbytes);
+  } catch (...) {
+    self.lent.erase(at);
+    throw;
+  }
+}
+
+bool reclaim(PyPipeline& self, const py::object& memory) {
+  std::byte* const at = memory_from(memory, true, "memory").data;
+  const auto pipeline = self.pipeline.get();
+  bool free = false;
+  {
+    const py::gil_scoped_release unlocked;
+    free = pipeline->reclaim(at);
+  }
+  if (free) self.lent.erase(at);
+  return free;
+}
+
 py::dict counters_of(const PyPipeline& self) {
   const UpdateCounters counters = self.pipeline.get()->counters();
   py::dict result;
@@ -162,19 +196,21 @@ void bind_update(py::module_& module) {
            py::arg("write_offset") = py::none(), py::kw_only(), py::arg("source") = py::none(),
            py::arg("current") = true);
 
-  py::class_<PyUpdate, PyFuture>(module, "UpdateFuture").def_property_readonly("finite", &PyUpdate::finite);
+  py::class_<PyUpdate, PyFuture>(module, "UpdateFuture")
+      .def_property_readonly("finite", &PyUpdate::finite)
+      .def_property_readonly("computed", &PyUpdate::computed);
 
   py::class_<PyPipeline>(module, "UpdatePipeline")
       .def(py::init([](const PyEngine& engine, const PyPool& pool, const py::object& staging, std::size_t tile_numel,
-                       std::size_t tile_bytes, const std::optional<std::string>& isa) {
+                       std::size_t tile_bytes, std::size_t held_tiles_max, const std::optional<std::string>& isa) {
              Memory memory = memory_from(staging, true, "staging");
              auto pipeline = std::make_shared<UpdatePipeline>(engine.get(), pool.get(), memory.data, memory.nbytes,
-                                                              tile_numel, tile_bytes, isa_from(isa));
+                                                              tile_numel, tile_bytes, held_tiles_max, isa_from(isa));
              return std::unique_ptr<PyPipeline>(
-                 new PyPipeline{std::move(memory), Closable<UpdatePipeline>(std::move(pipeline))});
+                 new PyPipeline{std::move(memory), {}, Closable<UpdatePipeline>(std::move(pipeline))});
            }),
            py::arg("engine"), py::arg("pool"), py::arg("staging"), py::arg("tile_numel"), py::arg("tile_bytes"),
-           py::arg("isa") = py::none())
+           py::arg("held_tiles_max") = 0, py::arg("isa") = py::none())
       .def_static(
           "staging_tile_bytes",
           [](std::size_t numel, const std::string& weight_dtype, const std::string& master, const std::string& moments,
@@ -194,6 +230,8 @@ void bind_update(py::module_& module) {
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
       .def_property_readonly("held_tiles_max",
                              [](const PyPipeline& self) { return self.pipeline.get()->held_tiles_max(); })
+      .def("lend", &lend, py::arg("memory"))
+      .def("reclaim", &reclaim, py::arg("memory"))
       .def(
           "withdraw",
           [](const PyPipeline& self, const PyUpdate& update) {

@@ -28,10 +28,11 @@ struct Tile;
 // A job while it is being worked on. Guarded by the pipeline's mutex, but for `job` and `streams`, which do not change.
 struct Active {
   UpdateJob job;
-  Future future = std::make_shared<Completion>();
+  UpdateFuture future = std::make_shared<UpdateCompletion>();
   std::uint64_t cursor = 0;  // first element of the next tile
   std::uint64_t ahead = 0;   // held: first element of the next tile to read
   unsigned tiles = 0;        // tiles started, or read ahead, and not finished
+  unsigned uncomputed = 0;   // of those that were started
   // Read while the job, or the one that it took them over from, was held; in order, from the cursor on.
   std::deque<std::shared_ptr<Tile>> staged;
   std::optional<Failure> failure;
@@ -78,7 +79,7 @@ struct Tile {
   std::shared_ptr<Active> owner;
   std::uint64_t first = 0;
   std::size_t numel = 0;
-  std::size_t slot = 0;              // which piece of the staging
+  std::byte* slot = nullptr;         // its piece of the staging
   std::byte* memory[kStreams] = {};  // null: not read yet, or the job has no such stream
   std::size_t used = 0;              // bytes of its piece of the staging
   unsigned pending = 0;              // transfers under way

@@ -36,6 +36,21 @@ Failure canceled(const char* why) {
   return failure;
 }
 
+// Staging that belongs to somebody else.
+struct Loan {
+  std::byte* begin;
+  std::byte* end;
+  std::size_t slots;    // when it ends: those in use
+  bool ending = false;  // no slot is given out any more
+
+  [[nodiscard]] bool has(const std::byte* slot) const { return begin <= slot && slot < end; }
+};
+
+void complete(UpdateCompletion& future, const std::optional<Failure>& failure) {
+  future.computed.complete(failure);
+  future.complete(failure);
+}
+
 }  // namespace
 
 struct UpdatePipeline::Impl {
@@ -53,10 +68,11 @@ struct UpdatePipeline::Impl {
   std::deque<std::shared_ptr<Active>> jobs;   // not all tiles started
   std::deque<std::shared_ptr<Tile>> reading;  // in order; the front is the next to compute
   std::deque<std::shared_ptr<Active>> held;   // neither taken over nor taken back
-  std::vector<std::size_t> free_slots;
+  std::vector<std::byte*> free_slots;
+  std::vector<Loan> loans;
   unsigned writing = 0;   // tiles
   std::size_t ahead = 0;  // tiles that were read while held, and that no job has taken up
-  const std::size_t ahead_max;
+  std::size_t ahead_max;
   bool stop = false;
   std::optional<Failure> abandoned;  // the timeout that ended the pipeline
   UpdateCounters counters;
@@ -64,15 +80,15 @@ struct UpdatePipeline::Impl {
   std::thread driver;  // last: starts when everything else is there
 
   Impl(std::shared_ptr<IoEngine> io, std::shared_ptr<ThreadPool> threads, std::byte* memory, std::size_t slots,
-       std::size_t numel, std::size_t nbytes, Isa kernels)
+       std::size_t numel, std::size_t nbytes, std::size_t held_tiles, Isa kernels)
       : engine(std::move(io)),
         pool(std::move(threads)),
         staging(memory),
         tile_numel(numel),
         tile_bytes(nbytes),
         isa(kernels),
-        ahead_max(slots - std::max<std::size_t>(2, (slots + 1) / 2)) {
-    for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(slot);
+        ahead_max(held_tiles) {
+    for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(staging + slot * tile_bytes);
     driver = std::thread([this] { run(); });
   }
 
@@ -144,6 +160,7 @@ struct UpdatePipeline::Impl {
       if (!wanted) continue;
       if (end == active->job.numel) jobs.pop_front();
       reading.push_back(tile);
+      ++active->uncomputed;
       start_reads(lock, tile);
       return true;
     }
@@ -151,6 +168,7 @@ struct UpdatePipeline::Impl {
     if (active->failure) {
       give_up(lock, active);
     } else {
+      tell_if_computed(lock, active);
       finish_if_done(lock, active);
     }
     return true;
@@ -210,7 +228,7 @@ struct UpdatePipeline::Impl {
       if (stream->memory != nullptr) {
         tile->memory[index] = stream->memory + active.bytes(index, tile->first);
       } else {
-        tile->memory[index] = staging + tile->slot * tile_bytes + tile->used;
+        tile->memory[index] = tile->slot + tile->used;
         tile->used += active.tile_bytes(index, tile_numel);
       }
       if (stream->read_from_file()) requests.push_back(request(OpKind::read, tile, index));
@@ -223,6 +241,7 @@ struct UpdatePipeline::Impl {
 
   void compute(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
     ++writing;
+    --tile->owner->uncomputed;
     if (tile->owner->failure) return tile_done(lock, tile, writing);
     lock.unlock();
     const std::uint64_t began = now_ns();
@@ -240,10 +259,23 @@ struct UpdatePipeline::Impl {
     for (std::size_t index = 0; index < kStreams; ++index) {
       if (tile->owner->written(index)) requests.push_back(request(OpKind::write, tile, index));
     }
-    if (requests.empty()) return tile_done(lock, tile, writing);
-    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {
-      tile_done(locked, written, writing);
-    });
+    const auto owner = tile->owner;
+    if (requests.empty()) {
+      tile_done(lock, tile, writing);
+    } else {
+      transfer(lock, tile, requests,
+               [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {
+                 tile_done(locked, written, writing);
+               });
+    }
+    tell_if_computed(lock, owner);
+  }
+
+  void tell_if_computed(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Active>& active) {
+    if (active->cursor < active->job.numel || active->uncomputed > 0 || active->failure) return;
+    lock.unlock();
+    active->future->computed.complete();
+    lock.lock();
   }
 
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
@@ -251,7 +283,7 @@ struct UpdatePipeline::Impl {
     const StateStream& stream = *active.streams[index];
     const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;
     return {kind,
-            IoClass::states,
+            kind == OpKind::write && index != 0 ? IoClass::writeback : IoClass::states,  // weights are fetched again
             stream.file,
             offset + active.bytes(index, tile->first),
             tile->memory[index],
@@ -288,11 +320,20 @@ struct UpdatePipeline::Impl {
     lock.lock();
   }
 
+  void give_slot_back(std::byte* slot) {
+    const auto loan = std::find_if(loans.begin(), loans.end(), [&](const Loan& each) { return each.has(slot); });
+    if (loan != loans.end() && loan->ending) {
+      --loan->slots;
+    } else {
+      free_slots.push_back(slot);
+    }
+  }
+
   // A tile leaves the staging. `among`: those it is counted among.
   template <typename Count>
   void tile_done(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile, Count& among) {
     --tile->owner->tiles;
-    free_slots.push_back(tile->slot);
+    give_slot_back(tile->slot);
     finish_if_done(lock, tile->owner);
     --among;  // last: the destructor waits for it, and then this object is gone
     changed.notify_all();
@@ -306,7 +347,7 @@ struct UpdatePipeline::Impl {
     }
     const auto failure = active->failure;
     lock.unlock();
-    active->future->complete(failure);
+    complete(*active->future, failure);
     lock.lock();
   }
 
@@ -335,15 +376,17 @@ struct UpdatePipeline::Impl {
 };
 
 UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
-                               std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, Isa isa) {
+                               std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes,
+                               std::size_t held_tiles_max, Isa isa) {
   require(engine != nullptr && pool != nullptr && staging != nullptr,
           "an update pipeline needs an engine, a pool, staging");
   require(tile_numel > 0 && tile_numel % kCutNumel == 0, "tile_numel must be a positive multiple of 4096 elements");
   require(reinterpret_cast<std::uintptr_t>(staging) % kPageBytes == 0, "staging must be aligned to 4 KiB");
   require(tile_bytes > 0 && tile_bytes % kPageBytes == 0, "tile_bytes must be a positive multiple of 4096");
   const std::size_t slots = staging_bytes / tile_bytes;
-  require(slots >= 2, "staging must hold at least two tiles");
-  impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool), staging, slots, tile_numel, tile_bytes, isa);
+  require(slots >= 2 && slots - 2 >= held_tiles_max, "staging must hold two tiles beside those of held jobs");
+  impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool), staging, slots, tile_numel, tile_bytes,
+                                 held_tiles_max, isa);
 }
 
 UpdatePipeline::~UpdatePipeline() {
@@ -360,9 +403,9 @@ UpdatePipeline::~UpdatePipeline() {
   impl_->driver.join();
 }
 
-Future UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
+UpdateFuture UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
   auto active = activate(std::move(job), impl_->tile_numel, impl_->tile_bytes);
-  Future future = active->future;
+  UpdateFuture future = active->future;
   std::shared_ptr<Active> replaced;
   {
     std::unique_lock lock(impl_->mutex);
@@ -373,13 +416,13 @@ Future UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
     jobs.insert(first ? jobs.begin() + (front_begun ? 1 : 0) : jobs.end(), std::move(active));
   }
   impl_->changed.notify_all();
-  if (replaced != nullptr) replaced->future->complete(replaced->failure);
+  if (replaced != nullptr) complete(*replaced->future, replaced->failure);
   return future;
 }
 
-Future UpdatePipeline::hold(UpdateJob job) {
+UpdateFuture UpdatePipeline::hold(UpdateJob job) {
   auto active = activate_held(std::move(job), impl_->tile_numel, impl_->tile_bytes);
-  Future future = active->future;
+  UpdateFuture future = active->future;
   {
     const std::lock_guard lock(impl_->mutex);
     if (impl_->stop) throw std::invalid_argument("the update pipeline is closed");
@@ -389,10 +432,44 @@ Future UpdatePipeline::hold(UpdateJob job) {
   return future;
 }
 
-std::size_t UpdatePipeline::held_tiles_max() const { return impl_->ahead_max; }
+std::size_t UpdatePipeline::held_tiles_max() const {
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->ahead_max;
+}
+
+void UpdatePipeline::lend(std::byte* memory, std::size_t nbytes) {
+  require(memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % kPageBytes == 0,
+          "what is lent must be aligned to 4 KiB");
+  const std::size_t slots = nbytes / impl_->tile_bytes;
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->loans.push_back({memory, memory + nbytes, slots});
+    for (std::size_t slot = slots; slot-- > 0;) impl_->free_slots.push_back(memory + slot * impl_->tile_bytes);
+    impl_->ahead_max += slots;
+  }
+  impl_->changed.notify_all();
+}
+
+bool UpdatePipeline::reclaim(std::byte* memory) {
+  std::unique_lock lock(impl_->mutex);
+  auto& loans = impl_->loans;
+  const auto find = [&] {
+    return std::find_if(loans.begin(), loans.end(), [&](const Loan& each) { return each.begin == memory; });
+  };
+  const auto loan = find();
+  require(loan != loans.end() && !loan->ending, "what is reclaimed was not lent");
+  loan->ending = true;
+  impl_->ahead_max -= loan->slots;
+  loan->slots -= std::erase_if(impl_->free_slots, [&](const std::byte* slot) { return loan->has(slot); });
+  impl_->changed.wait(lock, [&] { return find()->slots == 0 || impl_->abandoned.has_value(); });
+  if (impl_->abandoned) return false;
+  loans.erase(find());
+  return true;
+}
 
 bool UpdatePipeline::withdraw(const Future& job) {
   std::optional<Failure> failure;
+  UpdateFuture future;
   {
     std::unique_lock lock(impl_->mutex);
     auto* queue = &impl_->held;
@@ -403,13 +480,14 @@ bool UpdatePipeline::withdraw(const Future& job) {
     }
     if (found == queue->end()) return false;
     const auto active = *found;
+    future = active->future;
     if (active->cursor == 0) failure = active->failure ? active->failure : canceled("the update was taken back");
     if (failure || queue == &impl_->held) queue->erase(found);  // a held job that failed is done
     if (!failure) return false;
     impl_->drop_staged(lock, *active);
   }
   impl_->changed.notify_all();
-  job->complete(failure);
+  complete(*future, failure);
   return true;
 }
 

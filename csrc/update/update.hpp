@@ -50,6 +50,13 @@ struct UpdateJob {
   std::uint64_t tag = 0;  // the caller's own, for the trace: of its tiles and their transfers
 };
 
+// The result of a job. `computed` is done once all new values are: what lives in memory is new, and the gradients are
+// not read any more, while writes may be under way. Where the job fails before that, the two are done together.
+struct UpdateCompletion : Completion {
+  Completion computed;
+};
+using UpdateFuture = std::shared_ptr<UpdateCompletion>;
+
 // A tile in the trace of a pipeline: while its elements were checked, updated and summed. Python reads it as it lies in
 // memory (infinity/io/events.py).
 struct TileEvent {
@@ -80,19 +87,20 @@ struct UpdateCounters {
 // what is kept in memory may be new in part.
 //
 // [Note: held jobs] What a job reads can be known before what it computes. A held job reads its tiles as far as the
-// staging reaches, when no other job has tiles to read, and leaves at least half of the staging, and two tiles, to the
-// others; it computes and writes nothing. The job that is decided takes over what it has, also what is still on its
+// staging reaches, when no other job has tiles to read, and leaves the others what is not for held jobs; it computes
+// and writes nothing. The job that is decided takes over what it has, also what is still on its
 // way, and reads what is missing. A failure of a held job fails the job that takes it over, too.
 //
 // Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
 // is known to be complete: every job, present and future, fails with it.
 class UpdatePipeline {
  public:
-  // `staging` is 4 KiB-aligned and holds at least two tiles of `tile_bytes`, a multiple of 4 KiB.
-  // `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a multiple of 4 KiB.
-  // Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
+  // `staging` is 4 KiB-aligned and holds at least two tiles of `tile_bytes`, a multiple of 4 KiB, beside those that
+  // held jobs may have there. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a
+  // multiple of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
-                 std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
+                 std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t held_tiles_max,
+                 Isa isa);
   // Waits for what is in flight; jobs not begun fail with ECANCELED.
   ~UpdatePipeline();
   UpdatePipeline(const UpdatePipeline&) = delete;
@@ -101,13 +109,20 @@ class UpdatePipeline {
   // With `first` the job comes before those not begun. With `held` it takes that job over, which is then done, and must
   // be of the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit
   // the staging.
-  Future submit(UpdateJob job, bool first = false, const Future& held = nullptr);
+  UpdateFuture submit(UpdateJob job, bool first = false, const Future& held = nullptr);
   // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` its format, numel and tag count, and those of
   // its states that are given, each in a file, where nothing may change it until the job is taken over or taken back.
   // Throws as submit.
-  Future hold(UpdateJob job);
+  UpdateFuture hold(UpdateJob job);
   // The most tiles that held jobs have in the staging.
   [[nodiscard]] std::size_t held_tiles_max() const;
+  // More staging, all of it for tiles that held jobs may have: as many as fit. `memory` is 4 KiB-aligned, and the
+  // pipeline's until `reclaim` has returned true.
+  void lend(std::byte* memory, std::size_t nbytes);
+  // Starts no more tiles in memory that was lent and waits until none is there; held jobs that have some must be taken
+  // over or taken back, or this waits for ever. False where a device was given up that may still use the memory: it
+  // must never be freed. Throws std::invalid_argument when it was not lent.
+  [[nodiscard]] bool reclaim(std::byte* memory);
   // Takes a job back of which no tile was started, or that is held: it fails with ECANCELED, having touched nothing.
   // False, and the job goes on, when it was begun.
   bool withdraw(const Future& job);

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from infinity import _native
 
 OPERATIONS = ("read", "write", "sync")
-IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states")
+IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states", "writeback")
 
 IO_EVENT = np.dtype(
     [

@@ -22,8 +22,8 @@ from infinity.state.plan import Overlap
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
 _SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
-_AHEAD_SHARE = 1 / 4  # of host memory that nothing else wants
-_AHEAD_BYTES_MAX = 512 << 20  # what comes after it streams in while this is updated
+_AHEAD_SHARE_OF_ROOM = 1 / 4  # host memory that nothing else wants
+_AHEAD_SHARE_OF_STATES = 1 / 2  # the rest streams in while these are updated, and they stream out
 
 
 @dataclass(frozen=True)
@@ -103,16 +103,19 @@ def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
-def ahead_bytes(config: SwapConfig, totals: Totals, placed: Placement, tile_bytes: int, room: int) -> int:
+def ahead_bytes(
+    config: SwapConfig, totals: Totals, placed: Placement, tile_bytes: int, room: int, shadow_bytes: int
+) -> int:
     """Staging, in whole tiles, for states that are read before the step is decided.
 
     Args:
         room: bytes of host memory that nothing else wants.
+        shadow_bytes: that are lent to the staging where no updates begin early.
     """
     if config.overlap == "off":
         return 0
-    moved = totals.state_of(_moved(totals, placed))
-    return min(int(room * _AHEAD_SHARE), _AHEAD_BYTES_MAX, moved) // tile_bytes * tile_bytes
+    wanted = int(totals.state_of(_moved(totals, placed)) * _AHEAD_SHARE_OF_STATES) - shadow_bytes
+    return min(int(room * _AHEAD_SHARE_OF_ROOM), max(wanted, 0)) // tile_bytes * tile_bytes
 
 
 def _moved(totals: Totals, placed: Placement) -> frozenset[int]:

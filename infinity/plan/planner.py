@@ -150,7 +150,8 @@ def _reserve_early(
     host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
     early = plan_early(config, totals, placed, gradients, swap, budgets.host - host)
     host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
-    early = replace(early, ahead_bytes=ahead_bytes(config, totals, placed, staging.tile_bytes, budgets.host - host))
+    ahead = ahead_bytes(config, totals, placed, staging.tile_bytes, budgets.host - host, early.shadow_bytes)
+    early = replace(early, ahead_bytes=ahead)
     return swap + early.spare_bytes, host + early.ahead_bytes, early
 
 

@@ -151,7 +151,12 @@ class Backing:
             self._register()
             self.pool = _native.ThreadPool(plan.threads, numa_node=node)
             self.pipeline = _native.UpdatePipeline(
-                self.engine, self.pool, self.staging.view(), plan.tile_numel, plan.tile_bytes
+                self.engine,
+                self.pool,
+                self.staging.view(),
+                plan.tile_numel,
+                plan.tile_bytes,
+                held_tiles_max=plan.ahead_bytes // plan.tile_bytes,
             )
         except BaseException:
             self.engine.close()

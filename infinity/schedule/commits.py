@@ -59,6 +59,7 @@ class Resumed:
         self.step = step
         self.body = body
         self.unclaimed = set(body.tracked)
+        self.rewound = False
         self.with_hyperparameters: set[int] = set()
 
     def give_back(self, name: str, item: Stateful) -> None:
@@ -232,6 +233,17 @@ class Commits:
             with self._telling():
                 self._body = document.copy_of(self._body_now(before_forward=True))
         self.tracking.forward_begins()
+
+    def rewind(self) -> None:
+        """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
+        if self.resumed is None or self.resumed.rewound:
+            return
+        self.resumed.rewound = True
+        if self.resumed.body.rng_before_forward is not None:
+            rng.restore(self.resumed.body.rng_before_forward)
+        if self.resumed.unclaimed:
+            unclaimed = ", ".join(sorted(self.resumed.unclaimed))
+            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)
 
     def step_begins(self) -> None:
         """Something will be written. A commit that a forward has frozen is finished; one that no forward has, gives

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -60,10 +59,11 @@ class Ledger:
         self._staying = frozenset(unit.index for unit in units if unit.resident)
         self.arrivals = Arrivals(units)
         self.updates = Updates(units, backing, self.gradients)
-        self.residents = Residents(units, parameters, backing, self.updates, self.timeline, self._land_update)
+        self.residents = Residents(
+            units, parameters, backing, self.updates, self.timeline, self._take_in, self._land_update
+        )
         self.guesses = Guesses(backing.plan.overlap)
         self.commits = Commits(backing)
-        self._rng_before_forward: dict[str, Any] | None = None
         self.hooks: list[RemovableHandle] = []  # on parameters
 
     # -- what runtime calls -------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class Ledger:
 
     def _bring(self, record: UnitRecord) -> None:
         self.require_usable()
-        self._advance_commit()
+        self._carry_on()
         with self._timeouts():
             self.residents.bring(record)
 
@@ -98,8 +98,8 @@ class Ledger:
                 if self.guesses.mode == "off":
                     self.commits.finish()
             with self._lock:
-                self._advance_commit()
-            self._rewind()
+                self._carry_on()
+                self.commits.rewind()
         with self._lock:
             self.residents.training = training
             if not training:
@@ -128,7 +128,7 @@ class Ledger:
     def hold(self, indices: Sequence[int]) -> None:
         """The backward of these units begins: bring them, keep them until that of other units begins."""
         with self._lock:
-            self._advance_commit()
+            self._carry_on()
             self.residents.hold(indices)
             with self._timeouts():
                 self.gradients.backward_begins(indices, self._staying)
@@ -148,7 +148,7 @@ class Ledger:
         """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
         self._require_open()
         with self._lock, self._timeouts():
-            self._land_update(place.unit.index)
+            self._take_in(place.unit.index)
             if place.unit.index in self.updates.guesses:
                 self._undo(
                     "a gradient came for a unit whose update had begun",
@@ -170,6 +170,7 @@ class Ledger:
         """An outermost backward pass brings its first gradient."""
         with self._lock:
             self.arrivals.begin_pass()
+            self._carry_on()
             self._read_ahead()
 
     @whole
@@ -313,6 +314,7 @@ class Ledger:
             or (self.commits.under_way and not self.commits.frozen)
         ):
             return
+        self._carry_on()
         self._finish_commit()  # what the new generation names must not be written to before it is durable
         with self._committing():
             self.settle()
@@ -332,6 +334,7 @@ class Ledger:
         if optimizer is None or self.guesses.mode == "off" or self.failed is not None or self.closed:
             return
         if self.arrivals.last_pass(optimizer.accumulation_steps):
+            (self.updates.reclaim_shadows if self._guesses_now else self.updates.lend_shadows)()
             order = self.residents.order()
             waiting = (index for index in order if not (self._guesses_now and self.updates.can_guess(index)))
             self.updates.read_ahead(waiting, self.steps + 1)
@@ -348,17 +351,31 @@ class Ledger:
             self.failed = self.failed or error
             raise
 
+    def _take_in(self, index: int) -> None:
+        self._await_update(index, written=False)
+
     def _land_update(self, index: int) -> None:
-        if index not in self.updates.decided:
+        if index in self.updates.decided:
+            self._await_update(index, written=True)
+            self._advance_commit()
+
+    def _await_update(self, index: int, *, written: bool) -> None:
+        update = self.updates.decided.get(index)
+        if update is None or (update.taken_in and not written):
             return
         try:
-            with self.timeline.stall("update", self.records[index].unit.name):
+            with self.timeline.stall("update", update.unit.name):
                 with interruptible():
-                    self.updates.decided[index].wait()
-                self.updates.land(index)
+                    update.wait(written=written)
+                (self.updates.land if written else self.updates.take_in)(index)
         except SwapIOError as error:
             self.failed = self.failed or error
             raise
+
+    def _carry_on(self) -> None:
+        """Land what is done, and carry on with a commit as far as possible without waiting."""
+        for index in [index for index, update in self.updates.decided.items() if update.done()]:
+            self._land_update(index)
         self._advance_commit()
 
     def _land_updates(self) -> None:
@@ -389,16 +406,6 @@ class Ledger:
             self._land_updates()
             with self._committing():
                 self.commits.finish()
-
-    def _rewind(self) -> None:
-        """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
-        if self._rng_before_forward is not None:
-            states, self._rng_before_forward = self._rng_before_forward, None
-            rng.restore(states)
-        if self.commits.resumed is not None and self.commits.resumed.unclaimed:
-            unclaimed = ", ".join(sorted(self.commits.resumed.unclaimed))
-            self.commits.resumed.unclaimed = set()
-            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)
 
     @contextmanager
     def _committing(self) -> Iterator[None]:
@@ -441,7 +448,6 @@ class Ledger:
         body = parse_body(manifest.body, f"generation {manifest.step}")
         self.commits.resumed = Resumed(manifest.step, body)
         rng.restore(body.rng)
-        self._rng_before_forward = body.rng_before_forward
         return body
 
     # -- checks -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
     RELEASED ──start──▶ FETCHING ──finish──▶ RESIDENT ──evict──▶ RELEASED
                                                 │ step              ▲
-                                                └─────▶ UPDATING ───┘ or back to RESIDENT, when its update is done
+                                                └─────▶ UPDATING ───┘ or back to RESIDENT, when that is computed
 
 An UPDATING unit's slot is where its update works, or reads; its parameters are placeholders, as those of a released
 one. A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
@@ -77,7 +77,7 @@ class Residents:
         training: which trace the visits belong to.
 
     Args:
-        land: waits for a unit's decided update, if there is one, and lands it.
+        take_in, land: wait for a unit's decided update, if there is one, as Updates.take_in and .land do.
     """
 
     def __init__(
@@ -87,11 +87,13 @@ class Residents:
         backing: Backing,
         updates: Updates,
         timeline: Timeline,
+        take_in: Callable[[int], None],
         land: Callable[[int], None],
     ) -> None:
         self._backing = backing
         self._updates = updates
         self._timeline = timeline
+        self._take_in = take_in
         self._land = land
         self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
         self.at: dict[int, UnitRecord] = {}
@@ -196,8 +198,8 @@ class Residents:
         record.residency, record.stale = Residency.UPDATING, update.place.speculative
 
     def _settle(self, record: UnitRecord) -> None:
-        """Before a unit is used: its update must be done, this one only."""
-        self._land(record.unit.index)
+        """Before a unit is used: its update must be computed, this one only."""
+        self._take_in(record.unit.index)
         if record.residency is not Residency.UPDATING or record.slot is None:
             return
         if record.stale:
@@ -285,8 +287,8 @@ class Residents:
         decided = self._updates.decided.get(record.unit.index)
         if decided is None or self._backing.weights[record.unit.index].lease is None:
             return True
-        if decided.done():
-            self._land(record.unit.index)
+        if decided.computed():
+            self._take_in(record.unit.index)
             return True
         return False
 
@@ -326,7 +328,7 @@ class Residents:
     def _evict(self, record: UnitRecord) -> None:
         if record.residency is Residency.FETCHING:
             self._finish(record)
-        if record.residency is Residency.UPDATING:
+        if record.residency is Residency.UPDATING or self._updates.writes_from_slot(record.unit.index):
             self._land(record.unit.index)
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)

@@ -77,6 +77,11 @@ class UpdateTransfer(Transfer):
         """After `result`: whether all new weights and moments were."""
         return self.future.finite
 
+    @property
+    def computed(self) -> Transfer:
+        """Until the new values are computed: in memory they are there, and the gradients are free."""
+        return Transfer(self.future.computed, self.unit, self.state, self.step)
+
     def land(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""
         for home, slot in self.moves:

@@ -2,17 +2,18 @@
 
 [Note: a step is a dataflow]
 
-    gradients complete ──guess──▶ GUESSED ──step() agrees──▶ DECIDED ──done──▶ landed
+    gradients complete ──guess──▶ GUESSED ──step() agrees──▶ DECIDED
                                      └──step() disagrees, or never comes──▶ undone: what was current still is
-    step() ────────────────────────────────────────────────▶ DECIDED ──done──▶ landed
+    step() ─────────────────────────────────▶ DECIDED ──computed──▶ taken in ──written──▶ landed
     backward begins ──▶ first states READ AHEAD ──taken over──┘
 
 A guess is that the step will neither clip nor skip, with the hyperparameters of now. It reads what is current and
 writes beside it: into a slot of the store that nobody names, and for weights in RAM into other memory. So it may be
 dropped at any time, and whoever looks meanwhile sees the weights of before.
 
-A decided update may overwrite. From its landing on the new values count. Until then whoever wants the unit waits for
-this unit alone: `Ledger._settle` is the one place.
+A decided update may overwrite. Whoever wants the unit waits for this unit alone, and where its new weights are in
+memory only until they are computed: then they are taken in, while what goes to the store may still be on its way there.
+From the landing on that counts, too.
 
 Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
 """
@@ -49,6 +50,7 @@ class UnitUpdate:
         place: where its weights are and go, and whether it is a guess.
         committed: it writes what a generation needs.
         viewed: somebody holds views of the weights' memory, so that the new ones must go there.
+        taken_in: the new weights that are in memory count.
     """
 
     unit: Unit
@@ -57,14 +59,18 @@ class UnitUpdate:
     committed: bool
     transfers: dict[int, UpdateTransfer]
     viewed: bool = False
+    taken_in: bool = False
+
+    def computed(self) -> bool:
+        return all(transfer.computed.done() for transfer in self.transfers.values())
 
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers.values())
 
-    def wait(self) -> None:
-        """Until it is done, well or not."""
+    def wait(self, *, written: bool) -> None:
+        """Until it is computed, or `written` as well: well or not."""
         for transfer in self.transfers.values():
-            transfer.wait()
+            (transfer if written else transfer.computed).wait()
 
 
 class Updates:
@@ -72,7 +78,8 @@ class Updates:
 
     Attributes:
         guesses, decided: by unit.
-        shadow_bytes: host memory that is free for the new weights of early updates.
+        shadow_bytes: host memory that is free for the new weights of early updates; while these are not worth while it
+            is lent to the staging.
         ahead: what was read for updates that are neither.
     """
 
@@ -89,6 +96,7 @@ class Updates:
         self.guesses: dict[int, UnitUpdate] = {}
         self.decided: dict[int, UnitUpdate] = {}
         self.ahead = ReadAhead(units, backing)
+        self._lent: list[Lease] = []
 
     # -- guesses ------------------------------------------------------------------------------------------------------
 
@@ -131,6 +139,36 @@ class Updates:
             self._submit(self.guesses, unit, wanted, place, step, committed=committed)
         return True
 
+    @property
+    def lent_bytes(self) -> int:
+        """Of the memory for early updates, what the staging has."""
+        return sum(lease.nbytes for lease in self._lent)
+
+    def lend_shadows(self) -> None:
+        """No early updates for now: have their memory used for states that are read ahead."""
+        for index in sorted(self._backing.plan.weights_in_ram):
+            nbytes = self._units[index].weight_bytes
+            if not 0 < nbytes <= self.shadow_bytes:
+                continue
+            with interrupts_deferred():
+                lease = self._backing.arena.try_lease(nbytes)
+                if lease is not None:
+                    self._backing.pipeline.lend(lease.view())
+                    self._lent.append(lease)
+                    self.shadow_bytes -= lease.nbytes
+
+    def reclaim_shadows(self) -> None:
+        """Early updates are worth while again. What was read ahead is dropped; waits for writes from that memory."""
+        if not self._lent:
+            return
+        self.ahead.drop(but=())
+        with interrupts_deferred():
+            while self._lent:
+                lease = self._lent.pop()
+                if self._backing.pipeline.reclaim(lease.view()):  # else a device that was given up may still use it
+                    lease.release()
+                    self.shadow_bytes += lease.nbytes
+
     def read_ahead(self, order: Iterable[int], step: int) -> None:
         """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
         under_way = self.guesses.keys() | self.decided.keys()
@@ -143,7 +181,7 @@ class Updates:
 
     @staticmethod
     def _reads_slot(update: UnitUpdate) -> bool:
-        return update.place.speculative and update.place.slot is not None and not update.done()
+        return update.place.speculative and update.place.slot is not None and not update.computed()
 
     def reads_slot(self, index: int) -> bool:
         """Whether an early update reads the weights from the slot of this unit, so that it must stay."""
@@ -249,7 +287,23 @@ class Updates:
 
     # -- landing ------------------------------------------------------------------------------------------------------
 
-    def land(self, index: int) -> UnitUpdate | None:
+    def take_in(self, index: int) -> None:
+        """Wait until the decided update of a unit, if there is one, is computed: where its new weights are in memory
+        they count from now on, and its gradients are not needed any more.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
+        update = self.decided.get(index)
+        if update is None or update.taken_in:
+            return
+        wait_all(transfer.computed for transfer in update.transfers.values())
+        with interrupts_deferred():
+            if update.place.shadow is not None:
+                self._swap(update, update.place.shadow)
+            update.taken_in = True
+
+    def land(self, index: int) -> None:
         """Wait for the decided update of a unit, if there is one: its new values count from now on.
 
         Raises:
@@ -257,13 +311,12 @@ class Updates:
         """
         update = self.decided.get(index)
         if update is None:
-            return None
+            return
+        self.take_in(index)
         wait_all(update.transfers.values())
         with interrupts_deferred():
             for transfer in update.transfers.values():
                 transfer.land()
-            if update.place.shadow is not None:
-                self._take_in(update, update.place.shadow)
             del self.decided[index]
         if not all(transfer.finite for transfer in update.transfers.values()):
             logger.warning(
@@ -271,9 +324,13 @@ class Updates:
                 next(iter(update.transfers.values())).step,
                 update.unit.name,
             )
-        return update
 
-    def _take_in(self, update: UnitUpdate, shadow: Lease) -> None:
+    def writes_from_slot(self, index: int) -> bool:
+        """Whether a decided update may write weights to the store from the slot they are used in."""
+        update = self.decided.get(index)
+        return update is not None and update.place.slot is not None and not update.done()
+
+    def _swap(self, update: UnitUpdate, shadow: Lease) -> None:
         """The memory with the new weights is their home now."""
         index = update.unit.index
         weights = self._backing.weights[index]

@@ -28,7 +28,8 @@ class Plan:
         keep: generations that stay.
         overlap: when updates run (auto | during_backward | before_forward | off), resolved where it is not possible.
         spare_units: indices of the units that have another slot for early updates although no generations are kept.
-        shadow_bytes: host memory for the new weights of early updates, where the weights live in RAM.
+        shadow_bytes: host memory for the new weights of early updates, where the weights live in RAM; lent to the
+            staging while none begins early.
         gradient_fp32: the host memory reserved for gradients has room for fp32.
         slot_bytes: device memory for fetched weights.
         staging_bytes: host memory for the tiles of the update, `tile_numel` elements in `tile_bytes` each;
@@ -149,6 +150,8 @@ class Plan:
         text = f"{texts[self.overlap]} (overlap: {self.overlap})"
         if self.ahead_bytes:
             text += f", {format_bytes(self.ahead_bytes)} to read states ahead"
+        if self.shadow_bytes:
+            text += f", {format_bytes(self.shadow_bytes)} for that or for new weights"
         return f"{text}; {self.overlap_reason}" if self.overlap_reason else text
 
     def describe(self) -> str:

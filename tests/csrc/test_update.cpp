@@ -62,7 +62,7 @@ TEST_CASE("jobs from many threads are all done") {
   EngineOptions options;
   options.block_bytes = 2 * kPageBytes;
   Rig rig(options);
-  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes, 2,
                           Isa::baseline);
   pipeline.trace(true, 1000);
   std::atomic<unsigned> failed{0};
@@ -86,7 +86,7 @@ TEST_CASE("without arithmetic the states stay as they are") {
   const Pages after(3 * kNumel * 4);
   REQUIRE(wait(rig.engine->submit({OpKind::write, IoClass::states, rig.file, 0, before.data(), before.nbytes()})) ==
           nullptr);
-  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+  UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes, 2,
                           Isa::baseline);
   CHECK(wait(pipeline.submit(rig.job(false))) == nullptr);
   REQUIRE(wait(rig.engine->submit({OpKind::read, IoClass::states, rig.file, 0, after.data(), after.nbytes()})) ==
@@ -102,7 +102,7 @@ TEST_CASE("a device that is given up in the middle of a job fails it and whateve
     auto rig = std::make_unique<Rig>(options);
     {
       UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile, kTileBytes,
-                              Isa::baseline);
+                              2, Isa::baseline);
       std::vector<Future> futures;
       for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig->job(true, job)));
       const auto failure = wait(futures[0]);  // the later ones may have overtaken it
@@ -119,7 +119,7 @@ TEST_CASE("closing a pipeline completes every job") {
     Rig rig({});
     std::vector<Future> futures;
     {
-      UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+      UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes, 2,
                               Isa::baseline);
       for (unsigned job = 0; job < 3; ++job) futures.push_back(pipeline.submit(rig.job(true, job)));
     }
@@ -134,8 +134,9 @@ TEST_CASE("held jobs from many threads are taken over or taken back, and the oth
   std::vector<std::thread> threads;
   std::atomic<unsigned> failed{0};
   std::vector<Future> left;
+  const Pages lent(2 * kTileBytes);
   {
-    UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes,
+    UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes, 2,
                             Isa::baseline);
     REQUIRE(pipeline.held_tiles_max() == 2);
     for (std::uint64_t thread = 0; thread < 3; ++thread) {
@@ -157,8 +158,14 @@ TEST_CASE("held jobs from many threads are taken over or taken back, and the oth
         }
       });
     }
+    for (unsigned round = 0; round < 8; ++round) {
+      pipeline.lend(lent.data(), lent.nbytes());
+      for (unsigned turn = 0; turn < 100; ++turn) std::this_thread::yield();
+      if (!pipeline.reclaim(lent.data())) ++failed;
+    }
     for (auto& thread : threads) thread.join();
     for (std::uint64_t job = 0; job < 3; ++job) left.push_back(pipeline.hold(rig.job(true, job)));
+    CHECK(pipeline.held_tiles_max() == 2);
     left.push_back(pipeline.submit(rig.job(true, 3), true, left[0]));
   }
   CHECK(failed == 0);
@@ -173,7 +180,7 @@ TEST_CASE("a device that is given up fails held jobs, and those that take them o
     auto rig = std::make_unique<Rig>(options);
     {
       UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile, kTileBytes,
-                              Isa::baseline);
+                              2, Isa::baseline);
       const Future held = pipeline.hold(rig->job(true));
       if (index % 2 == 0 && index < 6) static_cast<void>(wait(held));  // of its two tiles, three states each
       std::vector<Future> futures;

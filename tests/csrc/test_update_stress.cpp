@@ -175,7 +175,7 @@ void stress(const std::string& name, unsigned threads, unsigned rounds) {
   file->keep_checksums(threads * 6 * kState);
   const Pages staging(3 * kTileBytes);
   UpdatePipeline pipeline(engine, std::make_shared<ThreadPool>(2), staging.data(), staging.nbytes(), kTile, kTileBytes,
-                          Isa::baseline);
+                          1, Isa::baseline);
   Counts counts;
   std::vector<std::unique_ptr<Unit>> units;
   for (unsigned index = 0; index < threads; ++index) units.push_back(std::make_unique<Unit>(engine, file, index));
@@ -217,7 +217,7 @@ TEST_CASE("a pipeline that is closed while others submit and cancel completes ev
     for (unsigned index = 0; index < 3; ++index) units.push_back(std::make_unique<Unit>(engine, file, index));
     {
       UpdatePipeline pipeline(engine, std::make_shared<ThreadPool>(2), staging.data(), staging.nbytes(), kTile,
-                              kTileBytes, Isa::baseline);
+                              kTileBytes, 1, Isa::baseline);
       for (const auto& unit : units) {
         futures.push_back(pipeline.submit(unit->job(true, false), true));
         fetches.push_back(unit->read_after(futures.back(), true));

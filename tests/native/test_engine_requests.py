@@ -90,15 +90,15 @@ def test_buffered_files_take_any_size_and_offset(engine_name: str, tmp_path: Pat
 @pytest.mark.parametrize("queue_depth", [1, 4, 64])
 def test_many_requests_of_all_classes_share_the_queue(engine_name: str, file: _native.File, queue_depth: int) -> None:
     engine = _native.IOEngine(engine_name, block_bytes=PAGE, queue_depth=queue_depth, threads=3)
-    classes = ["weights", "activations", "states"]
+    classes = ["weights", "activations", "states", "writeback"]
     sizes = [(1 + index * 7 % 5) * PAGE for index in range(96)]
     offsets = [sum(sizes[:index]) for index in range(96)]
     data = [noise(nbytes, seed) for seed, nbytes in enumerate(sizes)]
     back = [pages(nbytes) for nbytes in sizes]
-    writes = [engine.write(file, at, view, classes[at % 3]) for at, view in zip(offsets, data, strict=True)]
+    writes = [engine.write(file, at, view, classes[at % 4]) for at, view in zip(offsets, data, strict=True)]
     for future in writes:
         succeed(future)
-    reads = [engine.read(file, at, view, classes[at % 3]) for at, view in zip(offsets, back, strict=True)]
+    reads = [engine.read(file, at, view, classes[at % 4]) for at, view in zip(offsets, back, strict=True)]
     for future in reads:
         succeed(future)
     assert back == data
@@ -111,7 +111,7 @@ def test_many_requests_of_all_classes_share_the_queue(engine_name: str, file: _n
 def test_no_class_waits_for_the_others_to_run_dry(engine_name: str, tmp_path: Path, waiting: str) -> None:
     """Which request an operation served is seen by failing that operation: one of the first few is of `waiting`."""
     file = _native.File(str(tmp_path / "swap"), create=True)
-    classes = ["weights", "activations", "states"]
+    classes = ["weights", "activations", "states", "writeback"]
     bulk = pages(512 * PAGE)
     served = None
     for index in range(1, 200):

@@ -151,7 +151,7 @@ def test_a_read_that_failed_ahead_fails_the_job_that_takes_it_over(wait: bool, t
     good.pipeline.close()
     engine = _native.IOEngine("threads", faults=[_native.Fault(0, "error", 5)])
     nbytes = 3 * _native.UpdatePipeline.staging_tile_bytes(8192, weight_dtype="bf16", master="split16", moments="fp32")
-    pipeline = _native.UpdatePipeline(engine, good.pool, good.take(nbytes), 8192, nbytes // 3)
+    pipeline = _native.UpdatePipeline(engine, good.pool, good.take(nbytes), 8192, nbytes // 3, held_tiles_max=1)
     good.pipeline = pipeline
     held = hold(good, streams)
     if wait:
@@ -181,3 +181,55 @@ def test_a_job_of_another_form_cannot_be_taken_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not read ahead"):
         hold(bench, {"exp_avg": bench.stream("exp_avg", "both")})
     bench.close()
+
+
+def test_lent_memory_is_staging_until_it_is_reclaimed(expected: dict[str, bytes], tmp_path: Path) -> None:
+    tile = 4096
+    bench = Bench(tmp_path, "io_uring", tile, 2)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    nbytes = _native.UpdatePipeline.staging_tile_bytes(
+        tile, weight_dtype="bf16", master="split16", moments="fp32", gradients=True
+    )
+    first, second = bench.take(4 * nbytes + 4096), bench.take(2 * nbytes)
+    bench.pipeline.lend(first)
+    bench.pipeline.lend(second)
+    assert bench.pipeline.held_tiles_max == 1 + 4 + 2
+    with pytest.raises(ValueError, match="lent before"):
+        bench.pipeline.lend(first)
+    before = bench.engine.counters()["read_bytes_states"]
+    held = hold(bench, streams)
+    while bench.engine.counters()["read_bytes_states"] - before < 7 * tile * 12:
+        pass
+    future = decide(bench, streams, held, SEGMENTS)
+    assert bench.pipeline.reclaim(first), "while the update is under way"
+    assert bench.pipeline.held_tiles_max == 1 + 2
+    first[:] = b"\xa5" * first.nbytes
+    assert future.wait(60)
+    assert future.failure() is None
+    assert bench.pipeline.counters()["ahead"] == 7
+    for name in STATES:
+        assert bench.result(name, from_file=True) == expected[name], name
+    assert bench.submit(streams, SEGMENTS).wait(60)
+    assert bytes(first) == b"\xa5" * first.nbytes
+    with pytest.raises(ValueError, match="not lent"):
+        bench.pipeline.reclaim(first)
+    assert bench.pipeline.reclaim(second)
+    assert bench.pipeline.held_tiles_max == 1
+    bench.close()
+
+
+def test_memory_that_a_lost_device_may_use_is_not_given_back(tmp_path: Path) -> None:
+    good = Bench(tmp_path, "io_uring", 8192, 1)
+    streams = {name: good.stream(name, "file") for name in STATES}
+    good.pipeline.close()
+    lost = _native.Fault(0, "lose", repeat=1 << 20)
+    engine = _native.IOEngine("io_uring", deadline_s=1.0, faults=[lost])
+    nbytes = _native.UpdatePipeline.staging_tile_bytes(8192, weight_dtype="bf16", master="split16", moments="fp32")
+    good.pipeline = _native.UpdatePipeline(engine, good.pool, good.take(2 * nbytes), 8192, nbytes)
+    lent = good.take(2 * nbytes)
+    good.pipeline.lend(lent)
+    held = hold(good, streams)
+    assert held.wait(60)
+    assert not good.pipeline.reclaim(lent)
+    good.close()
+    engine.close()

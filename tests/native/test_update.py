@@ -54,7 +54,9 @@ class Bench:
         nbytes = _native.UpdatePipeline.staging_tile_bytes(
             tile, weight_dtype="bf16", master="split16", moments="fp32", gradients=True
         )
-        self.pipeline = _native.UpdatePipeline(self.engine, self.pool, self.take(3 * nbytes), tile, nbytes)
+        self.pipeline = _native.UpdatePipeline(
+            self.engine, self.pool, self.take(3 * nbytes), tile, nbytes, held_tiles_max=1
+        )
         self.values = initial()
         self.memory: dict[str, memoryview] = {}
         self.offsets = {name: index * (1 << 20) for index, name in enumerate(STATES)}
@@ -167,11 +169,11 @@ def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
         for name in STATES
     }
     before = {name: bench.result(name, from_file=True) for name in STATES}
-    written = bench.engine.counters()["write_bytes_states"]
+    written = written_bytes(bench)
     future = bench.submit(streams, [segment(0, 20_000)], whole=True)
     assert future.wait(60)
     assert future.failure() is None
-    moved = bench.engine.counters()["write_bytes_states"] - written
+    moved = written_bytes(bench) - written
     assert moved == sum(-(-NUMEL * ITEM[name] // 4096) * 4096 for name in STATES)
     assert {name: bench.result(name, from_file=True) for name in STATES} == before
     for name in STATES:
@@ -182,6 +184,11 @@ def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
         assert found[: touched * ITEM[name]] == expected[name][: touched * ITEM[name]], name
         assert found[touched * ITEM[name] :] == before[name][touched * ITEM[name] :], name
     bench.close()
+
+
+def written_bytes(bench: Bench) -> int:
+    counters = bench.engine.counters()
+    return counters["write_bytes_states"] + counters["write_bytes_writeback"]
 
 
 def test_jobs_are_done_in_order_and_flow_into_each_other(tmp_path: Path) -> None:
@@ -203,12 +210,11 @@ def test_jobs_are_done_in_order_and_flow_into_each_other(tmp_path: Path) -> None
 def test_tiles_with_nothing_to_do_are_not_moved(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "threads", 4096, 1)
     streams = {name: bench.stream(name, "file") for name in STATES}
-    before = bench.engine.counters()
+    before = written_bytes(bench)
     future = bench.submit(streams, [segment(0, 50_000, skip=True), segment(60_000, 60_100)])
     assert future.wait(60)
-    after = bench.engine.counters()
-    assert after["read_bytes_states"] == 4096 * 12
-    assert after["write_bytes_states"] - before["write_bytes_states"] == 4096 * 12
+    assert bench.engine.counters()["read_bytes_states"] == 4096 * 12
+    assert written_bytes(bench) - before == 4096 * 12
     assert bench.pipeline.counters()["tiles"] == 1
     bench.close()
 
@@ -247,7 +253,7 @@ def test_inconsistent_jobs_are_refused(tmp_path: Path) -> None:
         bench.submit(streams | {"exp_avg": _native.StateStream()}, SEGMENTS)
     with pytest.raises(ValueError, match="multiple of 4096"):
         _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 20), 1000, 4096)
-    with pytest.raises(ValueError, match="at least two tiles"):
+    with pytest.raises(ValueError, match="two tiles beside"):
         _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096, 1 << 16)
     bench.close()
 
@@ -361,12 +367,12 @@ def test_gradients_are_read_from_the_file(tile: int, expected: dict[str, bytes],
     bench = Bench(tmp_path, "io_uring", tile, 2)
     bench.file.keep_checksums(8 << 20)
     assert bench.engine.write(bench.file, 6 << 20, bench.grad).wait(60)
-    written = bench.engine.counters()["write_bytes_states"]
+    written = written_bytes(bench)
     streams = {name: bench.stream(name, "file") for name in STATES}
     future = bench.submit(streams, SEGMENTS, grad=_native.StateStream(file=bench.file, offset=6 << 20))
     assert future.wait(60)
     assert future.failure() is None
-    moved = bench.engine.counters()["write_bytes_states"] - written
+    moved = written_bytes(bench) - written
     assert moved <= sum(-(-NUMEL * ITEM[name] // 4096) * 4096 for name in STATES), "gradients are only read"
     for name in STATES:
         assert bench.result(name, from_file=True) == expected[name], name
@@ -397,4 +403,39 @@ def test_a_job_is_taken_back_before_it_begins_or_stopped_after(tmp_path: Path) -
     third = bench.submit(streams, SEGMENTS, whole=True)
     assert third.wait(60)
     assert third.failure() is None
+    bench.close()
+
+
+def test_it_is_computed_before_it_is_written(expected: dict[str, bytes], tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "io_uring", 8192, 2)
+    streams = {name: bench.stream(name, "memory" if name == "weight" else "file") for name in STATES}
+    bench.pipeline.close()
+    lost = _native.Fault(0, "lose", repeat=1 << 20, operation="write")
+    engine = _native.IOEngine("io_uring", block_bytes=64 << 10, deadline_s=2.0, faults=[lost])
+    nbytes = _native.UpdatePipeline.staging_tile_bytes(8192, weight_dtype="bf16", master="split16", moments="fp32")
+    tiles = -(-NUMEL // 8192)
+    bench.pipeline = _native.UpdatePipeline(engine, bench.pool, bench.take(tiles * nbytes), 8192, nbytes)
+    future = bench.submit(streams, SEGMENTS)
+    assert future.computed.wait(60)
+    assert future.computed.failure() is None
+    assert bench.result("weight", from_file=False) == expected["weight"]
+    assert future.wait(60)
+    failure = future.failure()
+    assert failure is not None
+    assert failure.kind == "timeout"
+    assert future.computed.failure() is None, "what is known does not change"
+    bench.close()
+    engine.close()
+
+
+def test_what_fails_before_it_is_computed_says_so_once_nothing_is_in_flight(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "threads", 4096, 1, [_native.Fault(20, "error", 5, operation="read")])
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    future = bench.submit(streams, SEGMENTS)
+    assert future.computed.wait(60)
+    assert future.wait(60)
+    for each in (future, future.computed):
+        failure = each.failure()
+        assert failure is not None
+        assert failure.errno == 5
     bench.close()

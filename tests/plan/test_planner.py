@@ -98,7 +98,10 @@ def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
         return plan(**given, memory={"device": "16MiB", "host": host})
 
     roomy = made(1 << 30)
-    assert 0 < 10 * NUMEL - roomy.ahead_bytes < roomy.tile_bytes, "as far as there are states"
+    assert 0 <= 10 * NUMEL // 2 - roomy.ahead_bytes < roomy.tile_bytes, "half of the states"
+    lent = made(1 << 30, weights="host", commit_every=1)
+    assert (lent.shadow_bytes > 0) == (overlap == "auto")
+    assert 0 <= 10 * NUMEL // 2 - lent.ahead_bytes - lent.shadow_bytes < lent.tile_bytes, "the shadows count"
     assert format_bytes(roomy.ahead_bytes) in roomy.describe()
     for host in (roomy.host_bytes, 256 << 20):
         tight, off = made(host), made(host, overlap="off")
