@@ -333,6 +333,9 @@ class UpdateFuture(IOFuture):
     def computed(self) -> IOFuture:
         """Done once all new values are computed: those that live in memory are there, and the gradients are free, while
         writes may be under way. Fails with the update, where that fails before."""
+    @property
+    def weights(self) -> IOFuture:
+        """Done once the new weights are where they go, in memory and in the file. Fails as `computed`."""
 
 class StateStream:
     """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both).

@@ -2,8 +2,9 @@
 
 torch, deepspeed, deepspeed-nvme          the peers
 processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
-infinity-WEIGHTS[-int8][-cached][-OVERLAP]  WEIGHTS: host or nvme; optimizer states on NVMe, none of them cached
-                                          but with -cached; OVERLAP: during_backward, before_forward or off, else auto
+infinity-WEIGHTS[-int8][-cached|-lean][-OVERLAP]  WEIGHTS: host or nvme; optimizer states on NVMe, none of them
+                                          cached but with -cached; -lean: memory.host is what weights and gradients
+                                          need and 512 MiB; OVERLAP: during_backward, before_forward or off, else auto
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ DEFAULT = (
 # Resident bytes per parameter at the peak, roughly: they decide only how many contenders run at once.
 _RESIDENT = {"torch": 9, "deepspeed": 32, "deepspeed-nvme": 36, "host": 6, "nvme": 5}
 _RESIDENT |= {"memory, fp32": 17, "memory, int8": 10}
-_SPARE_WEIGHTS = 2
-"""Updating out of place, while the backward still reads the old weights."""
+_LEAN_BYTES = 512 << 20
+_AHEAD = 5
+"""Reading half of the states ahead."""
 _LOGITS_BYTES = 10
 """Of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
 _PROCESS_BYTES = 300 << 20
@@ -44,17 +46,19 @@ class Setting:
         optimizer: nvme, where nothing is cached; auto, where as many states are as the budget holds; host for all.
         moments: fp32 or int8.
         overlap: of OVERLAPS.
+        lean: with little host memory beside what must be there.
     """
 
     weights: str
     optimizer: str = "nvme"
     moments: str = "fp32"
     overlap: str = "auto"
+    lean: bool = False
 
     @property
     def name(self) -> str:
         parts = ["processor"] if self.in_memory else ["infinity", self.weights]
-        parts += ["int8"] * (self.moments == "int8") + ["cached"] * self.cached
+        parts += ["int8"] * (self.moments == "int8") + ["cached"] * self.cached + ["lean"] * self.lean
         parts += [self.overlap] * (self.overlap != "auto" and not self.in_memory)
         return "-".join(parts)
 
@@ -85,6 +89,9 @@ class Setting:
     def options(self, workload: Workload, host_budget: int | None) -> dict[str, Any]:
         """What peers.worker_infinity takes: keys of the swap config."""
         memory: dict[str, int] = {} if host_budget is None else {"host": host_budget}
+        if self.lean:
+            # fp32 gradients, of which one micro-batch touches half, and weights where they live in RAM
+            memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + _LEAN_BYTES
         if self.weights == "nvme":
             # Room for a few blocks, so that the weights do come from NVMe; without a limit they would all stay.
             memory["device"] = 10 * 2 * workload.numel // workload.layers
@@ -108,6 +115,7 @@ _SETTINGS = {
             for moments in ("fp32", "int8")
             for overlap in OVERLAPS
         ),
+        *(Setting(weights, "nvme", moments, lean=True) for weights in ("host", "nvme") for moments in ("fp32", "int8")),
     ]
 }
 
@@ -119,7 +127,7 @@ def setting_of(name: str) -> Setting | None:
         ValueError: there is no such contender.
     """
     if name not in PEERS and name not in _SETTINGS:
-        ours = f"infinity-{{host,nvme}}[-int8][-cached][-{{{','.join(OVERLAPS[1:])}}}]"
+        ours = f"infinity-{{host,nvme}}[-int8][-cached|-lean][-{{{','.join(OVERLAPS[1:])}}}]"
         raise ValueError(f"no contender '{name}'; there are {', '.join(PEERS)}, processor[-int8] and {ours}")
     return _SETTINGS.get(name)
 
@@ -134,7 +142,7 @@ def resident_bytes(name: str, workload: Workload) -> int:
     elif setting.in_memory:
         per_parameter = _RESIDENT[f"memory, {setting.moments}"]
     else:
-        per_parameter = _RESIDENT[setting.weights] + _SPARE_WEIGHTS * (setting.overlap in ("auto", "during_backward"))
+        per_parameter = _RESIDENT[setting.weights] + _AHEAD * (setting.overlap != "off" and not setting.lean)
     logits = _LOGITS_BYTES * workload.batch * workload.tokens * workload.vocabulary
     return per_parameter * workload.numel + logits + _PROCESS_BYTES
 

@@ -68,7 +68,7 @@ PyFuture::PyFuture(Future future, std::vector<Memory> kept)
 
 PyFuture::~PyFuture() {
   // In a forked child nobody would ever complete it, and the request's buffers are the parent's.
-  if (pid_ != getpid()) return;
+  if (pid_ != getpid() || kept_.empty()) return;
   {
     const py::gil_scoped_release unlocked;
     future_->wait();

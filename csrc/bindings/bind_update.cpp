@@ -73,11 +73,14 @@ class PyUpdate : public PyFuture {
   PyUpdate(UpdateFuture future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)
       : PyFuture(future, std::move(kept)), update_(std::move(future)), not_finite_(std::move(not_finite)) {}
   [[nodiscard]] bool finite() const { return !*not_finite_; }
-  [[nodiscard]] std::unique_ptr<PyFuture> computed() const {
-    return std::make_unique<PyFuture>(Future(update_, &update_->computed), std::vector<Memory>{});
-  }
+  [[nodiscard]] std::unique_ptr<PyFuture> computed() const { return part(update_->computed); }
+  [[nodiscard]] std::unique_ptr<PyFuture> weights() const { return part(update_->weights); }
 
  private:
+  [[nodiscard]] std::unique_ptr<PyFuture> part(Completion& completion) const {
+    return std::make_unique<PyFuture>(Future(update_, &completion), std::vector<Memory>{});
+  }
+
   UpdateFuture update_;
   std::shared_ptr<std::atomic<bool>> not_finite_;
 };
@@ -198,7 +201,8 @@ void bind_update(py::module_& module) {
 
   py::class_<PyUpdate, PyFuture>(module, "UpdateFuture")
       .def_property_readonly("finite", &PyUpdate::finite)
-      .def_property_readonly("computed", &PyUpdate::computed);
+      .def_property_readonly("computed", &PyUpdate::computed)
+      .def_property_readonly("weights", &PyUpdate::weights);
 
   py::class_<PyPipeline>(module, "UpdatePipeline")
       .def(py::init([](const PyEngine& engine, const PyPool& pool, const py::object& staging, std::size_t tile_numel,

@@ -29,10 +29,11 @@ struct Tile;
 struct Active {
   UpdateJob job;
   UpdateFuture future = std::make_shared<UpdateCompletion>();
-  std::uint64_t cursor = 0;  // first element of the next tile
-  std::uint64_t ahead = 0;   // held: first element of the next tile to read
-  unsigned tiles = 0;        // tiles started, or read ahead, and not finished
-  unsigned uncomputed = 0;   // of those that were started
+  std::uint64_t cursor = 0;    // first element of the next tile
+  std::uint64_t ahead = 0;     // held: first element of the next tile to read
+  unsigned tiles = 0;          // tiles started, or read ahead, and not finished
+  unsigned uncomputed = 0;     // of those that were started
+  unsigned weight_writes = 0;  // under way
   // Read while the job, or the one that it took them over from, was held; in order, from the cursor on.
   std::deque<std::shared_ptr<Tile>> staged;
   std::optional<Failure> failure;

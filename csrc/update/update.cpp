@@ -48,6 +48,7 @@ struct Loan {
 
 void complete(UpdateCompletion& future, const std::optional<Failure>& failure) {
   future.computed.complete(failure);
+  future.weights.complete(failure);
   future.complete(failure);
 }
 
@@ -168,7 +169,7 @@ struct UpdatePipeline::Impl {
     if (active->failure) {
       give_up(lock, active);
     } else {
-      tell_if_computed(lock, active);
+      tell(lock, active);
       finish_if_done(lock, active);
     }
     return true;
@@ -241,8 +242,10 @@ struct UpdatePipeline::Impl {
 
   void compute(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Tile>& tile) {
     ++writing;
-    --tile->owner->uncomputed;
-    if (tile->owner->failure) return tile_done(lock, tile, writing);
+    if (tile->owner->failure) {
+      --tile->owner->uncomputed;
+      return tile_done(lock, tile, writing);
+    }
     lock.unlock();
     const std::uint64_t began = now_ns();
     auto damage = update_tile(*tile, *pool, isa);
@@ -250,6 +253,7 @@ struct UpdatePipeline::Impl {
     log.add({began, ended, tile->first, tile->numel, tile->owner->job.tag});
     lock.lock();
     counters.adam_ns += ended - began;
+    --tile->owner->uncomputed;
     if (damage) {
       if (!tile->owner->failure) tile->owner->failure = std::move(damage);
       return tile_done(lock, tile, writing);
@@ -260,6 +264,7 @@ struct UpdatePipeline::Impl {
       if (tile->owner->written(index)) requests.push_back(request(OpKind::write, tile, index));
     }
     const auto owner = tile->owner;
+    if (owner->written(0)) ++owner->weight_writes;
     if (requests.empty()) {
       tile_done(lock, tile, writing);
     } else {
@@ -268,13 +273,16 @@ struct UpdatePipeline::Impl {
                  tile_done(locked, written, writing);
                });
     }
-    tell_if_computed(lock, owner);
+    tell(lock, owner);
   }
 
-  void tell_if_computed(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Active>& active) {
+  // Completes what is known of a job that goes well before all of it is done.
+  void tell(std::unique_lock<std::mutex>& lock, const std::shared_ptr<Active>& active) {
     if (active->cursor < active->job.numel || active->uncomputed > 0 || active->failure) return;
+    const bool weights = active->weight_writes == 0;
     lock.unlock();
     active->future->computed.complete();
+    if (weights) active->future->weights.complete();
     lock.lock();
   }
 
@@ -304,9 +312,10 @@ struct UpdatePipeline::Impl {
     tile->pending += static_cast<unsigned>(requests.size());
     lock.unlock();
     for (const IoRequest& io : requests) {
+      const bool weights = io.kind == OpKind::write && io.data == tile->memory[0];
       const Future future = engine->submit(io);
       // The callback must not own the future that owns it.
-      future->then([this, tile, done, raw = future.get()] {
+      future->then([this, tile, done, weights, raw = future.get()] {
         std::unique_lock locked(mutex);
         if (raw->failure()) {
           const bool timeout = raw->failure()->kind == FailureKind::timeout;
@@ -314,6 +323,7 @@ struct UpdatePipeline::Impl {
           // A timeout says that the job's memory may be in use: no other failure may hide it.
           if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();
         }
+        if (weights && --tile->owner->weight_writes == 0) tell(locked, tile->owner);
         if (--tile->pending == 0) done(locked, tile);
       });
     }

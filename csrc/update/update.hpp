@@ -51,9 +51,11 @@ struct UpdateJob {
 };
 
 // The result of a job. `computed` is done once all new values are: what lives in memory is new, and the gradients are
-// not read any more, while writes may be under way. Where the job fails before that, the two are done together.
+// not read any more, while writes may be under way. `weights` is done once the new weights are where they go, in memory
+// and in the file. Where the job fails before, they are done with it.
 struct UpdateCompletion : Completion {
   Completion computed;
+  Completion weights;
 };
 using UpdateFuture = std::shared_ptr<UpdateCompletion>;
 

@@ -50,7 +50,7 @@ class Space:
         self.native = native
         self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._free: list[tuple[int, int]] = [(offset, nbytes)]  # (offset, nbytes), sorted
+        self._free: list[tuple[int, int]] = [(offset, nbytes)] if nbytes else []  # (offset, nbytes), sorted
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.

@@ -22,8 +22,7 @@ from infinity.state.plan import Overlap
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
 _SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
-_AHEAD_SHARE_OF_ROOM = 1 / 4  # host memory that nothing else wants
-_AHEAD_SHARE_OF_STATES = 1 / 2  # the rest streams in while these are updated, and they stream out
+_AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated, and they stream out
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ def ahead_bytes(
     """
     if config.overlap == "off":
         return 0
-    wanted = int(totals.state_of(_moved(totals, placed)) * _AHEAD_SHARE_OF_STATES) - shadow_bytes
-    return min(int(room * _AHEAD_SHARE_OF_ROOM), max(wanted, 0)) // tile_bytes * tile_bytes
+    wanted = int(totals.state_of(_moved(totals, placed)) * _AHEAD_SHARE) - shadow_bytes
+    return max(min(room, wanted), 0) // tile_bytes * tile_bytes
 
 
 def _moved(totals: Totals, placed: Placement) -> frozenset[int]:

@@ -11,7 +11,7 @@ import torch
 
 from infinity import _native
 from infinity.config import SwapConfig
-from infinity.io.arena import Lease, PinnedArena
+from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
 from infinity.io.manifest import sum_bytes
@@ -138,6 +138,7 @@ class Backing:
             refused = pin(self.arena, self.device)
             if refused:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
+            self.weights_ram = self._open_weights_ram()
             self.weights: list[UnitWeights] = []
             self.states: list[dict[int, GroupStates]] = []
             for unit, (weights, groups) in zip(units, planned, strict=True):
@@ -194,16 +195,21 @@ class Backing:
         if self.store is None:
             return
         landing = [] if self.landing is None else self.landing.space.free_views()
-        for view in [self.staging.view(), *landing, *self.arena.free_views()]:
+        for view in [self.staging.view(), *landing, *self.weights_ram.free_views(), *self.arena.free_views()]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
                 return
 
+    def _open_weights_ram(self) -> Space:
+        """For weights that live in RAM, and new ones beside them. Homes move about in it when these are taken in, so it
+        is apart from the memory for fetched weights: that must not be broken up."""
+        return self.arena.lease(self.plan.weight_ram_bytes + self.plan.shadow_bytes, "weights in RAM").space()
+
     def _settle_weights(self, unit: Unit, extents: list[Extent | None]) -> UnitWeights:
         lease = None
         if unit.index in self.plan.weights_in_ram:
-            lease = self.arena.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
+            lease = self.weights_ram.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
         groups = tuple(
             Home(lease, group.weight_offset, group.weight_bytes, extent, dirty=lease is not None)
             for group, extent in zip(unit.groups, extents, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,8 +24,8 @@ from infinity.schedule.guesses import Guesses
 from infinity.schedule.interrupt import interruptible, whole
 from infinity.schedule.residents import Residency, Residents, UnitRecord
 from infinity.schedule.timeline import Timeline
-from infinity.schedule.update import GroupUpdate
-from infinity.schedule.updates import UnitRequest, Updates
+from infinity.schedule.update import GroupUpdate, Milestone
+from infinity.schedule.updates import UnitRequest, UnitUpdate, Updates
 from infinity.state.records import Body, parse_body
 from infinity.state.unit import Unit
 
@@ -60,7 +60,7 @@ class Ledger:
         self.arrivals = Arrivals(units)
         self.updates = Updates(units, backing, self.gradients)
         self.residents = Residents(
-            units, parameters, backing, self.updates, self.timeline, self._take_in, self._land_update
+            units, parameters, backing, self.updates, self.timeline, self._take_in, self._free_slot
         )
         self.guesses = Guesses(backing.plan.overlap)
         self.commits = Commits(backing)
@@ -352,22 +352,25 @@ class Ledger:
             raise
 
     def _take_in(self, index: int) -> None:
-        self._await_update(index, written=False)
+        update = self.updates.decided.get(index)
+        if update is not None and not update.taken_in:
+            self._await_update(update, "computed", self.updates.take_in)
+
+    def _free_slot(self, index: int) -> None:
+        if index in self.updates.decided:
+            self._await_update(self.updates.decided[index], "weights", self.updates.free_slot)
 
     def _land_update(self, index: int) -> None:
         if index in self.updates.decided:
-            self._await_update(index, written=True)
+            self._await_update(self.updates.decided[index], "written", self.updates.land)
             self._advance_commit()
 
-    def _await_update(self, index: int, *, written: bool) -> None:
-        update = self.updates.decided.get(index)
-        if update is None or (update.taken_in and not written):
-            return
+    def _await_update(self, update: UnitUpdate, until: Milestone, then: Callable[[int], None]) -> None:
         try:
             with self.timeline.stall("update", update.unit.name):
                 with interruptible():
-                    update.wait(written=written)
-                (self.updates.land if written else self.updates.take_in)(index)
+                    update.wait(until)
+                then(update.unit.index)
         except SwapIOError as error:
             self.failed = self.failed or error
             raise

@@ -77,7 +77,7 @@ class Residents:
         training: which trace the visits belong to.
 
     Args:
-        take_in, land: wait for a unit's decided update, if there is one, as Updates.take_in and .land do.
+        take_in, free_slot: wait for a unit's decided update, if there is one, as the methods of Updates do.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Residents:
         updates: Updates,
         timeline: Timeline,
         take_in: Callable[[int], None],
-        land: Callable[[int], None],
+        free_slot: Callable[[int], None],
     ) -> None:
         self._backing = backing
         self._updates = updates
         self._timeline = timeline
         self._take_in = take_in
-        self._land = land
+        self._free_slot = free_slot
         self.records = [UnitRecord(unit, named) for unit, named in zip(units, parameters, strict=True)]
         self.at: dict[int, UnitRecord] = {}
         self._slots: SlotPool = open_slots(backing)
@@ -268,7 +268,7 @@ class Residents:
     def _at_rest(self, record: UnitRecord) -> bool:
         """Whether no update uses the slot of a unit."""
         decided = self._updates.decided.get(record.unit.index)
-        return decided is None or decided.done()
+        return decided is None or decided.weights_done()
 
     def prefetch(self) -> None:
         """Fetch ahead as far as there is room."""
@@ -329,7 +329,7 @@ class Residents:
         if record.residency is Residency.FETCHING:
             self._finish(record)
         if record.residency is Residency.UPDATING or self._updates.writes_from_slot(record.unit.index):
-            self._land(record.unit.index)
+            self._free_slot(record.unit.index)
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
         self._vacate(record)

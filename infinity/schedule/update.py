@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from infinity import _native
 from infinity.io.arena import Lease
@@ -61,6 +61,10 @@ class WeightsPlace:
     shadow: Lease | None = None
 
 
+Milestone = Literal["computed", "weights", "written"]
+"""Of an update: its new values are computed; new weights are where they go; everything is."""
+
+
 @dataclass(frozen=True)
 class UpdateTransfer(Transfer):
     """The update of a unit's group under way.
@@ -81,6 +85,14 @@ class UpdateTransfer(Transfer):
     def computed(self) -> Transfer:
         """Until the new values are computed: in memory they are there, and the gradients are free."""
         return Transfer(self.future.computed, self.unit, self.state, self.step)
+
+    @property
+    def weights(self) -> Transfer:
+        """Until the new weights are where they go."""
+        return Transfer(self.future.weights, self.unit, self.state, self.step)
+
+    def until(self, milestone: Milestone) -> Transfer:
+        return {"computed": self.computed, "weights": self.weights, "written": self}[milestone]
 
     def land(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""

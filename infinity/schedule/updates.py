@@ -31,7 +31,7 @@ from infinity.schedule.ahead import ReadAhead
 from infinity.schedule.backing import Backing
 from infinity.schedule.gradients import Gradients
 from infinity.schedule.interrupt import interrupts_deferred
-from infinity.schedule.update import GroupUpdate, UpdateTransfer, WeightsPlace, submit_update
+from infinity.schedule.update import GroupUpdate, Milestone, UpdateTransfer, WeightsPlace, submit_update
 from infinity.state.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -64,13 +64,17 @@ class UnitUpdate:
     def computed(self) -> bool:
         return all(transfer.computed.done() for transfer in self.transfers.values())
 
+    def weights_done(self) -> bool:
+        """The new weights are where they go."""
+        return all(transfer.weights.done() for transfer in self.transfers.values())
+
     def done(self) -> bool:
         return all(transfer.done() for transfer in self.transfers.values())
 
-    def wait(self, *, written: bool) -> None:
-        """Until it is computed, or `written` as well: well or not."""
+    def wait(self, until: Milestone) -> None:
+        """Well or not."""
         for transfer in self.transfers.values():
-            (transfer if written else transfer.computed).wait()
+            transfer.until(until).wait()
 
 
 class Updates:
@@ -130,7 +134,7 @@ class Updates:
         else:
             if len(wanted) < len(unit.groups):
                 return False  # the other memory would have nothing of a group without gradients
-            shadow = self._backing.arena.try_lease(weights.nbytes)
+            shadow = self._backing.weights_ram.try_lease(weights.nbytes)
             if shadow is None:
                 return False
             self.shadow_bytes -= shadow.nbytes
@@ -151,7 +155,7 @@ class Updates:
             if not 0 < nbytes <= self.shadow_bytes:
                 continue
             with interrupts_deferred():
-                lease = self._backing.arena.try_lease(nbytes)
+                lease = self._backing.weights_ram.try_lease(nbytes)
                 if lease is not None:
                     self._backing.pipeline.lend(lease.view())
                     self._lent.append(lease)
@@ -303,6 +307,16 @@ class Updates:
                 self._swap(update, update.place.shadow)
             update.taken_in = True
 
+    def free_slot(self, index: int) -> None:
+        """Wait until the decided update of a unit, if there is one, does not use the slot of its weights.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
+        update = self.decided.get(index)
+        if update is not None:
+            wait_all(transfer.weights for transfer in update.transfers.values())
+
     def land(self, index: int) -> None:
         """Wait for the decided update of a unit, if there is one: its new values count from now on.
 
@@ -328,7 +342,7 @@ class Updates:
     def writes_from_slot(self, index: int) -> bool:
         """Whether a decided update may write weights to the store from the slot they are used in."""
         update = self.decided.get(index)
-        return update is not None and update.place.slot is not None and not update.done()
+        return update is not None and update.place.slot is not None and not update.weights_done()
 
     def _swap(self, update: UnitUpdate, shadow: Lease) -> None:
         """The memory with the new weights is their home now."""

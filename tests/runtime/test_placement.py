@@ -47,7 +47,7 @@ class Placed:
         while given["memory"]["host"] != host:  # the staging follows the budget
             host = given["memory"]["host"]
             found = make_plan(units, load_config(given), torch.device("cpu"), can_recompute=False)
-            given["memory"]["host"] = found.host_bytes
+            given["memory"]["host"] = found.host_bytes - found.ahead_bytes
         return found
 
     def offloaded(self, host: int, **config: Any) -> tuple[Any, infinity.AdamW]:
