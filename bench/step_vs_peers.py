@@ -269,7 +269,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-grad-norm", type=float, default=1.0, help="1 clips every step of this workload, 1000 none (default 1)")
     add("--rounds", type=int, default=7, help="measured steps of each contender per set-up")
     add("--repeats", type=int, default=1, help="set all up anew this often: swap files then lie elsewhere on the disk")
-    add("--warmup", type=int, default=1, help="turns, of two steps, before them")
+    add("--warmup", type=int, default=1, help="turns, of four steps, before them")
     add("--time-limit", type=float, default=600.0, help="seconds for one answer; a contender that takes longer is out")
     add(
         "--cached-like",

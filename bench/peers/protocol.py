@@ -4,10 +4,11 @@ A worker sets itself up and prints {"ready": true, ...facts}. For each line "ste
 one JSON line of measurements; for "replay" it moves a step's bytes with nothing else, and prints what that took. On
 "quit", or when the driver is gone, it removes its swap files and exits.
 
-[Note: a turn is two steps]
+[Note: a turn is four steps]
 A contender may return from a step whose update is still under way, and go on with it in the next one. So a turn makes a
-step that leads in, measures a second one from the return of the first to its own, and then waits, unmeasured, for all
-that is under way: as much is carried into the measured step as out of it, and nothing into others' turns.
+step that leads in, measures three more from the return of the first to that of the last, and then waits, unmeasured,
+for all that is under way: as much is carried into the measured steps as out of them, and nothing into others' turns.
+What is told is of one step: the mean of the three.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from peers.workload import Job
+
+_MEASURED = 3
 
 
 @dataclass
@@ -78,11 +81,13 @@ def _turn(contender: Contender) -> dict[str, Any]:
     io_before = _io()
     counters_before = contender.counters()
     started, cpu_before = time.perf_counter(), time.process_time()
-    loss = contender.step()
-    seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_before
-    io = {key: value - io_before[key] for key, value in _io().items()}
+    for _ in range(_MEASURED):
+        loss = contender.step()
+    seconds = (time.perf_counter() - started) / _MEASURED
+    cpu_seconds = (time.process_time() - cpu_before) / _MEASURED
+    io = {key: (value - io_before[key]) / _MEASURED for key, value in _io().items()}
     own = {
-        key: value - counters_before[key] if key.endswith(("read_bytes", "written_bytes", "_s")) else value
+        key: (value - counters_before[key]) / _MEASURED if key.endswith(("read_bytes", "written_bytes", "_s")) else value
         for key, value in contender.counters().items()
     }
     measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss, **_memory(), **io, "counters": own}
