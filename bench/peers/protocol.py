@@ -87,7 +87,9 @@ def _turn(contender: Contender) -> dict[str, Any]:
     cpu_seconds = (time.process_time() - cpu_before) / _MEASURED
     io = {key: (value - io_before[key]) / _MEASURED for key, value in _io().items()}
     own = {
-        key: (value - counters_before[key]) / _MEASURED if key.endswith(("read_bytes", "written_bytes", "_s")) else value
+        key: (value - counters_before[key]) / _MEASURED
+        if key.endswith(("read_bytes", "written_bytes", "_s"))
+        else value
         for key, value in contender.counters().items()
     }
     measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss, **_memory(), **io, "counters": own}

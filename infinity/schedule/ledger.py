@@ -46,14 +46,9 @@ class Ledger:
         groups = {}
         for unit in units:
             for index, states in backing.states[unit.index].items():
+                group = unit.groups[index]
                 groups[unit.index, index] = GroupGradients(
-                    unit,
-                    unit.groups[index],
-                    states.gradient,
-                    states.spilled,
-                    backing.landing,
-                    backing.device,
-                    backing.pool,
+                    unit, group, states.gradient, states.spilled, backing.landing, backing.device, backing.pool
                 )
         self.gradients = Gradients(groups, backing.landing, backing.device)
         self._staying = frozenset(unit.index for unit in units if unit.resident)
@@ -266,9 +261,7 @@ class Ledger:
         """The step is decided: nothing changes."""
         with self._lock:
             self.residents.end_iteration(training=True)
-            if self.updates.guesses:
-                self.guesses.counts.undone += len(self.updates.guesses)
-                self._drop_guesses()
+            self._drop_guesses()
 
     def end_step(self) -> None:
         """The step is decided and its updates are under way, or done where nothing overlaps.
@@ -340,11 +333,11 @@ class Ledger:
             self.updates.read_ahead(waiting, self.steps + 1)
 
     def _undo(self, cause: str, advice: str) -> None:
-        self.guesses.counts.undone += len(self.updates.guesses)
         self.guesses.warn(cause, advice)
         self._drop_guesses()
 
     def _drop_guesses(self) -> None:
+        self.guesses.counts.undone += len(self.updates.guesses)
         try:
             self.updates.undo(list(self.updates.guesses))
         except SwapIOError as error:
@@ -435,6 +428,7 @@ class Ledger:
         """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
         with self._lock, self._committing():
             self._land_updates()
+            self._drop_guesses()  # they write where this commit may write
             self.settle()
             self.commits.commit(self.steps)
 

@@ -331,6 +331,8 @@ class Updates:
         with interrupts_deferred():
             for transfer in update.transfers.values():
                 transfer.land()
+            if update.viewed:
+                self._free(update)
             del self.decided[index]
         if not all(transfer.finite for transfer in update.transfers.values()):
             logger.warning(
@@ -345,14 +347,14 @@ class Updates:
         return update is not None and update.place.slot is not None and not update.weights_done()
 
     def _swap(self, update: UnitUpdate, shadow: Lease) -> None:
-        """The memory with the new weights is their home now."""
+        """The memory with the new weights is their home now; or what is viewed has them, too, and they go when they
+        are written."""
         index = update.unit.index
         weights = self._backing.weights[index]
         if weights.lease is None:
             raise AssertionError("weights in the store have no other memory")
         if update.viewed:
             weights.lease.view()[:] = shadow.view()
-            self._free(update)
             return
         for home in weights.groups:
             home.lease = shadow

@@ -285,3 +285,27 @@ def test_what_was_read_ahead_stays_right_through_a_skipped_step_and_a_dropped_gr
         results.append(weights_of(model) | states_of(model))
         infinity.close(model, discard=True)
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
+@pytest.mark.parametrize("weights", ["host", "nvme"])
+def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tmp_path: Path) -> None:
+    """What was begun early writes to slots that no generation names: so does a commit of what is only in RAM."""
+    config = config_of(tmp_path / "swap", weights, "none", overlap="during_backward", commit_every=2, moments="fp32")
+    model, batches = model_and_batches(1)
+    model = infinity.offload(model, config | {"keep": 2})
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    after = {}
+    for step in range(1, 5):
+        loss_of(model, batches[0]).backward()
+        if step == 4:
+            assert registry.ledger_of(model).updates.guesses
+            infinity.commit(model)
+        optim.step()
+        optim.zero_grad()
+        after[step] = weights_of(model) | states_of(model)
+    infinity.close(model)
+    for step in (4, 3):
+        model = infinity.resume(model_and_batches(1)[0], config | {"keep": 2}, step=step)
+        found = weights_of(model) | states_of(model)
+        assert all(torch.equal(values, after[step][name]) for name, values in found.items()), step
+        infinity.close(model)
