@@ -18,8 +18,8 @@
 
 namespace infinity {
 
-// Bulk traffic never delays a fetch: a class is served before those after it. `writeback` is what nobody waits for: new
-// states on their way home, while others are to be read.
+// Bulk traffic never delays a fetch: a class is served before those after it. `writeback` is what others wait for
+// last: new states on their way home.
 enum class IoClass : std::uint8_t { weights, activations, states, writeback };
 inline constexpr std::size_t kIoClasses = 4;
 

@@ -14,7 +14,7 @@ IoClass class_from(const std::string& name) {
   for (std::size_t index = 0; index < kIoClasses; ++index) {
     if (name == kClassNames[index]) return static_cast<IoClass>(index);
   }
-  throw py::value_error("unknown I/O class '" + name + "'; use weights, activations or states");
+  throw py::value_error("unknown I/O class '" + name + "'; use weights, activations, states or writeback");
 }
 
 constexpr std::array<const char*, 10> kFaultNames = {"error", "cut",     "flip", "stale", "misdirect",

@@ -46,7 +46,7 @@ Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t align
   return memory;
 }
 
-void require_apart(std::initializer_list<std::pair<const char*, const Memory*>> memories) {
+void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories) {
   for (auto one = memories.begin(); one != memories.end(); ++one) {
     for (auto other = memories.begin(); other != one; ++other) {
       const Memory& a = *one->second;

@@ -38,12 +38,12 @@ struct PyPipeline {
 
   void close() {
     if (pipeline.closed()) return;
-    // A device that was given up may still write there.
-    if (pipeline.get()->abandoned()) {
+    const auto abandoned = pipeline.get()->abandoned();
+    pipeline.close();
+    if (*abandoned) {  // a device that was given up may still write there
       static_cast<void>(new Memory(staging));
       static_cast<void>(new std::map<std::byte*, Memory>(lent));
     }
-    pipeline.close();
   }
 };
 
@@ -142,13 +142,16 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   kept.push_back(gradients.memory);
   job.grad = gradients.stream;
   Memory none;
-  require_apart({{"weight", &weight.memory},
-                 {"the weight's source", &weight.source},
-                 {"residual", rest > 0 ? &residual->memory : &none},
-                 {"exp_avg", exp_avg != nullptr ? &exp_avg->memory : &none},
-                 {"exp_avg_sq", exp_avg_sq != nullptr ? &exp_avg_sq->memory : &none},
-                 {"grad", &gradients.memory},
-                 {"staging", &self.staging}});
+  std::vector<std::pair<const char*, const Memory*>> used = {
+      {"weight", &weight.memory},
+      {"the weight's source", &weight.source},
+      {"residual", rest > 0 ? &residual->memory : &none},
+      {"exp_avg", exp_avg != nullptr ? &exp_avg->memory : &none},
+      {"exp_avg_sq", exp_avg_sq != nullptr ? &exp_avg_sq->memory : &none},
+      {"grad", &gradients.memory},
+      {"staging", &self.staging}};
+  for (const auto& [at, memory] : self.lent) used.emplace_back("lent staging", &memory);
+  require_apart(used);
   auto not_finite = job.not_finite;
   const Future taken = held != nullptr ? held->get() : nullptr;
   return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job), first, taken), std::move(kept),

@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,7 +37,7 @@ void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignmen
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
 
 // ValueError when two of them share a byte.
-void require_apart(std::initializer_list<std::pair<const char*, const Memory*>> memories);
+void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
 
 DType dtype_from(const std::string& name);
 Master master_from(const std::string& name);
@@ -47,8 +46,8 @@ Isa isa_from(const std::optional<std::string>& name);
 
 // A future as Python sees it, with the buffers its request uses.
 //
-// Invariant: the buffers outlive the request: the destructor waits for it, and where a device was given up that may
-// still use them, they are never let go.
+// Invariant: the buffers outlive the request: where there are any the destructor waits for it, and where a device was
+// given up that may still use them, they are never let go.
 class PyFuture {
  public:
   PyFuture(Future future, std::vector<Memory> kept);

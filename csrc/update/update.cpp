@@ -76,6 +76,7 @@ struct UpdatePipeline::Impl {
   std::size_t ahead_max;
   bool stop = false;
   std::optional<Failure> abandoned;  // the timeout that ended the pipeline
+  const std::shared_ptr<std::atomic<bool>> gave_up = std::make_shared<std::atomic<bool>>(false);
   UpdateCounters counters;
 
   std::thread driver;  // last: starts when everything else is there
@@ -286,12 +287,18 @@ struct UpdatePipeline::Impl {
     lock.lock();
   }
 
+  // New weights may be fetched again at once, and the next units' states are waited for: the rest has time.
+  static IoClass class_of(OpKind kind, std::size_t index) {
+    if (kind == OpKind::read) return IoClass::states;
+    return index == 0 ? IoClass::weights : IoClass::writeback;
+  }
+
   IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
     const Active& active = *tile->owner;
     const StateStream& stream = *active.streams[index];
     const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;
     return {kind,
-            kind == OpKind::write && index != 0 ? IoClass::writeback : IoClass::states,  // weights are fetched again
+            class_of(kind, index),
             stream.file,
             offset + active.bytes(index, tile->first),
             tile->memory[index],
@@ -320,6 +327,7 @@ struct UpdatePipeline::Impl {
         if (raw->failure()) {
           const bool timeout = raw->failure()->kind == FailureKind::timeout;
           if (timeout && !abandoned) abandoned = raw->failure();
+          if (timeout) *gave_up = true;
           // A timeout says that the job's memory may be in use: no other failure may hide it.
           if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();
         }
@@ -521,10 +529,7 @@ void UpdatePipeline::trace(bool on, std::size_t events_max) { impl_->log.record(
 
 TileLog::Taken UpdatePipeline::take_trace() { return impl_->log.take(); }
 
-bool UpdatePipeline::abandoned() const {
-  const std::lock_guard lock(impl_->mutex);
-  return impl_->abandoned.has_value();
-}
+std::shared_ptr<const std::atomic<bool>> UpdatePipeline::abandoned() const { return impl_->gave_up; }
 
 UpdateCounters UpdatePipeline::counters() const {
   const std::lock_guard lock(impl_->mutex);

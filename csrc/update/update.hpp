@@ -121,9 +121,9 @@ class UpdatePipeline {
   // More staging, all of it for tiles that held jobs may have: as many as fit. `memory` is 4 KiB-aligned, and the
   // pipeline's until `reclaim` has returned true.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Starts no more tiles in memory that was lent and waits until none is there; held jobs that have some must be taken
-  // over or taken back, or this waits for ever. False where a device was given up that may still use the memory: it
-  // must never be freed. Throws std::invalid_argument when it was not lent.
+  // Starts no more tiles in memory that was lent and waits until none is there. Held jobs that have some must be taken
+  // over or taken back, and every job be computed, or this may wait for ever. False where a device was given up that
+  // may still use the memory: it must never be freed. Throws std::invalid_argument when it was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
   // Takes a job back of which no tile was started, or that is held: it fails with ECANCELED, having touched nothing.
   // False, and the job goes on, when it was begun.
@@ -134,8 +134,8 @@ class UpdatePipeline {
   // As IoEngine's, of tiles.
   void trace(bool on, std::size_t events_max);
   [[nodiscard]] TileLog::Taken take_trace();
-  // True once a device was given up that may still use the staging: it must never be freed.
-  [[nodiscard]] bool abandoned() const;
+  // True once a device was given up that may still use the staging: it must never be freed. Outlives the pipeline.
+  [[nodiscard]] std::shared_ptr<const std::atomic<bool>> abandoned() const;
 
   // Bytes of a tile of `numel` elements whose states are all in a file, and with `gradients` those, too.
   [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel, bool gradients);

@@ -22,7 +22,7 @@ _WARN_AFTER_S = 30.0
 class Transfer:
     """One request under way, and what it is for.
 
-    `result` raises SwapIOError when the device failed; until it returned, the memory must not be touched.
+    `result` raises SwapIOError when the device failed; until it returned, the memory of a request must not be touched.
     """
 
     future: _native.IOFuture

@@ -195,7 +195,7 @@ class Backing:
         if self.store is None:
             return
         landing = [] if self.landing is None else self.landing.space.free_views()
-        for view in [self.staging.view(), *landing, *self.weights_ram.free_views(), *self.arena.free_views()]:
+        for view in [*self.arena.free_views(), *landing, self.staging.view(), *self.weights_ram.free_views()]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)

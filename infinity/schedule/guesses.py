@@ -51,17 +51,26 @@ class Guesses:
             return self._wrong <= _WRONG_MAX
         return self.mode == "during_backward"
 
-    def step_decided(self, guessed: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
+    def _learn(self, *, wrong: bool) -> None:
+        self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * wrong
+
+    def dropped(self, units: int) -> None:
+        """Guesses were undone before a step was decided."""
+        self.counts.undone += units
+        if units:
+            self._learn(wrong=True)
+
+    def step_decided(self, early: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
         """Also where nothing was guessed: what a guess would have been.
 
         Args:
-            guessed, wrong, requested: units whose updates were begun early, begun for nothing, and wanted.
+            early, wrong, requested: units whose updates were begun early and go on, begun for nothing, and wanted.
             clipped: the gradients are not multiplied by what was guessed.
         """
-        self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * (bool(wrong) or clipped)
+        self._learn(wrong=bool(wrong) or clipped)
         self.counts.undone += len(wrong)
-        self.counts.early += len(guessed - wrong)
-        self.counts.late += len(requested - (guessed - wrong))
+        self.counts.early += len(early)
+        self.counts.late += len(requested - early)
         if wrong and not clipped:
             self.warn(
                 "the hyperparameters at step() were not those of the backward pass",

@@ -240,7 +240,7 @@ class Ledger:
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
         with self._lock:
-            self._count(by_unit)
+            wrong, clipped = self._judged(by_unit)
             self.residents.end_iteration(training=True)
             committed = self.commits.due(self.steps + 1)
             try:
@@ -253,6 +253,8 @@ class Ledger:
             except BaseException as error:
                 self.failed = InfinityError(f"a step was begun and not finished: {error}")
                 raise
+            early = {update.unit.index for update in updates if update.place.speculative}
+            self.guesses.step_decided(early, wrong, by_unit.keys(), clipped=clipped)
             with self._timeouts():
                 for update in updates:
                     self.residents.update_decided(self.records[update.unit.index], update)
@@ -286,13 +288,13 @@ class Ledger:
             with self._timeouts():
                 self.residents.prefetch()
 
-    def _count(self, requests: Mapping[int, UnitRequest]) -> None:
-        """What the guesses of this step came to, and what a guess would have come to."""
+    def _judged(self, requests: Mapping[int, UnitRequest]) -> tuple[set[int], bool]:
+        """The guesses of this step that were wrong, and whether any would have been for clipping."""
         guesses, optimizer = self.updates.guesses, self.commits.sole_optimizer
         wrong = {index for index, guess in guesses.items() if guess.wanted != requests.get(index)}
         scale = 1.0 if optimizer is None else optimizer.guessed_scale
         clipped = any(group.grad_scale != scale for request in requests.values() for group in request.values())
-        self.guesses.step_decided(guesses.keys(), wrong, requests.keys(), clipped=clipped)
+        return wrong, clipped
 
     # -- updates that overlap -----------------------------------------------------------------------------------------
 
@@ -337,7 +339,7 @@ class Ledger:
         self._drop_guesses()
 
     def _drop_guesses(self) -> None:
-        self.guesses.counts.undone += len(self.updates.guesses)
+        self.guesses.dropped(len(self.updates.guesses))
         try:
             self.updates.undo(list(self.updates.guesses))
         except SwapIOError as error:
@@ -490,6 +492,7 @@ class Ledger:
             try:
                 if self.failed is None and not discard:
                     self._drop_guesses()
+                    self.updates.ahead.drop(but=())
                     self._land_updates()
                     self.commits.end(self.steps, broken=broken)
             finally:

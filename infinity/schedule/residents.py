@@ -145,9 +145,9 @@ class Residents:
         )
 
     def slot_of(self, index: int) -> Lease | None:
-        """The host memory a unit's weights were fetched to, when they are used there; else None."""
-        slot = self.records[index].slot
-        return slot.lease if isinstance(slot, HostSlot) else None
+        """The host memory a unit's weights were fetched to, when they are used there and are the newest; else None."""
+        record = self.records[index]
+        return record.slot.lease if isinstance(record.slot, HostSlot) and not record.stale else None
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
@@ -189,13 +189,18 @@ class Residents:
         if record.residency is not Residency.RESIDENT or record.slot is None:
             return
         moves = update.place.shadow is not None
-        update.viewed = moves and record.slot.outstanding()
+        update.viewed = moves and self._is_viewed(record.slot)
         if moves or not self._backing.device.shares_memory:
             self._evict(record)
             return
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
         record.residency, record.stale = Residency.UPDATING, update.place.speculative
+
+    def _is_viewed(self, slot: Slot) -> bool:
+        """Whether somebody holds views of the slot's memory: through it, or an earlier slot of the same weights."""
+        at = slot.tensor.data_ptr()
+        return any(each.outstanding() for each in [slot, *self._viewed] if each.tensor.data_ptr() == at)
 
     def _settle(self, record: UnitRecord) -> None:
         """Before a unit is used: its update must be computed, this one only."""

@@ -162,8 +162,8 @@ class _UploadFetch:
             transfer.wait()
 
     def advance(self) -> None:
-        if self._slot is None and all(transfer.done() for transfer in self._transfers):
-            self._start_upload()
+        if self._slot is None and all(each.done() and each.future.failure() is None for each in self._transfers):
+            self._start_upload()  # a failure is for finish() to tell
 
     def finish(self) -> Slot:
         return self._slot or self._start_upload()

@@ -17,9 +17,9 @@ from infinity.errors import InfinityError
 Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
 """What the compute thread does instead of computing.
 
-fetch: waiting for weights from the store. update: waiting for a unit's update of the step before. gradient: landing
-gradients in host memory. room: waiting for, or making, room for weights. commit: making a step durable. step: the rest
-of optimizer.step: the norm, deciding, submitting, and what it waits for.
+fetch: waiting for weights from the store. update: waiting until a unit's update of the step before is computed, or lets
+go of its slot. gradient: landing gradients in host memory. room: waiting for, or making, room for weights. commit:
+making a step durable. step: the rest of optimizer.step: the norm, deciding, submitting, and what it waits for.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

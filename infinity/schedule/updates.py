@@ -162,10 +162,13 @@ class Updates:
                     self.shadow_bytes -= lease.nbytes
 
     def reclaim_shadows(self) -> None:
-        """Early updates are worth while again. What was read ahead is dropped; waits for writes from that memory."""
+        """Early updates are worth while again. What was read ahead is dropped; waits for what is to be computed, which
+        may need that memory, and for writes from it."""
         if not self._lent:
             return
         self.ahead.drop(but=())
+        for update in self.decided.values():
+            update.wait("computed")
         with interrupts_deferred():
             while self._lent:
                 lease = self._lent.pop()
@@ -196,7 +199,7 @@ class Updates:
         """Wait until no update reads a slot. A failure is told by whoever lands the update, or drops it."""
         for update in [*self.guesses.values(), *self.decided.values()]:
             if self._reads_slot(update):
-                _wait_canceled(update.transfers.values())
+                update.wait("computed")
 
     def undo(self, indices: Iterable[int]) -> None:
         """Drop guesses: when this returns nothing of them is in flight and all is as before.
@@ -318,7 +321,7 @@ class Updates:
             wait_all(transfer.weights for transfer in update.transfers.values())
 
     def land(self, index: int) -> None:
-        """Wait for the decided update of a unit, if there is one: its new values count from now on.
+        """Wait for the decided update of a unit, if there is one: from now on its new values count in the store, too.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.

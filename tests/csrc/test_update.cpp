@@ -109,7 +109,7 @@ TEST_CASE("a device that is given up in the middle of a job fails it and whateve
       REQUIRE(failure != nullptr);
       CHECK_MESSAGE(failure->kind == FailureKind::timeout, failure->message);
       CHECK(wait(pipeline.submit(rig->job(true, 3))) != nullptr);
-      CHECK(pipeline.abandoned());
+      CHECK(*pipeline.abandoned());
     }
   }
 }
@@ -196,7 +196,7 @@ TEST_CASE("a device that is given up fails held jobs, and those that take them o
         CHECK_MESSAGE(failure->kind == FailureKind::timeout, failure->message);
       }
       CHECK(wait(pipeline.hold(rig->job(true, 2))) != nullptr);
-      CHECK(pipeline.abandoned());
+      CHECK(*pipeline.abandoned());
     }
   }
 }

@@ -188,7 +188,7 @@ def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
 
 def written_bytes(bench: Bench) -> int:
     counters = bench.engine.counters()
-    return counters["write_bytes_states"] + counters["write_bytes_writeback"]
+    return counters["write_bytes_weights"] + counters["write_bytes_writeback"]
 
 
 def test_jobs_are_done_in_order_and_flow_into_each_other(tmp_path: Path) -> None:
@@ -367,8 +367,8 @@ def test_gradients_are_read_from_the_file(tile: int, expected: dict[str, bytes],
     bench = Bench(tmp_path, "io_uring", tile, 2)
     bench.file.keep_checksums(8 << 20)
     assert bench.engine.write(bench.file, 6 << 20, bench.grad).wait(60)
-    written = written_bytes(bench)
     streams = {name: bench.stream(name, "file") for name in STATES}
+    written = written_bytes(bench)
     future = bench.submit(streams, SEGMENTS, grad=_native.StateStream(file=bench.file, offset=6 << 20))
     assert future.wait(60)
     assert future.failure() is None

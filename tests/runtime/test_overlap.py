@@ -309,3 +309,47 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
         found = weights_of(model) | states_of(model)
         assert all(torch.equal(values, after[step][name]) for name, values in found.items()), step
         infinity.close(model)
+
+
+@pytest.mark.parametrize("weights", ["host", "nvme"])
+@pytest.mark.parametrize("commit_every", [0, 1])
+def test_a_second_step_with_the_same_gradients_goes_on_from_the_first(
+    commit_every: int, weights: str, tmp_path: Path
+) -> None:
+    """No forward comes between: what was fetched for the first is not what the second begins with."""
+    found = []
+    for overlap in ("off", "during_backward"):
+        config = config_of(tmp_path / overlap, weights, "none", overlap=overlap, moments="fp32")
+        model, batches = model_and_batches(1)
+        model = infinity.offload(model, config | {"commit_every": commit_every})
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            loss_of(model, batches[0]).backward()
+            optim.step()
+            optim.step()
+            optim.zero_grad()
+        found.append(weights_of(model) | states_of(model))
+        if overlap == "during_backward":
+            assert infinity.statistics(model).updates.early > 0
+        infinity.close(model, discard=True)
+    assert all(torch.equal(values, found[0][name]) for name, values in found[1].items())
+
+
+def test_a_view_of_weights_in_ram_stays_one_of_them(tmp_path: Path) -> None:
+    """Step after step, while the homes of others move about."""
+    config = config_of(tmp_path / "swap", "host", "none", overlap="during_backward", moments="fp32")
+    model, batches = model_and_batches(1)
+    model = infinity.offload(model, config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    layer, views = model.model.layers[0].mlp.up_proj, []
+    handle = layer.register_forward_hook(lambda module, *_: views.append(module.weight.detach()))
+    loss_of(model, batches[0])
+    handle.remove()
+    name = next(name for name, parameter in model.named_parameters() if parameter is layer.weight)
+    for _ in range(4):
+        loss_of(model, batches[0]).backward()
+        optim.step()
+        optim.zero_grad()
+        assert torch.equal(views[0], weights_of(model)[name])
+    assert infinity.statistics(model).updates.early > 0
+    infinity.close(model)
