@@ -128,7 +128,34 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
 
+// New weights may be fetched again at once, and the next units' states are waited for: the rest has time.
+IoClass class_of(OpKind kind, std::size_t index) {
+  if (kind == OpKind::read) return IoClass::states;
+  return index == 0 ? IoClass::weights : IoClass::writeback;
+}
+
 }  // namespace
+
+bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end) {
+  if (job.whole) return true;
+  return std::any_of(job.segments.begin(), job.segments.end(), [&](const Segment& segment) {
+    return !segment.skip && segment.begin < end && segment.end > first;
+  });
+}
+
+IoRequest request_of(const Tile& tile, OpKind kind, std::size_t index) {
+  const Active& active = *tile.owner;
+  const StateStream& stream = *active.streams[index];
+  const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;
+  return {kind,
+          class_of(kind, index),
+          stream.file,
+          offset + active.bytes(index, tile.first),
+          tile.memory[index],
+          round_up_to_page(active.bytes(index, tile.numel)),
+          true,
+          active.job.tag};
+}
 
 std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes) {
   require(job.numel > 0, "a job needs at least one element");

@@ -87,6 +87,22 @@ struct Tile {
   bool dropped = false;              // read ahead for nothing: the piece is free once no transfer is under way
 };
 
+// Staging that belongs to somebody else.
+struct Loan {
+  std::byte* begin;
+  std::byte* end;
+  std::size_t slots;    // when it ends: those in use
+  bool ending = false;  // no slot is given out any more
+
+  [[nodiscard]] bool has(const std::byte* slot) const { return begin <= slot && slot < end; }
+};
+
+// Whether elements [first, end) of a job are to be moved.
+[[nodiscard]] bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end);
+
+// A tile's part of a stream as the engine moves it.
+[[nodiscard]] IoRequest request_of(const Tile& tile, OpKind kind, std::size_t index);
+
 // The job, ready to be worked on. Throws std::invalid_argument when it is inconsistent, or its tiles do not fit.
 [[nodiscard]] std::shared_ptr<Active> activate(UpdateJob job, std::size_t tile_numel, std::size_t tile_bytes);
 

@@ -20,13 +20,6 @@
 namespace infinity {
 namespace {
 
-bool anything_to_do(const UpdateJob& job, std::uint64_t first, std::uint64_t end) {
-  if (job.whole) return true;
-  return std::any_of(job.segments.begin(), job.segments.end(), [&](const Segment& segment) {
-    return !segment.skip && segment.begin < end && segment.end > first;
-  });
-}
-
 Failure canceled(const char* why) {
   Failure failure;
   failure.kind = FailureKind::canceled;
@@ -34,22 +27,6 @@ Failure canceled(const char* why) {
   failure.error_number = ECANCELED;
   failure.cause = failure.message = why;
   return failure;
-}
-
-// Staging that belongs to somebody else.
-struct Loan {
-  std::byte* begin;
-  std::byte* end;
-  std::size_t slots;    // when it ends: those in use
-  bool ending = false;  // no slot is given out any more
-
-  [[nodiscard]] bool has(const std::byte* slot) const { return begin <= slot && slot < end; }
-};
-
-void complete(UpdateCompletion& future, const std::optional<Failure>& failure) {
-  future.computed.complete(failure);
-  future.weights.complete(failure);
-  future.complete(failure);
 }
 
 }  // namespace
@@ -233,7 +210,7 @@ struct UpdatePipeline::Impl {
         tile->memory[index] = tile->slot + tile->used;
         tile->used += active.tile_bytes(index, tile_numel);
       }
-      if (stream->read_from_file()) requests.push_back(request(OpKind::read, tile, index));
+      if (stream->read_from_file()) requests.push_back(request_of(*tile, OpKind::read, index));
     }
     transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& read) {
       if (read->dropped) return tile_done(locked, read, ahead);
@@ -262,7 +239,7 @@ struct UpdatePipeline::Impl {
     ++counters.tiles;
     std::vector<IoRequest> requests;
     for (std::size_t index = 0; index < kStreams; ++index) {
-      if (tile->owner->written(index)) requests.push_back(request(OpKind::write, tile, index));
+      if (tile->owner->written(index)) requests.push_back(request_of(*tile, OpKind::write, index));
     }
     const auto owner = tile->owner;
     if (owner->written(0)) ++owner->weight_writes;
@@ -285,26 +262,6 @@ struct UpdatePipeline::Impl {
     active->future->computed.complete();
     if (weights) active->future->weights.complete();
     lock.lock();
-  }
-
-  // New weights may be fetched again at once, and the next units' states are waited for: the rest has time.
-  static IoClass class_of(OpKind kind, std::size_t index) {
-    if (kind == OpKind::read) return IoClass::states;
-    return index == 0 ? IoClass::weights : IoClass::writeback;
-  }
-
-  IoRequest request(OpKind kind, const std::shared_ptr<Tile>& tile, std::size_t index) const {
-    const Active& active = *tile->owner;
-    const StateStream& stream = *active.streams[index];
-    const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;
-    return {kind,
-            class_of(kind, index),
-            stream.file,
-            offset + active.bytes(index, tile->first),
-            tile->memory[index],
-            round_up_to_page(active.bytes(index, tile->numel)),
-            true,
-            active.job.tag};
   }
 
   using Done = std::function<void(std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&)>;
@@ -365,7 +322,7 @@ struct UpdatePipeline::Impl {
     }
     const auto failure = active->failure;
     lock.unlock();
-    complete(*active->future, failure);
+    active->future->complete_all(failure);
     lock.lock();
   }
 
@@ -434,7 +391,7 @@ UpdateFuture UpdatePipeline::submit(UpdateJob job, bool first, const Future& hel
     jobs.insert(first ? jobs.begin() + (front_begun ? 1 : 0) : jobs.end(), std::move(active));
   }
   impl_->changed.notify_all();
-  if (replaced != nullptr) complete(*replaced->future, replaced->failure);
+  if (replaced != nullptr) replaced->future->complete_all(replaced->failure);
   return future;
 }
 
@@ -505,7 +462,7 @@ bool UpdatePipeline::withdraw(const Future& job) {
     impl_->drop_staged(lock, *active);
   }
   impl_->changed.notify_all();
-  complete(*future, failure);
+  future->complete_all(failure);
   return true;
 }
 

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "aio/engine.hpp"
@@ -56,6 +57,12 @@ struct UpdateJob {
 struct UpdateCompletion : Completion {
   Completion computed;
   Completion weights;
+
+  void complete_all(const std::optional<Failure>& failure) {
+    computed.complete(failure);
+    weights.complete(failure);
+    complete(failure);
+  }
 };
 using UpdateFuture = std::shared_ptr<UpdateCompletion>;
 
