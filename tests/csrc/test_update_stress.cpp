@@ -75,10 +75,10 @@ class Unit {
     return !weights_in_memory || std::memcmp(memory_[current_memory_].data(), data(0), kNumel * 4) == 0;
   }
 
-  // A read of the new weights, chained to the job as a fetch is.
-  [[nodiscard]] Future read_after(const Future& job, bool early) {
+  // A read of the new weights, chained to their being written as a fetch is.
+  [[nodiscard]] Future read_after(const Future& weights, bool early) {
     return IoEngine::submit_after(
-        engine_, job, {OpKind::read, IoClass::weights, file_, early ? other(0) : at(0), back_.data(), kState});
+        engine_, weights, {OpKind::read, IoClass::weights, file_, early ? other(0) : at(0), back_.data(), kState});
   }
   [[nodiscard]] bool read_new() const { return std::memcmp(back_.data(), data(0), kNumel * 4) == 0; }
 
@@ -124,7 +124,8 @@ struct Counts {
 };
 
 // Rounds of one unit, as a ledger plays them: a guess that is kept, withdrawn or canceled at a random moment, then the
-// update that was decided, and a fetch that is chained to it.
+// update that was decided, and a fetch that is chained to its weights. What is in memory is looked at once it is
+// computed.
 void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, Counts& counts) {
   std::mt19937 random(seed);
   ThreadPool pool(1);
@@ -132,7 +133,7 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
     const bool in_memory = random() % 2 == 0;
     if (in_memory) unit.bring_weights();
     bool early = random() % 4 != 0;
-    Future job;
+    UpdateFuture job;
     if (early) {
       job = pipeline.submit(unit.job(true, in_memory), random() % 2 == 0);
       if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
@@ -153,9 +154,10 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
     } else {
       job = pipeline.submit(unit.job(false, in_memory), random() % 4 == 0);
     }
-    const Future fetch = unit.read_after(job, early);
-    if (wait(fetch) != nullptr || wait(job) != nullptr) ++counts.wrong;
-    if (!unit.done(early, in_memory, pool) || !unit.read_new() || !unit.right()) ++counts.wrong;
+    const Future fetch = unit.read_after(Future(job, &job->weights), early);
+    if (wait(Future(job, &job->computed)) != nullptr || !unit.done(early, in_memory, pool)) ++counts.wrong;
+    if (wait(fetch) != nullptr || !unit.read_new()) ++counts.wrong;
+    if (wait(job) != nullptr || !unit.right()) ++counts.wrong;
     ++counts.done;
   }
 }

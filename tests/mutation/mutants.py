@@ -28,6 +28,7 @@ class Mutant:
 
 _RESUME = "tests/runtime/test_resume.py"
 _LOOPS = "tests/runtime/test_loops.py"
+_OVERLAP = "tests/runtime/test_overlap.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
 _DURABLE = "tests/io/test_durable.py"
@@ -72,14 +73,14 @@ MUTANTS = [
     Mutant(
         "the wait for the fdatasync, and so its result",
         "infinity/schedule/commits.py",
-        "        sync, self._sync = self._sync, None\n        sync.result()\n",
-        "        sync, self._sync = self._sync, None\n",
+        "        self._sync.result()\n",
+        "",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
         "a slot that no generation names for what is written next",
         "infinity/io/generations.py",
-        "        if extent.slot not in named:\n            return extent.slot\n",
+        "        if extent.slot not in self._named(extent):\n            return extent.slot\n",
         "        return extent.slot\n",
         _CRASH,
     ),
@@ -95,15 +96,15 @@ MUTANTS = [
     Mutant(
         "a commit is finished before the next step",
         "infinity/schedule/commits.py",
-        "        if not waits:\n            self.finish(before_forward=True)\n",
+        "        if self.frozen:\n            self.finish()\n",
         "",
-        (_RESUME, "-k", "failed_fdatasync"),
+        (_RESUME, _OVERLAP),
     ),
     Mutant(
         "the manifest after the fdatasync, not before",
         "infinity/schedule/commits.py",
-        "        sync.result()\n        generations.make(step, facts_of(self._backing), body)\n",
-        "        generations.make(step, facts_of(self._backing), body)\n        sync.result()\n",
+        "        self._sync.result()\n        generations.make(step, facts_of(self._backing), body)\n",
+        "        generations.make(step, facts_of(self._backing), body)\n        self._sync.result()\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
@@ -152,8 +153,8 @@ MUTANTS = [
     Mutant(
         "nothing is committed while an exception is on its way",
         "infinity/schedule/ledger.py",
-        "                    self.commits.end(self.steps, broken=broken or sys.exc_info()[0] is not None)\n",
-        "                    self.commits.end(self.steps, broken=False)\n",
+        "        broken = broken or sys.exc_info()[0] is not None\n",
+        "",
         (_RESUME, "-k", "exception"),
     ),
     Mutant(
@@ -215,10 +216,12 @@ MUTANTS = [
     Mutant(
         "the wait for an update's writes",
         "csrc/update/update.cpp",
-        "    transfer(lock, tile, requests, [this](std::unique_lock<std::mutex>& held, const std::shared_ptr<Tile>& "
-        "written) {\n      tile_done(held, written);\n    });\n",
-        "    transfer(lock, tile, requests, [](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) {});\n"
-        "    tile_done(lock, tile);\n",
+        "      transfer(lock, tile, requests,\n"
+        "               [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {\n"
+        "                 tile_done(locked, written, writing);\n"
+        "               });\n",
+        "      transfer(lock, tile, requests, [](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) {});\n"
+        "      tile_done(lock, tile, writing);\n",
         ("tests/runtime/test_faults.py", "tests/native/test_update.py", "tests/crash/test_power_loss.py"),
     ),
     Mutant(
@@ -244,9 +247,30 @@ MUTANTS = [
     ),
     Mutant(
         "updates go where no generation is",
-        "csrc/update/update.cpp",
-        "    const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;\n",
-        "    const std::uint64_t offset = stream.offset;\n",
+        "csrc/update/tile.cpp",
+        "  const std::uint64_t offset = kind == OpKind::read ? stream.offset : stream.write_offset;\n",
+        "  const std::uint64_t offset = stream.offset;\n",
         (_RESUME,),
+    ),
+    Mutant(
+        "a commit undoes what was begun early",
+        "infinity/schedule/ledger.py",
+        "            self._drop_guesses()  # they write where this commit may write\n",
+        "",
+        (_OVERLAP, "-k", "commit_between"),
+    ),
+    Mutant(
+        "an update does not begin with weights that are stale",
+        "infinity/schedule/residents.py",
+        " and not record.stale else None\n",
+        " else None\n",
+        (_OVERLAP, "-k", "second_step"),
+    ),
+    Mutant(
+        "views that were taken of an earlier slot count",
+        "infinity/schedule/residents.py",
+        "        update.viewed = moves and self._is_viewed(record.slot)\n",
+        "        update.viewed = moves and record.slot.outstanding()\n",
+        (_OVERLAP, "-k", "view_of_weights"),
     ),
 ]
