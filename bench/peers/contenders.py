@@ -4,7 +4,7 @@ torch, deepspeed, deepspeed-nvme          the peers
 processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
 infinity-WEIGHTS[-int8][-cached|-lean][-OVERLAP]  WEIGHTS: host or nvme; optimizer states on NVMe, none of them
                                           cached but with -cached; -lean: memory.host is what weights and gradients
-                                          need and 384 MiB; OVERLAP: during_backward, before_forward or off, else auto
+                                          need and 512 MiB; OVERLAP: during_backward, before_forward or off, else auto
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT = (
 # Resident bytes per parameter at the peak, roughly: they decide only how many contenders run at once.
 _RESIDENT = {"torch": 9, "deepspeed": 32, "deepspeed-nvme": 36, "host": 6, "nvme": 5}
 _RESIDENT |= {"memory, fp32": 17, "memory, int8": 10}
-_LEAN_BYTES = 384 << 20
+_LEAN_BYTES = 512 << 20
 _AHEAD = 5
 """Reading half of the states ahead."""
 _LOGITS_BYTES = 10
