@@ -372,7 +372,7 @@ class Ledger:
 
     def _carry_on(self) -> None:
         """Land what is done, and carry on with a commit as far as possible without waiting."""
-        for index in [index for index, update in self.updates.decided.items() if update.done()]:
+        for index in [index for index, update in self.updates.decided.items() if update.reached("written")]:
             self._land_update(index)
         self._advance_commit()
 

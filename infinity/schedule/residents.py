@@ -273,7 +273,7 @@ class Residents:
     def _at_rest(self, record: UnitRecord) -> bool:
         """Whether no update uses the slot of a unit."""
         decided = self._updates.decided.get(record.unit.index)
-        return decided is None or decided.weights_done()
+        return decided is None or decided.reached("weights")
 
     def prefetch(self) -> None:
         """Fetch ahead as far as there is room."""
@@ -292,7 +292,7 @@ class Residents:
         decided = self._updates.decided.get(record.unit.index)
         if decided is None or self._backing.weights[record.unit.index].lease is None:
             return True
-        if decided.computed():
+        if decided.reached("computed"):
             self._take_in(record.unit.index)
             return True
         return False

@@ -81,8 +81,8 @@ def _read(store: SwapStore, home: UnitWeights, lease: Lease, after: UnitUpdate |
     for index, group in enumerate(home.groups):
         update = None if after is None else after.transfers.get(index)
         slot = None if update is None else update.slot_of(group)
-        after_weights = None if update is None else update.weights
-        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), slot=slot, after=after_weights))
+        written = None if update is None else update.until("weights")
+        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), slot=slot, after=written))
     return reads
 
 

@@ -62,7 +62,8 @@ class WeightsPlace:
 
 
 Milestone = Literal["computed", "weights", "written"]
-"""Of an update: its new values are computed; new weights are where they go; everything is."""
+"""Of an update: its new values are computed, so that those in memory are there and the gradients are free; new weights
+are where they go; everything is."""
 
 
 @dataclass(frozen=True)
@@ -81,18 +82,12 @@ class UpdateTransfer(Transfer):
         """After `result`: whether all new weights and moments were."""
         return self.future.finite
 
-    @property
-    def computed(self) -> Transfer:
-        """Until the new values are computed: in memory they are there, and the gradients are free."""
-        return Transfer(self.future.computed, self.unit, self.state, self.step)
-
-    @property
-    def weights(self) -> Transfer:
-        """Until the new weights are where they go."""
-        return Transfer(self.future.weights, self.unit, self.state, self.step)
-
     def until(self, milestone: Milestone) -> Transfer:
-        return {"computed": self.computed, "weights": self.weights, "written": self}[milestone]
+        """The part of it that ends there."""
+        if milestone == "written":
+            return self
+        future = self.future.computed if milestone == "computed" else self.future.weights
+        return Transfer(future, self.unit, self.state, self.step)
 
     def land(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
+from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.schedule.ahead import ReadAhead
 from infinity.schedule.backing import Backing
@@ -61,20 +62,17 @@ class UnitUpdate:
     viewed: bool = False
     taken_in: bool = False
 
-    def computed(self) -> bool:
-        return all(transfer.computed.done() for transfer in self.transfers.values())
+    def until(self, milestone: Milestone) -> list[Transfer]:
+        return [transfer.until(milestone) for transfer in self.transfers.values()]
 
-    def weights_done(self) -> bool:
-        """The new weights are where they go."""
-        return all(transfer.weights.done() for transfer in self.transfers.values())
-
-    def done(self) -> bool:
-        return all(transfer.done() for transfer in self.transfers.values())
-
-    def wait(self, until: Milestone) -> None:
+    def reached(self, milestone: Milestone) -> bool:
         """Well or not."""
-        for transfer in self.transfers.values():
-            transfer.until(until).wait()
+        return all(transfer.done() for transfer in self.until(milestone))
+
+    def wait(self, milestone: Milestone) -> None:
+        """Until it is reached, well or not."""
+        for transfer in self.until(milestone):
+            transfer.wait()
 
 
 class Updates:
@@ -188,7 +186,7 @@ class Updates:
 
     @staticmethod
     def _reads_slot(update: UnitUpdate) -> bool:
-        return update.place.speculative and update.place.slot is not None and not update.computed()
+        return update.place.speculative and update.place.slot is not None and not update.reached("computed")
 
     def reads_slot(self, index: int) -> bool:
         """Whether an early update reads the weights from the slot of this unit, so that it must stay."""
@@ -304,7 +302,7 @@ class Updates:
         update = self.decided.get(index)
         if update is None or update.taken_in:
             return
-        wait_all(transfer.computed for transfer in update.transfers.values())
+        wait_all(update.until("computed"))
         with interrupts_deferred():
             if update.place.shadow is not None:
                 self._swap(update, update.place.shadow)
@@ -318,7 +316,7 @@ class Updates:
         """
         update = self.decided.get(index)
         if update is not None:
-            wait_all(transfer.weights for transfer in update.transfers.values())
+            wait_all(update.until("weights"))
 
     def land(self, index: int) -> None:
         """Wait for the decided update of a unit, if there is one: from now on its new values count in the store, too.
@@ -330,7 +328,7 @@ class Updates:
         if update is None:
             return
         self.take_in(index)
-        wait_all(update.transfers.values())
+        wait_all(update.until("written"))
         with interrupts_deferred():
             for transfer in update.transfers.values():
                 transfer.land()
@@ -347,7 +345,7 @@ class Updates:
     def writes_from_slot(self, index: int) -> bool:
         """Whether a decided update may write weights to the store from the slot they are used in."""
         update = self.decided.get(index)
-        return update is not None and update.place.slot is not None and not update.weights_done()
+        return update is not None and update.place.slot is not None and not update.reached("weights")
 
     def _swap(self, update: UnitUpdate, shadow: Lease) -> None:
         """The memory with the new weights is their home now; or what is viewed has them, too, and they go when they
