@@ -34,7 +34,6 @@ Failure canceled(const char* why) {
 struct UpdatePipeline::Impl {
   std::shared_ptr<IoEngine> engine;
   std::shared_ptr<ThreadPool> pool;
-  std::byte* staging;
   std::size_t tile_numel;
   std::size_t tile_bytes;
   Isa isa;
@@ -62,12 +61,11 @@ struct UpdatePipeline::Impl {
        std::size_t numel, std::size_t nbytes, std::size_t held_tiles, Isa kernels)
       : engine(std::move(io)),
         pool(std::move(threads)),
-        staging(memory),
         tile_numel(numel),
         tile_bytes(nbytes),
         isa(kernels),
         ahead_max(held_tiles) {
-    for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(staging + slot * tile_bytes);
+    for (std::size_t slot = slots; slot-- > 0;) free_slots.push_back(memory + slot * tile_bytes);
     driver = std::thread([this] { run(); });
   }
 

@@ -35,13 +35,9 @@ class ReadAhead:
         for index in order:
             if room <= 0:
                 return
-            if index not in self._held and self._in_store(index):
+            if index not in self._held and self._backing.states_in_store(index):
                 self._hold(index, step)
                 room -= self._tiles(index)
-
-    def _in_store(self, index: int) -> bool:
-        homes = [home for states in self._backing.states[index].values() for home in states.homes()]
-        return bool(homes) and not any(home.in_memory for home in homes)
 
     def _tiles(self, index: int) -> int:
         unit, tile = self._units[index], self._backing.plan.tile_numel

@@ -172,6 +172,11 @@ class Backing:
             for states in groups.values():
                 yield from states.homes()
 
+    def states_in_store(self, index: int) -> list[Home]:
+        """The optimizer states of a unit; none where any of them is in RAM."""
+        homes = [home for states in self.states[index].values() for home in states.homes()]
+        return [] if any(home.in_memory for home in homes) else homes
+
     def destination(self, extent: Extent) -> int:
         """The slot that new values of a state go to."""
         return extent.slot if self.generations is None else self.generations.destination(extent)

@@ -105,10 +105,10 @@ class Updates:
     def can_guess(self, index: int) -> bool:
         """Whether an early update of a unit can leave everything as it is, and has transfers to hide."""
         backing = self._backing
-        homes = [home for states in backing.states[index].values() for home in states.homes()]
+        homes = backing.states_in_store(index)
         if not self._gradients.in_ram(index):
             return False  # it would wait for their way to the store and back
-        if index in self.guesses or index in self.decided or not homes or any(home.in_memory for home in homes):
+        if index in self.guesses or index in self.decided or not homes:
             return False
         weights = backing.weights[index]
         trained = [weights.groups[group] for group in backing.states[index]]
