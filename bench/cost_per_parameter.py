@@ -81,7 +81,7 @@ def plot(costs: Sequence[dict[str, float]], path: Path) -> None:
         axes.minorticks_off()
         axes.set_xlabel("parameters, 10⁹")
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(row[key] for row in costs))
         axes.grid(alpha=0.3)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
