@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 _SKIPS_IN_A_ROW_MAX = 5
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose states are where the swap config says.
 
     The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half up
@@ -87,17 +88,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._ledger is not None:
             self._ledger.commits.enter(self)
 
+    @abstractmethod
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
         """Raises ConfigError when a hyperparameter of a group is out of range."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         """The rule and what it needs, as _native.Segment takes them."""
-        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch, for offloaded parameters of the same model."""
