@@ -113,8 +113,20 @@ def ahead_bytes(
     """
     if config.overlap == "off":
         return 0
-    wanted = int(totals.state_of(_moved(totals, placed)) * _AHEAD_SHARE) - shadow_bytes
+    wanted = int(totals.state_of(_moved(totals, placed)) * _AHEAD_SHARE)
+    wanted -= _lent_bytes(totals, placed, tile_bytes, shadow_bytes)
     return max(min(room, wanted), 0) // tile_bytes * tile_bytes
+
+
+def _lent_bytes(totals: Totals, placed: Placement, tile_bytes: int, shadow_bytes: int) -> int:
+    """What the shadows hold of tiles. They are lent unit by unit, so of each unit's only whole tiles count: nothing
+    where its weights are smaller than one."""
+    lent = 0
+    for unit in totals.of_units:
+        if unit.index in placed.weights_in_ram and 0 < unit.weight <= shadow_bytes:
+            shadow_bytes -= unit.weight
+            lent += unit.weight // tile_bytes * tile_bytes
+    return lent
 
 
 def _moved(totals: Totals, placed: Placement) -> frozenset[int]:
