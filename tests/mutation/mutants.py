@@ -98,7 +98,7 @@ MUTANTS = [
         "infinity/schedule/commits.py",
         "        if self.frozen:\n            self.finish()\n",
         "",
-        (_RESUME, _OVERLAP),
+        (_RESUME, "-k", "that_was_decided"),
     ),
     Mutant(
         "the manifest after the fdatasync, not before",

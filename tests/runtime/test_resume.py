@@ -22,6 +22,7 @@ from infinity.errors import (
     StoreNotEmptyError,
 )
 from infinity.io.directory import generations_in
+from infinity.schedule.commits import Commits
 from tests.conftest import states_of, weights_of
 from tests.models import VOCABULARY, gpt2, llama
 
@@ -154,6 +155,21 @@ def test_a_run_that_an_exception_ended_resumes_at_its_last_commit(every: int, co
     assert kept == (6 if every == 1 else 5)
     losses, states = again.train(STEPS).ended()
     assert same((run.losses[:kept] + losses, states), expected)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "before_forward", "off"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_a_step_that_was_decided_has_the_one_before_it_on_disk(
+    placement: tuple[str, str], overlap: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the disk: here nothing it has finished is seen before the next step must wait for it."""
+    monkeypatch.setattr(Commits, "ready", False)
+    swap = config(*placement, commit_every=1, overlap=overlap)
+    run = Run(infinity.offload(model(), swap))
+    for step in range(1, 6):
+        run.train(step)
+        assert max(generations_in(tmp_path / "swap"), default=0) == step - 1
+    infinity.close(run.model)
 
 
 def test_a_run_can_be_resumed_many_times(config: Any) -> None:
