@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,11 @@ from infinity.sizes import parse_bytes
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | Path) else value
+
+
+def _word(value: object) -> object:
+    """YAML takes a bare `off` for false."""
+    return "off" if value is False else value
 
 
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -77,7 +83,7 @@ class SwapConfig(_Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
-    overlap: Literal["auto", "during_backward", "before_forward", "off"] = "auto"
+    overlap: Annotated[Literal["auto", "during_backward", "before_forward", "off"], BeforeValidator(_word)] = "auto"
     """When updates run: during_backward begins them before the step is decided and redoes what the step makes wrong;
     before_forward begins them with the step and lets each unit's next use wait for its own; off: step() does it all;
     auto: during_backward as long as that turns out right. Never changes a bit of the result."""
@@ -126,7 +132,10 @@ def _explain(error: ValidationError, source: str) -> ConfigError:
             lines.append(f"unknown key '{key}'; {hint}")
         else:
             message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{key}: {message} (given: {item['input']!r})")
+            known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
+            near = difflib.get_close_matches(str(item["input"]), known, n=1, cutoff=0.5)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            lines.append(f"{key}: {message} (given: {item['input']!r}){hint}")
     return ConfigError(f"{source}: " + "; ".join(lines))
 
 

@@ -39,12 +39,21 @@ def test_yaml_and_json_say_the_same(tmp_path: Path) -> None:
     assert infinity.load_config(tmp_path / "a.yaml") == infinity.load_config(values)
 
 
+@pytest.mark.parametrize("text", ["off", "'off'", "false"])
+def test_a_bare_off_is_a_word(text: str, tmp_path: Path) -> None:
+    """YAML takes it for false."""
+    (tmp_path / "swap.yaml").write_text(f"overlap: {text}\n")
+    assert infinity.load_config(tmp_path / "swap.yaml").overlap == "off"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("nvme: {queue_dept: 3}", "unknown key 'nvme.queue_dept'; did you mean 'nvme.queue_depth'"),
         ("zzz: 3", "unknown key 'zzz'; known keys: weights"),
         ("weights: disk", "weights: Input should be 'device', 'host', 'nvme' or 'auto'"),
+        ("overlap: before_foward", "(given: 'before_foward'); did you mean 'before_forward'?"),
+        ("overlap: on", "overlap: Input should be 'auto'"),
         ("memory: {host: lots}", "memory.host: 'lots' is not a size"),
         ("nvme: {queue_depth: 0}", "nvme.queue_depth"),
         ("[1, 2]", "expected keys and values, found list"),
