@@ -128,7 +128,7 @@ class _Events:
 
     def __init__(self, ledger: Ledger, recording: Recording) -> None:
         self._units = [record.unit.name for record in ledger.records]
-        self._extents = _Extents(home.extent for home in ledger.backing.homes() if home.extent is not None)
+        self._extents = _Extents(ledger.backing.extents())
         steps = [span for span in recording.spans if span.kind == "step"]
         self._step_ends = np.array([span.end_ns for span in steps], np.int64)
         self._step_numbers = [span.step for span in steps] + [ledger.steps + 1]
@@ -190,7 +190,13 @@ class _Events:
         return Event(row, operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args)
 
 
-_ROW_OF_STATE = {"weight": "weights", "residual": "states", "exp_avg": "states", "exp_avg_sq": "states"}
+_ROW_OF_STATE = {
+    "weight": "weights",
+    "residual": "states",
+    "exp_avg": "states",
+    "exp_avg_sq": "states",
+    "grad": "gradients",
+}
 
 
 class _Extents:

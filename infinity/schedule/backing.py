@@ -172,6 +172,16 @@ class Backing:
             for states in groups.values():
                 yield from states.homes()
 
+    def extents(self) -> Iterator[Extent]:
+        """Every place in the swap file, those of gradients that spill among them."""
+        for home in self.homes():
+            if home.extent is not None:
+                yield home.extent
+        for groups in self.states:
+            for states in groups.values():
+                if states.spilled is not None:
+                    yield states.spilled
+
     def states_in_store(self, index: int) -> list[Home]:
         """The optimizer states of a unit; none where any of them is in RAM."""
         homes = [home for states in self.states[index].values() for home in states.homes()]

@@ -79,7 +79,7 @@ class Timeline:
     """One per ledger. Any thread may call anything; a stall is of the thread that enters it.
 
     Invariant: the causes' times add up to no more than the time passed in each thread: a stall inside another is
-    counted for its own cause only.
+    counted, and recorded, for its own cause only.
     """
 
     def __init__(self) -> None:
@@ -102,14 +102,14 @@ class Timeline:
         return Stall(self, self._threads.stack, cause, unit)
 
     def stalled_ns(self) -> dict[Cause, int]:
-        """Nanoseconds by cause so far, of the stalls that are over."""
+        """Nanoseconds by cause so far, of the stalls that are over, or gave way to one inside."""
         with self._lock:
             return dict(self._stalled_ns)
 
-    def stall_ended(self, cause: Cause, unit: str, began_ns: int, ended_ns: int, inner_ns: int) -> None:
-        """Count one. `inner_ns` of it are counted for the stalls inside."""
+    def stalled(self, cause: Cause, unit: str, began_ns: int, ended_ns: int) -> None:
+        """Count a stall, or the part of one until another begins inside it, or since that one ended."""
         with self._lock:
-            self._stalled_ns[cause] += ended_ns - began_ns - inner_ns
+            self._stalled_ns[cause] += ended_ns - began_ns
             if self.recording:
                 self._add(Span("stall", unit, began_ns, ended_ns, cause=cause))
 
@@ -196,19 +196,20 @@ class Timeline:
 class Stall:
     """See Timeline.stall. Entered once."""
 
-    __slots__ = ("_began_ns", "_cause", "_inner_ns", "_stack", "_timeline", "_unit")
+    __slots__ = ("_began_ns", "_cause", "_stack", "_timeline", "_unit")
 
     def __init__(self, timeline: Timeline, stack: list[Stall], cause: Cause, unit: str) -> None:
         self._timeline = timeline
         self._stack = stack
         self._cause = cause
         self._unit = unit
-        self._inner_ns = 0
         self._began_ns = 0
 
     def __enter__(self) -> None:
-        self._stack.append(self)
         self._began_ns = time.perf_counter_ns()
+        if self._stack:
+            self._stack[-1]._tell(self._began_ns)
+        self._stack.append(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -216,8 +217,12 @@ class Stall:
         ended_ns = time.perf_counter_ns()
         self._stack.pop()
         if self._stack:
-            self._stack[-1]._inner_ns += ended_ns - self._began_ns
-        self._timeline.stall_ended(self._cause, self._unit, self._began_ns, ended_ns, self._inner_ns)
+            self._stack[-1]._began_ns = ended_ns
+        self._tell(ended_ns)
+
+    def _tell(self, now: int) -> None:
+        """Of what has passed since it began, or since the last stall inside it ended."""
+        self._timeline.stalled(self._cause, self._unit, self._began_ns, now)
 
 
 class _Stalls(threading.local):

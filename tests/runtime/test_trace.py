@@ -163,6 +163,15 @@ def test_states_in_ram_are_traced_too(offload: Any, path: Path) -> None:
     assert kinds == {"compute", "gradient", "update", "stall", "step"}
 
 
+def test_gradients_that_spill_name_their_unit(offload: Any, path: Path) -> None:
+    model = trained(offload, path, gradients="nvme", memory={"device": "640KiB", "host": "12MiB"})
+    units = {record.unit.name for record in registry.ledger_of(model).records}
+    assert registry.ledger_of(model).backing.plan.landing_bytes
+    moved = [event for event in bars(path) if event["cat"] in ("read", "write")]
+    assert {event["args"]["unit"] for event in moved} == units, "no transfer is of nothing"
+    assert {event["cat"] for event in moved if event["name"].split()[1] == "grad"} == {"read", "write"}
+
+
 def test_a_backward_on_another_thread_is_traced(offload: Any, path: Path) -> None:
     model, batch = llama()
     model = offload(model.bfloat16().train(), **ROOM)

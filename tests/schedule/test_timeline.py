@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -50,6 +51,24 @@ def test_a_stall_in_a_stall_is_counted_once(ticks: Ticks) -> None:
         with timeline.stall("step"):
             ticks.now += 1000
     assert timeline.stalled_ns() == dict.fromkeys(CAUSES, 0) | {"step": 1001, "update": 10, "commit": 100}
+
+
+def test_what_is_recorded_of_stalls_does_not_overlap_and_adds_up(ticks: Ticks) -> None:
+    timeline = Timeline()
+    timeline.record()
+    with timeline.stall("commit"):
+        ticks.now += 1
+        with timeline.stall("update", "a"):
+            ticks.now += 10
+        ticks.now += 100
+    spans = sorted(timeline.stop().spans, key=lambda span: span.begin_ns)
+    assert [(span.cause, span.end_ns - span.begin_ns) for span in spans] == [
+        ("commit", 1),
+        ("update", 10),
+        ("commit", 100),
+    ]
+    assert all(one.end_ns == other.begin_ns for one, other in pairwise(spans))
+    assert timeline.stalled_ns()["commit"] == 101
 
 
 def test_a_stall_that_an_exception_ends_is_counted(ticks: Ticks) -> None:
