@@ -70,8 +70,10 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         seed: int,
         accumulation_steps: int | None,
     ) -> None:
-        if accumulation_steps is not None and accumulation_steps < 1:
-            raise ConfigError(f"accumulation_steps must be at least 1, or None, not {accumulation_steps}")
+        if accumulation_steps is not None and not (isinstance(accumulation_steps, int) and accumulation_steps >= 1):
+            raise ConfigError(
+                f"accumulation_steps must be a whole number from 1 on, or None, not {accumulation_steps!r}"
+            )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
         self._ledger: Ledger | None = None

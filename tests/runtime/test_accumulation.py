@@ -17,7 +17,7 @@ import infinity
 from infinity.schedule import registry
 from infinity.schedule.guesses import Counts
 from tests.conftest import states_of, weights_of
-from tests.models import loss_of
+from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of, model_and_batches
 
 PASSES, STEPS = 4, 3
@@ -95,6 +95,13 @@ def test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on(
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     seen = steps(model, batches, optim, model.no_sync if way == "model" else lambda: infinity.no_sync(model))
     require_early_in_the_last_pass_only(model, seen, warnings)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
+def test_a_number_of_passes_that_is_none_is_refused(wrong: Any, offload: Any) -> None:
+    model = offload(llama()[0])
+    with pytest.raises(infinity.ConfigError, match="accumulation_steps must be a whole number"):
+        infinity.AdamW(model.parameters(), accumulation_steps=wrong)
 
 
 def test_with_accumulation_steps_likewise(offloaded: Train, warnings: Warnings) -> None:
