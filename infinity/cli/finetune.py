@@ -259,13 +259,14 @@ class _Run:
                 self._traced.before(step)
                 self._step(step, progress)
                 self.done = step
-                if self._traced.after(step):
+                stopping = stop.asked  # what comes from here on is for the next step's end
+                if self._traced.after(step, stopping=bool(stopping)):
                     progress.say(f"trace of the steps until {step}: {self._options.trace} (open it in ui.perfetto.dev)")
                     self._measured = time.perf_counter()  # writing it is no part of a step
                 if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
-                if stop.asked:
-                    return stop.asked
+                if stopping:
+                    return stopping
         return 0
 
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:

@@ -150,6 +150,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except (InfinityError, OSError) as error:
         return _fail(error, 1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -15,6 +15,9 @@ from infinity.schedule.guesses import Counts
 from infinity.schedule.timeline import CAUSES, Cause
 from infinity.sizes import format_bytes
 
+_LAST = 10
+"""Steps whose mean loss is the last one's: that of one step says little."""
+
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
     "update": "waiting: updates",
@@ -70,10 +73,13 @@ class Report:
     engine: str
 
     def text(self) -> str:
+        clipped = self.updates.clipped
+        why = f" (gradients were clipped in {clipped} steps)" if clipped else ""
         rows = [
             (
                 "steps",
-                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}",
+                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f} "
+                f"(mean of the last {min(self.steps, _LAST)})",
             ),
             ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
             ("  compute", f"{self.compute_s:.3f} s"),
@@ -87,7 +93,7 @@ class Report:
             (
                 "updates of blocks",
                 f"{self.updates.early} begun during backward, {self.updates.late} with the step, "
-                f"{self.updates.undone} begun for nothing",
+                f"{self.updates.undone} begun for nothing{why}",
             ),
             (
                 "peak memory",
@@ -96,8 +102,8 @@ class Report:
             ),
             (
                 "efficiency",
-                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute "
-                f"{self.compute_bound_s:.3f} s",
+                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute and "
+                f"Adam {self.compute_bound_s:.3f} s",
             ),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
@@ -124,7 +130,7 @@ def make_report(
         steps=len(losses),
         skipped_steps=skipped_steps,
         first_loss=losses[0],
-        last_loss=sum(losses[-10:]) / len(losses[-10:]),
+        last_loss=sum(losses[-_LAST:]) / len(losses[-_LAST:]),
         tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
         step_s=seconds,
         compute_s=compute,
@@ -147,6 +153,7 @@ def make_report(
             after.updates.early - before.updates.early,
             after.updates.undone - before.updates.undone,
             after.updates.late - before.updates.late,
+            after.updates.clipped - before.updates.clipped,
         ),
         engine=after.engine,
     )

@@ -72,9 +72,9 @@ class TracedSteps:
         if self._path is not None and step == self._first:
             self._open.enter_context(trace(self._model, self._path))
 
-    def after(self, step: int) -> bool:
-        """Whether the trace was written now."""
-        if self._path is None or step != self._last:
+    def after(self, step: int, *, stopping: bool = False) -> bool:
+        """Whether the trace was written now: after its last step, or the run's when that comes sooner."""
+        if self._path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False
         self._open.close()
         return True

@@ -22,11 +22,13 @@ class Counts:
         early: begun before the step was decided, and right.
         undone: begun early for nothing.
         late: begun when the step was decided.
+        clipped: steps, not units, that multiplied their gradients, where updates may begin early: then none is right.
     """
 
     early: int = 0
     undone: int = 0
     late: int = 0
+    clipped: int = 0
 
 
 class Guesses:
@@ -71,6 +73,11 @@ class Guesses:
         self.counts.undone += len(wrong)
         self.counts.early += len(early)
         self.counts.late += len(requested - early)
+        self.counts.clipped += clipped and self.mode in ("auto", "during_backward")
+        if wrong and clipped and self.mode == "during_backward":
+            self.warn(
+                "the norm of all gradients clips them", "With overlap: auto they are not begun where that is usual."
+            )
         if wrong and not clipped:
             self.warn(
                 "the hyperparameters at step() were not those of the backward pass",
@@ -82,4 +89,6 @@ class Guesses:
         if cause in self._warned:
             return
         self._warned.add(cause)
-        logger.warning("updates that were begun during backward are undone: %s. %s", cause, advice)
+        logger.warning(
+            "updates that were begun during backward are done again, to the same result: %s. %s", cause, advice
+        )

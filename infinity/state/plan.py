@@ -134,7 +134,7 @@ class Plan:
     def _describe_gradients(self) -> str:
         accumulation = "any number of micro-batches" if self.accumulates else "one backward pass per step"
         if self.gradients == "nvme":
-            held = f"in RAM those of {len(self.gradients_in_ram)} of {self.trained_count} units"
+            held = f"of one backward pass those of {len(self.gradients_in_ram)} of {self.trained_count} units in RAM"
             accumulation += f"; {held}, and a window of {format_bytes(self.landing_bytes)}"
         size = format_bytes(self.gradient_bytes + self.landing_bytes)
         fp32 = "fp32, " if self.gradient_fp32 else ""

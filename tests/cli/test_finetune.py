@@ -219,7 +219,8 @@ def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_pat
 
 def test_ctrl_c_ends_at_a_step_and_saves(job: dict[str, Any], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "infinity.cli.main", "finetune"]
-    command += [str(part) for item in (job | {"--steps": 100_000}).items() for part in item]
+    more = {"--steps": 100_000, "--trace": tmp_path / "trace.json", "--trace-steps": "1:90000"}
+    command += [str(part) for item in (job | more).items() for part in item]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     lines = []
@@ -231,9 +232,21 @@ def test_ctrl_c_ends_at_a_step_and_saves(job: dict[str, Any], tmp_path: Path) ->
     rest, _ = process.communicate(timeout=240)
     assert process.returncode == 130, "".join(lines) + rest
     assert "stopping after this step" in rest
+    assert "trace of the steps until" in rest
     steps = json.loads((tmp_path / "out" / "report.json").read_text())["steps"]
     assert 1 <= steps < 100_000
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not (tmp_path / "swap").exists()
+
+
+def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("infinity.cli.finetune._Run._step", interrupted)
+    assert run(job) == 130
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
+    assert not (tmp_path / "out").exists()
     assert not (tmp_path / "swap").exists()
 
 
