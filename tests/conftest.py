@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from infinity.state.dtypes import residual_itemsize
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("infinity").setLevel(logging.ERROR)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Offload = Callable[..., Any]
 
