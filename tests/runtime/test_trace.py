@@ -19,7 +19,7 @@ from infinity.schedule import registry, timeline
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
-ROOM = {"memory": {"device": "640KiB", "host": "512MiB"}}  # less than the weights: they are fetched again and again
+ROOM = {"memory": {"device": "400KiB", "host": "512MiB"}}  # less than the weights: they are fetched again and again
 STEPS = 3
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 
