@@ -74,7 +74,7 @@ class Report:
 
     def text(self) -> str:
         clipped = self.updates.clipped
-        why = f" (gradients were clipped in {clipped} steps)" if clipped else ""
+        why = f" (gradients were clipped, or their scale changed, in {clipped} steps)" if clipped else ""
         rows = [
             (
                 "steps",

@@ -22,7 +22,8 @@ class Counts:
         early: begun before the step was decided, and right.
         undone: begun early for nothing.
         late: begun when the step was decided.
-        clipped: steps, not units, that multiplied their gradients, where updates may begin early: then none is right.
+        clipped: steps, not units, that clipped their gradients or had another loss scale than before, where updates
+            may begin early: then none is right.
     """
 
     early: int = 0
@@ -74,10 +75,6 @@ class Guesses:
         self.counts.early += len(early)
         self.counts.late += len(requested - early)
         self.counts.clipped += clipped and self.mode in ("auto", "during_backward")
-        if wrong and clipped and self.mode == "during_backward":
-            self.warn(
-                "the norm of all gradients clips them", "With overlap: auto they are not begun where that is usual."
-            )
         if wrong and not clipped:
             self.warn(
                 "the hyperparameters at step() were not those of the backward pass",
