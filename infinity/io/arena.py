@@ -5,11 +5,13 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
+from typing import Any
 
 import torch
 
 from infinity import _native
 from infinity.errors import PlanError
+from infinity.io import cuda_error
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 
@@ -117,16 +119,27 @@ class PinnedArena(Space):
         super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
         self._registered = False
 
-    def register_with_cuda(self) -> str:
-        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only."""
-        runtime = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
-        if error != 0:
-            return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
+    def register_with_cuda(self, device: torch.device) -> str:
+        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only.
+
+        Args:
+            device: the GPU, with its index: the runtime would open a context on GPU 0 otherwise.
+        """
+        with torch.cuda.device(device):
+            runtime = torch.cuda.cudart()
+            error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
+            if error != 0:
+                cuda_error.forget()
+                return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
         self._registered = True
-        weakref.finalize(self, runtime.cudaHostUnregister, self.native.address)
+        weakref.finalize(self, _unregister, runtime, self.native.address)
         return ""
 
     @property
     def pinned(self) -> bool:
         return self._registered
+
+
+def _unregister(runtime: Any, address: int) -> None:
+    if int(runtime.cudaHostUnregister(address)) != 0:
+        cuda_error.forget()

@@ -1,0 +1,111 @@
+"""A pending error of the CUDA runtime is taken away in the runtime that is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.io import cuda_error
+from infinity.io.arena import PinnedArena
+
+LINE = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234   {path}\n"
+
+
+class Runtime:
+    """What torch.cuda.cudart() gives, refusing as told."""
+
+    def __init__(self, *, register: int = 0, unregister: int = 0) -> None:
+        self.register, self.unregister = register, unregister
+        self.unregistered: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        return self.register
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.unregistered.append(address)
+        return self.unregister
+
+
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes each time an error was forgotten."""
+    notes: list[str] = []
+    monkeypatch.setattr(cuda_error, "forget", lambda: notes.append("forgotten"))
+    return notes
+
+
+def give(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Any]:
+    """Have torch give this runtime; returns the devices that were made current."""
+    devices: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(chosen: Any) -> Any:
+        devices.append(chosen)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("library", "function"),
+    [
+        ("/site/nvidia/cu13/lib/libcudart.so.13", "cudaGetLastError"),
+        ("/site/torch/lib/libcudart-d0da41ae.so.11.0", "cudaGetLastError"),
+        ("/opt/rocm/a folder/libamdhip64.so.6", "hipGetLastError"),
+    ],
+)
+def test_the_runtime_that_is_loaded_is_asked(
+    library: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps, asked = tmp_path / "maps", []
+    maps.write_text(LINE.format(path="/usr/lib/libc.so.6") + LINE.format(path="") + LINE.format(path=library))
+
+    def load(path: str) -> Any:
+        return SimpleNamespace(**{function: lambda: asked.append(path)})
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    cuda_error.forget(maps)
+    assert asked == [library]
+
+
+def test_without_a_runtime_of_its_own_a_kernel_takes_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "maps").write_text(LINE.format(path="/usr/lib/libc.so.6"))
+    launched = []
+
+    def zeros(numel: int, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    cuda_error.forget(tmp_path / "maps")
+    assert launched == ["cuda"]
+
+
+def test_a_refused_registration_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
+    devices = give(monkeypatch, Runtime(register=2))
+    arena = PinnedArena(1 << 16)
+    assert "error 2" in arena.register_with_cuda(torch.device("cuda", 1))
+    assert not arena.pinned
+    assert forgotten == ["forgotten"]
+    assert devices == [torch.device("cuda", 1)]
+
+
+def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
+    runtime = Runtime(unregister=4)
+    give(monkeypatch, runtime)
+    arena = PinnedArena(1 << 16)
+    address = arena.native.address
+    assert arena.register_with_cuda(torch.device("cuda", 0)) == ""
+    assert arena.pinned
+    assert forgotten == []
+    del arena
+    assert runtime.unregistered == [address]
+    assert forgotten == ["forgotten"]
