@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.config import SwapConfig
-from infinity.plan.placement import Placement
+from infinity.plan.placement import Budgets, Placement
 from infinity.plan.spilling import GradientPlacement
 from infinity.plan.totals import Totals, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
@@ -50,11 +50,12 @@ def plan_early(
     totals: Totals,
     placed: Placement,
     gradients: GradientPlacement,
+    budgets: Budgets,
     swap_bytes: int,
     room: int,
 ) -> EarlyUpdates:
     """Reserve what early updates need. Units whose gradients spill have none: they would wait for their way to the
-    store and back.
+    store and back. Nor has a GPU: there updates begin with the step.
 
     Args:
         swap_bytes: of the swap file without it.
@@ -62,6 +63,8 @@ def plan_early(
     """
     if config.overlap in ("off", "before_forward"):
         return EarlyUpdates(config.overlap)
+    if not budgets.on_cpu:
+        return EarlyUpdates("before_forward", reason="on a GPU updates do not begin during backward yet")
     moved = [unit for unit in totals.of_units if unit.index in _moved(totals, placed) & gradients.in_ram]
     if not moved:
         why = "the gradients spill" if _moved(totals, placed) else "the states are in RAM"
@@ -93,9 +96,11 @@ def plan_early(
     return EarlyUpdates(config.overlap, spare, sum(map(slot_bytes, spare)), shadow, reason=reason)
 
 
-def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement) -> int:
+def shadow_wanted(config: SwapConfig, totals: Totals, placed: Placement, budgets: Budgets) -> int:
     """Host memory that early updates want before more states are cached there; 0 where that is not to be weighed."""
     if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer != "nvme":
+        return 0
+    if not budgets.on_cpu:
         return 0
     held = placed.weights_in_ram & _moved(totals, placed)
     weights = [unit.weight for unit in totals.of_units if unit.index in held]

@@ -22,6 +22,9 @@ from infinity.state.moments import STORED, OptimizerName
 from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
 
+HOST_SHARE = 0.8
+"""Of the RAM that is available when the plan is made, what memory.host is where the config does not say."""
+
 _STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
 _STAGING_SHARE_OF_HOST = 1 / 8
@@ -58,6 +61,7 @@ def make_plan(
     read, written = _step_bytes(config, totals, placed, gradients)
     return Plan(
         device=str(device),
+        shares_memory=budgets.on_cpu,
         weights=placed.weights,
         optimizer=placed.optimizer,
         weights_in_ram=placed.weights_in_ram,
@@ -107,7 +111,7 @@ def _budgets(config: SwapConfig, device: torch.device) -> Budgets:
     on_cpu = device.type == "cpu"
     return Budgets(
         device=config.memory.device or int(available_device_bytes(device) * (0.4 if on_cpu else 0.9)),
-        host=config.memory.host or int(available_host_bytes() * 0.8),
+        host=config.memory.host or int(available_host_bytes() * HOST_SHARE),
         on_cpu=on_cpu,
     )
 
@@ -127,7 +131,7 @@ def _place(
         fixed = staging.nbytes + gradients.host_bytes(totals)
         room = budgets.host - fixed
         placed = place(config, totals, budgets, room)
-        if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed)):
+        if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed, budgets)):
             placed = place(config, totals, budgets, room - shadow)
         if fixed + placed.host_bytes <= budgets.host:
             return staging, placed, gradients
@@ -148,7 +152,7 @@ def _reserve_early(
     _require_paths(config, placed, gradients)
     swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
     host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
-    early = plan_early(config, totals, placed, gradients, swap, budgets.host - host)
+    early = plan_early(config, totals, placed, gradients, budgets, swap, budgets.host - host)
     host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
     ahead = ahead_bytes(config, totals, placed, staging.tile_bytes, budgets.host - host, early.shadow_bytes)
     early = replace(early, ahead_bytes=ahead)
@@ -240,8 +244,9 @@ def _host_error(
     if config.gradients == "host":
         advice.append("set gradients: auto")
     gradient = gradients.host_bytes(totals)
+    measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
-        f"memory.host is {format_bytes(host_budget)}, but the plan needs {format_bytes(needed)}: "
+        f"memory.host is {format_bytes(host_budget)}{measured}, but the plan needs {format_bytes(needed)}: "
         f"{format_bytes(gradient)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
         f"{format_bytes(needed - gradient)} for states and staging kept there. The largest unit is "
         f"'{totals.largest.name}' with {format_bytes(totals.largest.weight_bytes)} of weights. To fit, "

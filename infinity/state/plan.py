@@ -16,6 +16,7 @@ class Plan:
     """What was decided.
 
     Attributes:
+        device: where the model computes; `shares_memory`: in host memory.
         weights, optimizer: resolved tiers (device | host | nvme); nvme where only some are in RAM.
         weights_in_ram, states_in_ram: the units, by index, whose weights, or optimizer states, are in host memory for
             good.
@@ -52,6 +53,7 @@ class Plan:
     """
 
     device: str
+    shares_memory: bool
     weights: str
     optimizer: str
     weights_in_ram: frozenset[int]
@@ -113,7 +115,7 @@ class Plan:
     @property
     def arena_bytes(self) -> int:
         """Exact size of the one pinned allocation."""
-        on_device = self.slot_bytes if self.device == "cpu" and self.weights == "nvme" else 0
+        on_device = self.slot_bytes if self.shares_memory and self.weights == "nvme" else 0
         held = self.weight_ram_bytes + self.state_ram_bytes
         held += self.shadow_bytes + self.gradient_bytes + self.landing_bytes
         return held + self.staging_bytes + self.ahead_bytes + self.upload_bytes + on_device

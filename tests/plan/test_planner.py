@@ -116,3 +116,29 @@ def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
         assert tight.arena_bytes == off.arena_bytes + tight.shadow_bytes + tight.ahead_bytes
         assert off.ahead_bytes == 0
     assert made(1 << 30, optimizer="host").ahead_bytes == 0
+
+
+@pytest.mark.parametrize("overlap", ["auto", "during_backward"])
+@pytest.mark.parametrize("commit_every", [0, 1])
+def test_nothing_is_reserved_for_early_updates_that_a_gpu_does_not_make(overlap: str, commit_every: int) -> None:
+    memory = {"device": "64MiB", "host": "1GiB"}
+    config = {"weights": "host", "optimizer": "nvme", "memory": memory, "commit_every": commit_every}
+    made = plan(device="cuda", overlap=overlap, **config)
+    assert made.overlap == "before_forward"
+    assert "GPU" in made.overlap_reason
+    assert made.shadow_bytes == 0
+    assert made.spare_units == frozenset()
+    assert made.swap_bytes == plan(device="cuda", overlap="off", **config).swap_bytes
+    assert plan(overlap=overlap, **config).shadow_bytes > 0
+
+
+def test_states_in_ram_take_the_room_that_early_updates_would_want_on_the_cpu() -> None:
+    config = {"weights": "host", "optimizer": "auto", "memory": {"device": "64MiB", "host": "220MiB"}}
+    on_gpu, on_cpu = plan(device="cuda", overlap="auto", **config), plan(overlap="auto", **config)
+    assert on_gpu.state_ram_bytes > on_cpu.state_ram_bytes
+
+
+def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.plan.planner.available_host_bytes", lambda: 2 << 20)
+    with pytest.raises(PlanError, match="80% of the RAM that is available now"):
+        plan(**NVME, memory={"device": "64MiB"})
