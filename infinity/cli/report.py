@@ -35,7 +35,9 @@ class Report:
     order of units).
 
     Attributes:
-        step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause); `compute_s` is the rest.
+        step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause), by the host's clock.
+        compute_s: the rest of the step. On a GPU, which computes while the host waits, the step without
+            `device_idle_s`: the seconds in which the GPU waited for weights or for optimizer.step, by its own clock.
         fetch_wait_s, gradient_s, update_s: of the stalls: fetch and room; gradient; step and update.
         adam_s: the update's arithmetic, whether or not compute went on meanwhile.
         bytes_per_parameter: moved by the engine per step and trained parameter, counted;
@@ -54,6 +56,7 @@ class Report:
     tokens_per_s: float
     step_s: float
     compute_s: float
+    device_idle_s: float
     stall_s: dict[Cause, float]
     adam_s: float
     fetch_wait_s: float
@@ -71,6 +74,14 @@ class Report:
     cached_bytes: int
     updates: Counts
     engine: str
+    device: str
+
+    def _idle_row(self) -> list[tuple[str, str]]:
+        """On a GPU, the line that compute adds up with to the step; the stalls are the host's there."""
+        if self.device == "cpu":
+            return []
+        idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
+        return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
 
     def text(self) -> str:
         clipped = self.updates.clipped
@@ -83,6 +94,7 @@ class Report:
             ),
             ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
             ("  compute", f"{self.compute_s:.3f} s"),
+            *self._idle_row(),
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
             (
                 "moved per parameter",
@@ -121,7 +133,8 @@ def make_report(
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
     stalls: dict[Cause, float] = {cause: (after.stall_s[cause] - before.stall_s[cause]) / steps for cause in CAUSES}
-    compute = max(seconds - sum(stalls.values()), 0.0)
+    idle = (after.device_idle_s - before.device_idle_s) / steps
+    compute = max(seconds - (sum(stalls.values()) if after.device == "cpu" else idle), 0.0)
     adam = (after.adam_s - before.adam_s) / steps
     moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
     busy = (after.io_busy_s - before.io_busy_s) / steps
@@ -134,6 +147,7 @@ def make_report(
         tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
         step_s=seconds,
         compute_s=compute,
+        device_idle_s=idle,
         stall_s=stalls,
         adam_s=adam,
         fetch_wait_s=stalls["fetch"] + stalls["room"],
@@ -156,6 +170,7 @@ def make_report(
             after.updates.clipped - before.updates.clipped,
         ),
         engine=after.engine,
+        device=after.device,
     )
 
 

@@ -140,7 +140,7 @@ def _offload(
     use()
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumed)
-    target = torch.device(device) if device is not None else _default_device()
+    target = _resolve_device(device)
     if source is not None or resumed is not None:
         _leave_meta(model, target)
     found = discover(model, resolved.moments)
@@ -236,8 +236,14 @@ def _recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    """With its index: "cuda" is the GPU that is current now, whichever is current later."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved
 
 
 def _trainable(found: Discovery) -> list[Group]:

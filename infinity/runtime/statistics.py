@@ -25,6 +25,8 @@ class Statistics:
         fetch_wait_s: of it, waiting for weights or for room for them (fetch, room).
         gradient_s: landing gradients in host memory (gradient).
         update_s: inside optim.step, and waiting for updates (step, update).
+        device_idle_s: time in which a GPU had nothing to run because it waited for weights or for optimizer.step, by
+            its own clock; 0 on the CPU, where `stall_s` says it.
         adam_s: time of the update's arithmetic, on its own threads.
         steps: optimizer steps, skipped ones and those before a resume included.
         updates: of units: begun early and right, begun early for nothing, begun with the step.
@@ -44,6 +46,7 @@ class Statistics:
     weight_bytes_read: int
     io_busy_s: float
     stall_s: dict[Cause, float]
+    device_idle_s: float
     adam_s: float
     steps: int
     updates: Counts
@@ -85,6 +88,7 @@ def statistics(model: nn.Module) -> Statistics:
         weight_bytes_read=moved["read_bytes_weights"],
         io_busy_s=moved["busy_ns"] / 1e9,
         stall_s={cause: stalled / 1e9 for cause, stalled in ledger.timeline.stalled_ns().items()},
+        device_idle_s=backing.device.idle_s,
         adam_s=update["adam_ns"] / 1e9,
         steps=ledger.steps,
         updates=replace(ledger.guesses.counts),

@@ -268,8 +268,11 @@ class Backing:
         self.pipeline.close()
         self.pool.close()
         self.engine.close()
-        if self.store is not None:
-            self.store.close(discard=discard)
+        try:
+            self.device.close()
+        finally:
+            if self.store is not None:
+                self.store.close(discard=discard)
 
 
 @dataclass(frozen=True)

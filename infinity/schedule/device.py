@@ -5,13 +5,21 @@ A slot's memory comes from torch's caching allocator on the compute stream, so m
 be reused without waiting for the host. The upload stream therefore first waits for an event recorded on the compute
 stream after the allocation; the compute stream waits for the upload's event at first use. The pinned source is given
 back only when that event has happened. Gradients go down on a third stream that waits for the compute stream; the
-host waits for its event before it reads them.
+host waits for its event before it reads them. A stream that computes waits for the upload once; a stream other than
+the one the slot was allocated on is recorded, so that the allocator reuses the memory only when that stream is done.
+The host sleeps while it waits for an event (`blocking`): its cores belong to the update.
+
+[Note: what a GPU's clock says]
+The host runs ahead of a GPU, so the time for which the host waits is not the time for which the GPU idles. Two timed
+events on the compute stream, one before what may keep the GPU waiting and one behind it, have no kernel between them:
+the time between them is time without work.
 
 On the CPU the slot is the lease: nothing is copied and there is nothing to wait for.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -71,15 +79,28 @@ class HostSlot:
 
 
 class CudaSlot:
-    """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator."""
+    """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator.
 
-    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event) -> None:
+    Args:
+        event: the copy has landed.
+        stream: that the memory was allocated on.
+    """
+
+    def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self.tensor = tensor
         self._event = event
+        self._allocated_on = stream
+        self._waited: set[torch.cuda.Stream] = set()
         self._own = self._expected = _references(tensor)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.tensor.device).wait_event(self._event)
+        stream = torch.cuda.current_stream(self.tensor.device)
+        if stream in self._waited:
+            return
+        stream.wait_event(self._event)
+        if stream != self._allocated_on:
+            self.tensor.record_stream(stream)
+        self._waited.add(stream)
 
     def expect(self) -> None:
         self._expected = _references(self.tensor)
@@ -99,6 +120,7 @@ class CpuDevice:
 
     device = torch.device("cpu")
     shares_memory = True
+    idle_s = 0.0  # the host's clock tells (timeline.py)
 
     def download(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
         """Start copying a gradient into flat host memory of the same dtype or fp32."""
@@ -114,6 +136,15 @@ class CpuDevice:
     def synchronize_uploads(self) -> None:
         return
 
+    def idle_begins(self) -> None:
+        return
+
+    def idle_ends(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
 
 class CudaDevice:
     """A GPU: one stream up, one down ([Note: streams on CUDA])."""
@@ -124,35 +155,39 @@ class CudaDevice:
         self.device = device
         self._up = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
-        self._pending: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
+        self._pending: deque[tuple[torch.cuda.Event, Callable[[], None]]] = deque()  # in the order of their copies
+        self._idle = _IdleClock(device)
 
     def upload(self, source: torch.Tensor, done: Callable[[], None]) -> CudaSlot:
         """Start copying pinned host bytes to new device memory.
 
         Args:
             source: uint8 [nbytes] on the host; must stay as it is until `done` is called by a later `reclaim`.
+
+        Raises:
+            torch.OutOfMemoryError: nothing was started, and `done` will not be called.
         """
+        self.reclaim(wait=False)
         tensor = torch.empty(source.numel(), dtype=torch.uint8, device=self.device)
-        allocated = torch.cuda.current_stream(self.device).record_event()
-        self._up.wait_event(allocated)
+        stream = torch.cuda.current_stream(self.device)
+        self._up.wait_event(stream.record_event())
         with torch.cuda.stream(self._up):
             tensor.copy_(source, non_blocking=True)
-            event = self._up.record_event()
+            event = self._up.record_event(torch.cuda.Event(blocking=True))
         tensor.record_stream(self._up)  # evicted before anybody waited: not reused while the copy runs
         self._pending.append((event, done))
-        return CudaSlot(tensor, event)
+        return CudaSlot(tensor, event, stream)
 
     def reclaim(self, *, wait: bool) -> None:
         """Run the `done` callbacks of the uploads that have landed; all of them with `wait`."""
-        still = []
-        for event, done in self._pending:
+        while self._pending:
+            event, done = self._pending[0]
             if wait:
                 event.synchronize()
-            if wait or event.query():
-                done()
-            else:
-                still.append((event, done))
-        self._pending = still
+            elif not event.query():
+                return
+            self._pending.popleft()
+            done()
 
     def download(self, gradient: torch.Tensor, into: torch.Tensor) -> None:
         flat = gradient.reshape(-1)
@@ -166,11 +201,60 @@ class CudaDevice:
         return gradient.reshape(-1).cpu()
 
     def synchronize_downloads(self) -> None:
-        self._down.synchronize()
+        self._down.record_event(torch.cuda.Event(blocking=True)).synchronize()
 
     def synchronize_uploads(self) -> None:
         """Wait until no copy reads host memory any more: the update is about to change it."""
         self.reclaim(wait=True)
+
+    def idle_begins(self) -> None:
+        """What follows, until `idle_ends`, may keep the GPU waiting. What it idles is counted."""
+        self._idle.begin()
+
+    def idle_ends(self) -> None:
+        self._idle.end()
+
+    def close(self) -> None:
+        """Wait for the copies under way, so that host memory can be unregistered and given back."""
+        self.synchronize_downloads()
+        self.synchronize_uploads()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds the GPU has idled so far, as far as it has got ([Note: what a GPU's clock says])."""
+        return self._idle.seconds()
+
+
+class _IdleClock:
+    """Pairs of timed events on the compute stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began: torch.cuda.Event | None = None
+        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
+
+    def _now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        torch.cuda.current_stream(self._device).record_event(event)
+        return event
+
+    def begin(self) -> None:
+        if self._began is None:
+            self._began = self._now()
+
+    def end(self) -> None:
+        if self._began is not None:
+            self._pairs.append((self._began, self._now()))
+            self._began = None
+            self.seconds()
+
+    def seconds(self) -> float:
+        """Of the pairs the GPU has passed. The others stay."""
+        while self._pairs and self._pairs[0][1].query():
+            began, ended = self._pairs.popleft()
+            self._seconds += began.elapsed_time(ended) / 1e3
+        return self._seconds
 
 
 Device = CpuDevice | CudaDevice
@@ -182,4 +266,4 @@ def open_device(device: torch.device) -> Device:
 
 def pin(arena: PinnedArena, device: Device) -> str:
     """Register the arena for DMA where there is a GPU. Returns '' or why that was refused."""
-    return arena.register_with_cuda() if isinstance(device, CudaDevice) else ""
+    return arena.register_with_cuda(device.device) if isinstance(device, CudaDevice) else ""

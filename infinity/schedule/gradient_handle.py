@@ -87,5 +87,6 @@ def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tenso
         torch._amp_foreach_non_finite_check_and_unscale_(by_hand, found_inf, inverse)
     if not all(handle.finite for handle in handles):
         found_inf.fill_(1.0)
+    factor = inverse.item()  # once: on a GPU it waits for all that was queued
     for handle in handles:
-        handle.inverse_scale *= inverse.item()
+        handle.inverse_scale *= factor

@@ -72,9 +72,11 @@ class Ledger:
 
     def _bring(self, record: UnitRecord) -> None:
         self.require_usable()
+        self.backing.device.idle_begins()
         self._carry_on()
         with self._timeouts():
             self.residents.bring(record)
+        self.backing.device.idle_ends()
 
     @whole
     def begin_forward(self, *, training: bool) -> None:
@@ -188,6 +190,7 @@ class Ledger:
                 self._bring(record)
             if record.slot is None:
                 raise AssertionError(f"resident unit {record.unit.name} has no slot")
+            record.slot.wait()  # the stream that asks may be another than the one it was brought for
             return record.slot.tensor
 
     @whole
@@ -218,6 +221,7 @@ class Ledger:
         self.require_usable()
         self.residents.require_untouched()
         with self._lock, self._timeouts(), self.timeline.stall("gradient"):
+            self.backing.device.idle_begins()
             self.gradients.synchronize()
         with self._lock, self._committing():
             self._land_updates()
@@ -287,6 +291,7 @@ class Ledger:
             self.timeline.end_step(self.steps)
             with self._timeouts():
                 self.residents.prefetch()
+            self.backing.device.idle_ends()
 
     def _judged(self, requests: Mapping[int, UnitRequest]) -> tuple[set[int], bool]:
         """The guesses of this step that were wrong, and whether any would have been for clipping."""
@@ -303,7 +308,7 @@ class Ledger:
         optimizer = self.commits.sole_optimizer
         if (
             optimizer is None
-            or not self._guesses_now
+            or not self.guesses.worth_it
             or not self.arrivals.last_pass(optimizer.accumulation_steps)
             or not self.gradients.finite(index)
             or (self.commits.under_way and not self.commits.frozen)
@@ -319,19 +324,15 @@ class Ledger:
                 slot = self.residents.slot_of(index)
                 self.updates.guess(index, wanted, slot, self.steps + 1, committed=self.commits.due(self.steps + 1))
 
-    @property
-    def _guesses_now(self) -> bool:
-        return self.guesses.worth_it and self.backing.device.shares_memory
-
     def _read_ahead(self) -> None:
         """The last backward before the step begins: read what updates need that will not begin during it."""
         optimizer = self.commits.sole_optimizer
         if optimizer is None or self.guesses.mode == "off" or self.failed is not None or self.closed:
             return
         if self.arrivals.last_pass(optimizer.accumulation_steps):
-            (self.updates.reclaim_shadows if self._guesses_now else self.updates.lend_shadows)()
+            (self.updates.reclaim_shadows if self.guesses.worth_it else self.updates.lend_shadows)()
             order = self.residents.order()
-            waiting = (index for index in order if not (self._guesses_now and self.updates.can_guess(index)))
+            waiting = (index for index in order if not (self.guesses.worth_it and self.updates.can_guess(index)))
             self.updates.read_ahead(waiting, self.steps + 1)
 
     def _undo(self, cause: str, advice: str) -> None:

@@ -121,8 +121,9 @@ class CudaSlots:
         if home.nbytes > self._free_bytes:
             return None
         if home.lease is not None:
+            slot = self._device.upload(home.lease.tensor(), lambda: None)
             self._free_bytes -= home.nbytes
-            return _Landed(self._device.upload(home.lease.tensor(), lambda: None))
+            return _Landed(slot)
         lease = self._landing(home.nbytes)
         if lease is None:
             return None
@@ -156,29 +157,35 @@ class _UploadFetch:
         self._lease = lease
         self._transfers = transfers
         self._slot: CudaSlot | None = None
+        self._failure: Exception | None = None  # for finish() to tell
 
     def wait(self) -> None:
         for transfer in self._transfers:
             transfer.wait()
 
     def advance(self) -> None:
-        if self._slot is None and all(each.done() and each.future.failure() is None for each in self._transfers):
-            self._start_upload()  # a failure is for finish() to tell
+        if self._slot is None and self._failure is None and all(each.done() for each in self._transfers):
+            self._start_upload()
 
     def finish(self) -> Slot:
-        return self._slot or self._start_upload()
+        if self._slot is None and self._failure is None:
+            self._start_upload()
+        if self._failure is not None:
+            raise self._failure
+        if self._slot is None:
+            raise AssertionError("an upload that neither began nor failed")
+        return self._slot
 
-    def _start_upload(self) -> CudaSlot:
+    def _start_upload(self) -> None:
         try:
             wait_all(self._transfers)
-        except SwapTimeoutError:
-            raise  # the device may still write to the lease
-        except Exception:
+            self._slot = self._device.upload(self._lease.tensor(), self._lease.release)
+        except SwapTimeoutError as error:
+            self._failure = error  # the device may still write to the lease
+        except Exception as error:
+            self._failure = error
             self._pool.give_back(self._lease.nbytes)
             self._lease.release()
-            raise
-        self._slot = self._device.upload(self._lease.tensor(), self._lease.release)
-        return self._slot
 
 
 def open_slots(backing: Backing) -> SlotPool:

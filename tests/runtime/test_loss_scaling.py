@@ -410,3 +410,15 @@ def test_two_optimizers_share_a_scaler(offloaded: Make) -> None:
             optim.zero_grad()
     assert [optim.skipped_steps for optim in optims] == [1, 0]
     assert scaler.get_scale() == 32.0
+
+
+def test_the_inverse_scale_is_read_once_for_all_gradients(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each reading waits for all that was queued."""
+    model = offload(nn.Sequential(*(nn.Linear(8, 8).half() for _ in range(5))), "host")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(2, 8).half()).float().sum()).backward()
+    read, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: read.append(item(tensor)) or item(tensor))
+    scaler.unscale_(optim)
+    assert read == [0.25]

@@ -1,0 +1,127 @@
+"""A GPU imitated on the CPU, for code that talks to torch.cuda: streams and events without a device behind them.
+
+"Device" memory is ordinary memory, and a copy happens when it is queued. But an event counts as reached only after
+`lag` more events were recorded, or when somebody waits for it, as on a GPU that is behind the host. So a test sees what
+is kept until an event. A test does not see a wrong order of copies: compute on the CPU is synchronous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.plan import planner
+from infinity.schedule import backing
+from infinity.schedule.device import CudaDevice
+
+
+@dataclass
+class Imitation:
+    """What an imitated GPU was asked.
+
+    Attributes:
+        lag: events that are recorded before an event counts as reached.
+        waits: (stream, event) for each time a stream was made to wait.
+        recorded: (data pointer, stream) for each `record_stream`.
+        out_of_memory: the next allocations fail.
+    """
+
+    lag: int = 2
+    waits: list[tuple[Stream, Event]] = field(default_factory=list)
+    recorded: list[tuple[int, Stream]] = field(default_factory=list)
+    out_of_memory: int = 0
+    clock: Iterator[int] = field(default_factory=itertools.count)
+    now: int = 0
+    default: Stream = field(init=False)
+    current: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.default = self.current = Stream(self)
+
+    def device(self) -> CudaDevice:
+        return CudaDevice(torch.device("cpu"))
+
+
+@dataclass(eq=False)
+class Event:
+    gpu: Imitation
+    at: int | None = None
+    """When it was recorded; None: never."""
+    waited: bool = False
+
+    def query(self) -> bool:
+        return self.waited or self.at is None or self.gpu.now >= self.at + self.gpu.lag
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds: one for each event between."""
+        if self.at is None or end.at is None or not end.query():
+            raise AssertionError("the time of an event that was not reached")
+        return float(end.at - self.at)
+
+
+@dataclass(eq=False)
+class Stream:
+    gpu: Imitation
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event(self.gpu) if event is None else event
+        event.at = self.gpu.now = next(self.gpu.clock)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.gpu.waits.append((self, event))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
+    """Have models that are offloaded to the CPU take the way of a GPU, until the test ends."""
+    gpu = Imitation(lag)
+
+    @contextlib.contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        before, gpu.current = gpu.current, chosen
+        try:
+            yield
+        finally:
+            gpu.current = before
+
+    real_empty = torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if gpu.out_of_memory:
+            gpu.out_of_memory -= 1
+            raise torch.OutOfMemoryError("out of memory, as the test wanted")
+        return real_empty(*size, **options)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpu))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False, blocking=False: Event(gpu))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, of: gpu.recorded.append((tensor.data_ptr(), of)), raising=False
+    )
+    monkeypatch.setattr("infinity.schedule.device.torch.empty", empty)
+    monkeypatch.setattr(backing, "open_device", lambda device: gpu.device())
+    monkeypatch.setattr(backing, "pin", lambda arena, device: "")
+    real_budgets = planner._budgets
+
+    def budgets(*arguments: Any) -> Any:
+        found = real_budgets(*arguments)
+        return type(found)(device=found.device, host=found.host, on_cpu=False)
+
+    monkeypatch.setattr(planner, "_budgets", budgets)
+    return gpu
