@@ -107,8 +107,16 @@ def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
             raise torch.OutOfMemoryError("out of memory, as the test wanted")
         return real_empty(*size, **options)
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: Stream(gpu))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing=False, blocking=False: Event(gpu))
+    class StreamOfGpu(Stream):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__(gpu)
+
+    class EventOfGpu(Event):
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            super().__init__(gpu)
+
+    monkeypatch.setattr(torch.cuda, "Stream", StreamOfGpu)
+    monkeypatch.setattr(torch.cuda, "Event", EventOfGpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(
