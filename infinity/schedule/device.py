@@ -251,7 +251,7 @@ class _IdleClock:
 
     def seconds(self) -> float:
         """Of the pairs the GPU has passed. The others stay."""
-        while self._pairs and self._pairs[0][1].query():
+        while self._pairs and all(event.query() for event in self._pairs[0]):
             began, ended = self._pairs.popleft()
             self._seconds += began.elapsed_time(ended) / 1e3
         return self._seconds
