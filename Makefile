@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.txt
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
+PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 
 .PHONY: demo test crash-test overlap-test stress-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
 
@@ -16,8 +17,9 @@ demo: bootstrap
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
 
+# As many processes as there are cores (8 at most), each with tests of one thread; -n 0 is one process, for a debugger.
 test: bootstrap
-	$(BIN)/pytest -q -m "not gpu"
+	$(PYTEST) --durations=20
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
 # corruptions: minutes. `make test` has a few of each. INFINITY_CRASH_SEED gives other random ones.

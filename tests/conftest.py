@@ -5,12 +5,18 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Before torch is imported, and for every process that a test starts: torch's threads spin while they wait, and with
+# models as small as the tests' they hardly do anything else. How many threads an update has is said by its config.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 import transformers
 
@@ -68,7 +74,7 @@ def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "memory": {"device": "64MiB", "host": "512MiB"},
             "nvme": {"paths": [str(tmp_path / "swap")]},
         }
-        return config | overrides
+        return config | overrides | {"update": {"threads": 2} | overrides.get("update", {})}
 
     return make
 

@@ -44,6 +44,8 @@ class PlainProgress:
         self._every_s = every_s
         self._last = float("-inf")
         self._began = time.monotonic()
+        self._lines: list[str] = []
+        self._writing = False
 
     def __enter__(self) -> PlainProgress:
         return self
@@ -57,10 +59,18 @@ class PlainProgress:
             return
         self._last = now
         left = (now - self._began) / facts.step * (self._total - facts.step)
-        print(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s", file=self._stream, flush=True)
+        self.say(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s")
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        """Print a line. The handler of a signal that came while another line is written may call this, too: a stream
+        refuses to be written to in the middle of that, so the handler's line comes after it."""
+        self._lines.append(text)
+        while self._lines and not self._writing:
+            self._writing = True
+            try:
+                print(self._lines.pop(0), file=self._stream, flush=True)
+            finally:
+                self._writing = False
 
 
 class RichProgress:
