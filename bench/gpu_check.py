@@ -29,6 +29,8 @@ from gpu.runner import ROOT, Budget, Stage, facts_of, run_stage, skipped
 from gpu.stages import NUMBERS, STAGES
 
 _BUDGET_S = 570.0
+_LOG_BYTES_MAX = 8 << 20
+_TOLD = ("failed", "missed", "known", "skipped")
 
 
 class Check:
@@ -51,8 +53,18 @@ class Check:
             for file in (sys.stdout, self._file):
                 print(json.dumps(line), file=file, flush=True)
         self._file.close()
+        self._shorten_log()
+        if not self._torch.missing():
+            print("\n".join(map(summary, self._lines.values())), file=sys.stderr)
         failed = any(line["verdict"] == "failed" for line in self._lines.values())
         return 2 if self._torch.missing() else 1 if failed else 0
+
+    def _shorten_log(self) -> None:
+        """Its end says more than its beginning, and a folder that is copied back takes no large files."""
+        log = self._out / "gpu-check.log"
+        content = log.read_bytes() if log.exists() else b""
+        if len(content) > _LOG_BYTES_MAX:
+            log.write_bytes(content[-_LOG_BYTES_MAX:])
 
     def _run(self, stage: Stage) -> dict[str, Any]:
         missing = self._torch.missing()
@@ -72,6 +84,15 @@ class Check:
             ready = line["measured"].get("environment")
             self._python = Path(ready["python"]) if ready else None
         return line
+
+
+def summary(line: dict[str, Any]) -> str:
+    """For people: a stage's verdict, and the measurements that are not as expected."""
+    said = ", ".join(f"{name} ({verdict})" for name, verdict in line.get("verdicts", {}).items() if verdict in _TOLD)
+    why = line.get("died") or line.get("reason") or said
+    return (
+        f"stage {line['stage']} {line['name']:<8} {line['seconds']:6.1f} s  {line['verdict']}{': ' if why else ''}{why}"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:

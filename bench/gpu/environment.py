@@ -102,7 +102,8 @@ def has_infinity(python: Path, root: Path | None = None) -> bool:
 
 def prepared(root: Path, python: Path) -> Path | None:
     """The Python that `prepare` would return, where there is nothing left to do for it; else None."""
-    return next((each for each in (python, _environment_python(root)) if has_infinity(each, root)), None)
+    candidates = (python, _environment_python(root))
+    return next((each for each in candidates if each.exists() and has_infinity(each, root)), None)
 
 
 def prepare(root: Path, python: Path) -> tuple[Path, dict[str, Any]]:

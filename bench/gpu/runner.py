@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _KEPT_CHARACTERS = 4000
+_DYING_S = 10.0
 _DUMP_BEGINS = "Timeout ("
 
 
@@ -115,9 +116,7 @@ def run_stage(stage: Stage, python: Path, options: Options, log: Path) -> dict[s
         except subprocess.TimeoutExpired:
             hung = True
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and whatever it started
-            process.wait()
+            _end_group(process)
         reader.join(5)
     seconds = time.monotonic() - began
     return _line(stage, options, process.returncode, seconds, collected, _tail(log, start), hung=hung)
@@ -142,6 +141,26 @@ def skipped(stage: Stage, reason: str) -> dict[str, Any]:
         "verdict": "skipped",
         "reason": reason,
     }
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stage and whatever it started, and wait until all are gone: they may hold the GPU's memory."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    until = time.monotonic() + _DYING_S
+    while _is_alive(process.pid) and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process of the group runs or waits; one that ended and was not asked for does not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def _read(pipe: IO[bytes] | None, collected: _Collected) -> None:

@@ -55,7 +55,8 @@ class Blocks(nn.Module):
 def offloaded(swap: Path, width: int = _WIDTH, **config: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
     """A model whose slots hold two of its twelve blocks, its optimizer, and a batch."""
     torch.manual_seed(0)
-    model = Blocks(width).bfloat16()
+    with torch.device(DEVICE if width == _WIDE else "cpu"):  # a large one is made faster there
+        model = Blocks(width).bfloat16()
     defaults = {
         "weights": "host",
         "optimizer": "host",
@@ -63,7 +64,7 @@ def offloaded(swap: Path, width: int = _WIDTH, **config: Any) -> tuple[nn.Module
         "memory": {"device": "5MiB", "host": "512MiB"},
         "nvme": {"paths": [str(swap)]},
     }
-    model = infinity.offload(model, defaults | config, device=DEVICE)
+    model = infinity.offload(model, defaults | config)
     optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     batch = torch.randn(_BATCH, width, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
     return model, optim, batch

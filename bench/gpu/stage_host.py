@@ -26,7 +26,7 @@ def stage(record: Record, options: Options) -> None:
     """Settings: `numel` of Adam, `disk_bytes` of the scratch file, `disk_s`."""
     options.work.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
-    numel = int(options.settings.get("numel", (256 if cores >= 8 else 16) * _MIB))
+    numel = int(options.settings.get("numel", (64 if cores >= 8 else 16) * _MIB))
     # The formats of a step: what is trained here, and the cheapest.
     formats = (FORMATS[0], FORMATS[1], FORMATS[4])
     record.measure(
@@ -63,7 +63,7 @@ def _adam(numel: int, cores: int, formats: Any) -> dict[str, Any]:
 
 def _file_bytes(options: Options) -> int:
     free = shutil.disk_usage(options.work).free
-    return int(min(4 * _GIB, free // 4)) // (256 * _MIB) * (256 * _MIB)
+    return int(min(2 * _GIB, free // 4)) // (256 * _MIB) * (256 * _MIB)
 
 
 def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from gpu.runner import Stage
 
 STAGES = (
-    Stage(0, "machine", 90, "gpu.stage_machine", False, "the build, PCIe, memory, disk and I/O engine", 20),
+    # Without the build there is nothing else: it may take the later stages' time on few cores.
+    Stage(0, "machine", 240, "gpu.stage_machine", False, "the build, PCIe, memory, disk and I/O engine", 20, 400),
     Stage(1, "pinning", 45, "gpu.stage_pinning", True, "register 4, 16, 64 GiB; a refusal leaves the GPU usable", 15),
     Stage(2, "copies", 45, "gpu.stage_copies", True, "50-56 GB/s each way, 80 both, 3 % of memory torch pinned", 15),
     Stage(3, "seam", 90, "gpu.stage_seam", True, "order and lifetimes of copies beside a kernel that sleeps", 20),

@@ -51,7 +51,7 @@ def config_of(name: str, work: Workload) -> dict[str, Any] | None:
         "optimizer": optimizer,
         "activations": "recompute" if work.recompute else "keep",
         "memory": {
-            "device": int(numel * 2 * 1.2) if tight else max(min(64 * _GIB, numel * 52), 64 << 20),
+            "device": int(numel * 2.6) if tight else max(min(64 * _GIB, numel * 52), 64 << 20),
             "host": numel * (20 if optimizer == "host" else 8) + spare,
         },
         "commit_every": 0,

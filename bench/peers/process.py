@@ -67,6 +67,7 @@ class Worker:
         if self.job.swap_dir:
             Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
         cores = str(len(os.sched_getaffinity(0)))
+        paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [str(self.python), "-m", self.module, self.job.to_json()],
@@ -76,7 +77,7 @@ class Worker:
                 text=True,
                 bufsize=1,
                 cwd=BENCH_DIR,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": str(BENCH_DIR), "OMP_NUM_THREADS": cores},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": cores},
                 start_new_session=self.own_session,
             )
 

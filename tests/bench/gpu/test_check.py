@@ -60,7 +60,13 @@ def test_each_stage_has_a_line_on_stdout_and_in_the_file(check: Any, capsys: pyt
     code, lines = check()
     assert code == 0
     assert [line["stage"] for line in lines] == [0, 1, 5]
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == lines
+    said = capsys.readouterr()
+    assert [json.loads(line) for line in said.out.splitlines()] == lines
+    assert [line.split()[:3] for line in said.err.splitlines()] == [
+        ["stage", "0", "early"],
+        ["stage", "1", "gpu"],
+        ["stage", "5", "late"],
+    ]
     assert lines[2]["measured"]["found"] == ["early", "gpu"]
 
 

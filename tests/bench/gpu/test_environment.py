@@ -53,6 +53,10 @@ def test_a_python_that_is_none_has_no_torch(tmp_path: Path) -> None:
     assert environment.probe_torch(broken) == TorchFacts(broken, None, None, 0)
 
 
+def test_a_checkout_that_was_never_built_has_no_python_for_it(tmp_path: Path) -> None:
+    assert environment.prepared(tmp_path, Path(sys.executable)) is None
+
+
 def test_bounds_come_from_the_project(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         '[build-system]\nrequires = ["pybind11>=2.12"]\n'

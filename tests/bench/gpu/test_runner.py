@@ -51,10 +51,10 @@ def test_a_stage_that_hangs_is_killed_and_its_traceback_reported(play: Any) -> N
     body = (
         "    record.measure('for ever', 'an end', wait_in_vain)\n\ndef wait_in_vain():\n    threading.Event().wait()\n"
     )
-    line = play(body, seconds=4)
+    line = play(body, seconds=5)
     assert line["verdict"] == "failed"
     assert line["rc"] == -9
-    assert line["died"] == "killed after 4 s during 'for ever'"
+    assert line["died"] == "killed after 5 s during 'for ever'"
     assert "in wait_in_vain" in line["traceback"]
     assert line["measured"] == {"first": 2}
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gpu_check
 import pytest
 import torch
 from gpu import seam_order, stage_copies, stage_pinning
@@ -32,7 +33,9 @@ def lines_of(module: Any, tmp_path: Path, **settings: Any) -> dict[str, dict[str
 
 
 def test_the_stages_fit_ten_minutes_and_exist() -> None:
-    assert sum(stage.limit_s for stage in STAGES) <= 570
+    # Stage 0 is to take 90 seconds and may take more: then the budget shortens the later ones.
+    assert gpu_check.build_parser().parse_args([]).budget <= 570
+    assert 90 + sum(stage.limit_s for stage in STAGES[1:]) <= 570
     assert [stage.number for stage in STAGES] == list(range(7))
     for stage in STAGES:
         assert (BENCH_DIR / f"{stage.module.replace('.', '/')}.py").exists()
