@@ -7,7 +7,7 @@ NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 
-.PHONY: demo test crash-test overlap-test stress-test mutation-test lint bootstrap sanitize neon gpu-check bench clean
+.PHONY: demo test crash-test overlap-test stress-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -47,10 +47,24 @@ lint: bootstrap
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
 
-# On a machine with a GPU: the tests marked gpu and a step on it. Uses the Python that has CUDA's torch: make gpu-check PYTHON=...
+# The first minutes on a machine with a GPU, which may lack a network and everything that is not in the bundle: builds
+# infinity, measures, runs the tests marked gpu and a training step; a JSON line per stage. GPU_CHECK has more options
+# (GPU_CHECK="--stages 0,5"); OUT is the folder for what is found.
+OUT       ?= build/gpu-check
+GPU_CHECK ?=
 gpu-check:
-	$(PYTHON) -m pytest -q -m gpu
-	$(PYTHON) bench/gpu_step.py
+	$(PYTHON) bench/gpu_check.py --out $(OUT) $(GPU_CHECK)
+
+# What such a machine needs, in the one folder .bundle (64 MiB at most with the working tree), for its version of Python.
+# `make gpu-prove` builds infinity from it in an environment with torch alone and no network: torch is PROVE_PYTHON's, whose
+# version the bundle must be for.
+BUNDLE_PYTHON ?= 3.12
+gpu-bundle: bootstrap
+	$(BIN)/python bench/gpu_bundle.py --python $(BUNDLE_PYTHON)
+
+PROVE_PYTHON ?= $(BIN)/python
+gpu-prove: bootstrap
+	$(BIN)/python bench/gpu_bundle.py --prove --with $(PROVE_PYTHON)
 
 # The C++ tests under ThreadSanitizer, then under AddressSanitizer with UndefinedBehaviorSanitizer.
 sanitize: bootstrap

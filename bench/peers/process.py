@@ -36,7 +36,8 @@ class WorkerError(RuntimeError):
 
 @dataclass
 class Worker:
-    """A contender's process, in a session of its own: Ctrl-C reaches the driver alone, which then stops it in order.
+    """A contender's process, by default in a session of its own: Ctrl-C reaches the driver alone, which then stops it
+    in order.
 
     Attributes:
         name: of the contender.
@@ -44,7 +45,8 @@ class Worker:
         module: `peers.worker_*`.
         job: what to train, and the worker's own directory.
         log: where its stderr goes.
-        timeout_s: longest wait for one answer.
+        timeout_s: longest wait for one answer; `stop_s`: for it to end when told to.
+        own_session: False: whoever kills the driver's process group kills the contender, too.
         facts: what it said when it was ready.
     """
 
@@ -54,6 +56,8 @@ class Worker:
     job: Job
     log: Path
     timeout_s: float = 600.0
+    stop_s: float = 30.0
+    own_session: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     _process: subprocess.Popen[str] | None = None
 
@@ -63,6 +67,7 @@ class Worker:
         if self.job.swap_dir:
             Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
         cores = str(len(os.sched_getaffinity(0)))
+        paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
                 [str(self.python), "-m", self.module, self.job.to_json()],
@@ -72,8 +77,8 @@ class Worker:
                 text=True,
                 bufsize=1,
                 cwd=BENCH_DIR,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": str(BENCH_DIR), "OMP_NUM_THREADS": cores},
-                start_new_session=True,
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": cores},
+                start_new_session=self.own_session,
             )
 
     def wait_ready(self) -> None:
@@ -119,7 +124,7 @@ class Worker:
         except (BrokenPipeError, OSError):
             pass
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=self.stop_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

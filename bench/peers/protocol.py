@@ -104,8 +104,12 @@ def _claim_stdout() -> TextIO:
     return channel
 
 
-def serve(setup: Callable[[Job], Contender]) -> None:
-    """Run a worker: set up the contender described by argv[1] and answer the driver until it says quit."""
+def serve(setup: Callable[[Job], Contender], turn: Callable[[Contender], dict[str, Any]] = _turn) -> None:
+    """Run a worker: set up the contender described by argv[1] and answer the driver until it says quit.
+
+    Args:
+        turn: what a contender does at "step", and what it prints.
+    """
     channel = _claim_stdout()
     job = Job.from_json(sys.argv[1])
     contender: Contender | None = None
@@ -118,7 +122,7 @@ def serve(setup: Callable[[Job], Contender]) -> None:
             if line.strip() == "quit":
                 break
             if line.strip() == "step":
-                print(json.dumps(_turn(contender)), file=channel)
+                print(json.dumps(turn(contender)), file=channel)
             if line.strip() == "replay" and contender.replay is not None:
                 print(json.dumps(contender.replay()), file=channel)
     except Exception as error:

@@ -17,7 +17,8 @@ class Workload:
     """One training step, the same for every contender.
 
     Attributes:
-        layers, hidden, intermediate, heads, vocabulary: the Llama model's shape; embeddings and head are not tied.
+        layers, hidden, intermediate, heads, vocabulary: the Llama model's shape. `kv_heads`: 0 = as many as heads;
+            `tied`: embedding and head are one.
         batch, tokens: the shape of the one synthetic batch that every step uses.
         recompute: every contender recomputes activations in its backward, layer by layer.
         seed: of the weights and of the batch.
@@ -32,6 +33,8 @@ class Workload:
     batch: int = 1
     tokens: int = 256
     recompute: bool = False
+    kv_heads: int = 0
+    tied: bool = False
     seed: int = 1234
     lr: float = 1e-4
     beta1: float = 0.9
@@ -43,8 +46,9 @@ class Workload:
     @property
     def numel(self) -> int:
         """Parameters of the model, the few of the norms left out."""
-        per_layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate
-        return self.layers * per_layer + 2 * self.vocabulary * self.hidden
+        kv_share = (self.kv_heads or self.heads) / self.heads
+        per_layer = int((2 + 2 * kv_share) * self.hidden**2) + 3 * self.hidden * self.intermediate
+        return self.layers * per_layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -59,10 +63,10 @@ class Workload:
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
+            num_key_value_heads=self.kv_heads or self.heads,
             vocab_size=self.vocabulary,
             max_position_embeddings=max(self.tokens, 256),
-            tie_word_embeddings=False,
+            tie_word_embeddings=self.tied,
             use_cache=False,
         )
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
-
 from large_models.cgroup import find_controller
 from large_models.training import limit_in_proportion, usable_bytes
 from peers.bounds import bounds, hidden_update_share, host_budget, median_ratio

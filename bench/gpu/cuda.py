@@ -1,0 +1,58 @@
+"""What several stages do on a GPU: sleep there, time copies, hold pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from infinity.io.arena import PinnedArena
+
+DEVICE = "cuda"
+
+
+class Sleeper:
+    """Kernels that keep a stream busy for about as long as asked."""
+
+    _CYCLES = 20_000_000
+
+    def __init__(self) -> None:
+        torch.cuda._sleep(self._CYCLES)  # the clock comes up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(self._CYCLES)
+        end.record()
+        end.synchronize()
+        self._cycles_per_ms = self._CYCLES / begin.elapsed_time(end)
+
+    def __str__(self) -> str:
+        return f"{self._cycles_per_ms:.0f} cycles per ms"
+
+    def sleep(self, ms: float) -> None:
+        """On the current stream."""
+        torch.cuda._sleep(int(ms * self._cycles_per_ms))
+
+
+def pinned_arena(nbytes: int) -> PinnedArena:
+    """Raises RuntimeError when it cannot be registered."""
+    arena = PinnedArena(nbytes)
+    refused = arena.register_with_cuda()
+    if refused:
+        raise RuntimeError(refused)
+    return arena
+
+
+def milliseconds(work: Callable[[], None], *streams: torch.cuda.Stream) -> float:
+    """From the first to the last of what `work` puts on the streams, by events on the GPU."""
+    main = torch.cuda.current_stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record(main)
+    for stream in streams:
+        stream.wait_event(begin)
+    work()
+    for stream in streams:
+        main.wait_stream(stream)
+    end.record(main)
+    end.synchronize()
+    return begin.elapsed_time(end)

@@ -1,0 +1,146 @@
+"""The proof of the bundle: in an environment that has torch alone, without a network, the folder builds infinity and
+two offloaded steps run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from gpu.bundle import FOLDER, BundleError
+
+_TORCH_ALONE = """
+import importlib.metadata as metadata, json, re
+from packaging.requirements import Requirement
+seen, todo, entries = set(), ["torch"], {}
+while todo:
+    name = todo.pop()
+    if name in seen:
+        continue
+    seen.add(name)
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        continue
+    for file in found.files or ():
+        if file.parts[0] not in ("..", "__pycache__"):
+            entries[file.parts[0]] = str(found.locate_file(file.parts[0]))
+    for text in found.requires or ():
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            todo.append(re.sub("[-_.]+", "-", requirement.name).lower())
+print(json.dumps(entries))
+"""
+
+_STEPS = """
+import os, tempfile, torch, infinity
+from torch import nn
+for tier in ("host", "nvme"):
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as swap:
+        model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).bfloat16()
+        config = {"weights": tier, "optimizer": tier, "memory": {"device": "16MiB", "host": "128MiB"}}
+        model = infinity.offload(model, config | {"nvme": {"paths": [swap]}}, device="cpu")
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        losses = []
+        for _ in range(2):
+            loss = model(torch.ones(4, 64, dtype=torch.bfloat16)).square().mean()
+            loss.backward(); optim.step(); optim.zero_grad()
+            losses.append(round(loss.item(), 5))
+        engine = infinity.statistics(model).engine
+        infinity.close(model)
+        print(f"proved: weights and states on {tier}, engine {engine}, losses {losses}", flush=True)
+"""
+
+_PREPARE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "bench")
+from gpu.environment import prepare
+try:
+    print("prepared:", *prepare(Path.cwd(), Path(sys.executable)))
+except RuntimeError as error:
+    sys.exit(f"prepare: {error}")
+"""
+
+
+def prove(root: Path, python: Path) -> int:
+    """Args: python: its version is the bundle's, and it has torch, which alone is taken from it.
+
+    Returns:
+        0: infinity was built and trained. 1: not, and stderr says why.
+
+    Raises:
+        BundleError: there is no bundle, or `python` has no torch.
+    """
+    if not (root / FOLDER).is_dir():
+        raise BundleError(f"{root / FOLDER} does not exist; run make gpu-bundle")
+    asked = subprocess.run([str(python), "-c", _TORCH_ALONE], capture_output=True, text=True, check=False)
+    entries = json.loads(asked.stdout) if asked.returncode == 0 else {}
+    if not entries:
+        raise BundleError(f"{python} has no torch to prove anything with: {asked.stderr.strip()[-500:]}")
+    with tempfile.TemporaryDirectory(prefix="gpu-bundle-") as temporary:
+        tree = Path(temporary) / "tree"
+        _copy_tree(root, tree)
+        bare = Path(temporary) / "bare"
+        subprocess.run([str(python), "-m", "venv", str(bare)], check=True)
+        site = next((bare / "lib").glob("python*/site-packages"))
+        for name, place in entries.items():
+            if not (site / name).exists():
+                (site / name).symlink_to(place)
+        inside = bare / "bin" / "python"
+        programs = _programs(Path(temporary) / "bin")
+        done = _offline([str(inside), "-c", _PREPARE], tree, programs)
+        if done == 0:
+            _require_bundled(tree)
+            done = _offline([str(tree / "build" / "gpu-venv" / "bin" / "python"), "-c", _STEPS], tree, programs)
+    return 1 if done else 0
+
+
+def _copy_tree(root: Path, tree: Path) -> None:
+    """What travels: the files that git does not ignore, and the bundle."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    ).stdout
+    files = [name for name in listed.split(b"\0") if name and (root / name.decode()).is_file()]
+    tree.mkdir()
+    subprocess.run(
+        ["cp", "-r", "--parents", "-t", str(tree), *[name.decode() for name in files], FOLDER], cwd=root, check=True
+    )
+
+
+def _programs(folder: Path) -> Path:
+    """The system's programs but for those that the bundle brings."""
+    folder.mkdir()
+    for program in Path("/usr/bin").iterdir():
+        if not program.name.startswith(("cmake", "ninja")):
+            (folder / program.name).symlink_to(program)
+    return folder
+
+
+def _offline(command: list[str], cwd: Path, programs: Path) -> int:
+    """Run in a network namespace that has no device, with nothing of our environment; its exit code."""
+    environment = {
+        "PATH": str(programs),
+        "HOME": str(cwd),
+        # The system's own headers and libraries stay unseen, where it has them.
+        "CMAKE_ARGS": "-DCMAKE_IGNORE_PATH=/usr/include;/usr/lib/x86_64-linux-gnu;/usr/lib;/lib;/lib/x86_64-linux-gnu",
+    }
+    namespace = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
+    return subprocess.run([*namespace, *command], cwd=cwd, env=environment, check=False).returncode
+
+
+def _require_bundled(tree: Path) -> None:
+    """Raises BundleError when the build took a header or a library of the system."""
+    cache = next((tree / "build").glob("*/CMakeCache.txt")).read_text()
+    for line in cache.splitlines():
+        if line.startswith(("XXHASH_INCLUDE:", "URING_INCLUDE:", "URING_LIBRARY:")):
+            print(line, file=sys.stderr)
+            if str(tree / FOLDER) not in line:
+                raise BundleError(f"the build did not use the bundle: {line}")

@@ -1,0 +1,108 @@
+"""Stage 5: what limits the update, Adam in memory and the disk; what they reach picks the sizes of the step's stage."""
+
+from __future__ import annotations
+
+import datetime
+import shutil
+import time
+from typing import Any
+
+from gpu.record import Options, Record, run
+from gpu.sizes import choose
+from infinity import _native
+from infinity.cli.bench.adam import FORMATS, run_adam
+from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.workload import Kind, Rig, Workload
+from infinity.io.profile import DiskProfile, save_profile
+from infinity.plan.machine import available_host_bytes, usable_cores
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_BLOCK_BYTES, _DEPTH = 1 * _MIB, 32
+_DISK_S = 15.0
+_KINDS: tuple[Kind, ...] = ("read", "overwrite", "mixed")
+
+
+def stage(record: Record, options: Options) -> None:
+    """Settings: `numel` of Adam, `disk_bytes` of the scratch file, `disk_s`."""
+    options.work.mkdir(parents=True, exist_ok=True)
+    cores = usable_cores()
+    numel = int(options.settings.get("numel", (64 if cores >= 8 else 16) * _MIB))
+    # The formats of a step: what is trained here, and the cheapest.
+    formats = (FORMATS[0], FORMATS[1], FORMATS[4])
+    record.measure(
+        "adam",
+        "on 16 cores 80-200 GB/s, and 3-7 Gparam/s with bf16 weights, split16, fp32 moments",
+        lambda: _adam(numel, cores, formats),
+        good=lambda found: found["rows"][FORMATS[1].name]["gparam_per_s"] >= 3 * cores / 16,
+        speed=True,
+        least_s=4,
+    )
+    nbytes = int(options.settings.get("disk_bytes", _file_bytes(options)))
+    seconds = min(float(options.settings.get("disk_s", _DISK_S)), record.left_s - 3)
+    disk = record.measure(
+        "disk", "noted: 1 MiB blocks, 32 in flight, as infinity-bench measures", lambda: _disk(options, nbytes, seconds)
+    )
+    if disk is None:
+        return
+    record.measure("sizes", "what the step's stage can do in its time, on this disk", lambda: _sizes(options, disk))
+
+
+def _adam(numel: int, cores: int, formats: Any) -> dict[str, Any]:
+    report = run_adam(numel, [cores], [_native.select_isa()], 3, formats)
+    rows = {
+        row.format: {
+            "gb_per_s": round(row.bytes_per_s / 1e9, 1),
+            "gparam_per_s": round(row.parameters_per_s / 1e9, 2),
+            "of_bound": round(row.of_bound, 2),
+        }
+        for row in report.results
+    }
+    bound = {name: round(rate / 1e9, 1) for name, rate in report.bound.items()}
+    return {"numel": numel, "threads": cores, "bound_gb_per_s": bound, "rows": rows}
+
+
+def _file_bytes(options: Options) -> int:
+    free = shutil.disk_usage(options.work).free
+    return int(min(2 * _GIB, free // 4)) // (256 * _MIB) * (256 * _MIB)
+
+
+def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:
+    """Rates of the mix a step does, its parts and the engine; remembered for the planner of the step's stage."""
+    memory = min(256 * _MIB, nbytes)
+    began = time.perf_counter()
+    rates: dict[Kind, float] = {}
+    with Scratch(options.work, nbytes) as scratch:
+        rig = Rig(scratch, memory)
+        rig.fill()
+        filled_s = time.perf_counter() - began
+        probe = rig.run(Workload("overwrite", _BLOCK_BYTES, _DEPTH, memory)).rate
+        each_s = max((seconds - (time.perf_counter() - began)) / len(_KINDS) / 2, 0.2)
+        moved = max(int(min(probe * each_s, 4 * nbytes)) // memory * memory, memory)
+        for kind in _KINDS:
+            rates[kind] = rig.run(Workload(kind, _BLOCK_BYTES, _DEPTH, moved)).rate
+        direct = scratch.file.direct
+    engine = _native.IOEngine("auto").name
+    profile = DiskProfile(
+        read_rate=rates["read"],
+        overwrite_rate=rates["overwrite"],
+        mixed_rate=rates["mixed"],
+        block_bytes=_BLOCK_BYTES,
+        in_flight_bytes=_BLOCK_BYTES * _DEPTH,
+        engine=engine,
+        path=str(options.work),
+        measured=datetime.date.today().isoformat(),
+    )
+    save_profile(options.work, profile)
+    found = {f"{kind}_gb_per_s": round(rate / 1e9, 2) for kind, rate in rates.items()}
+    first = {"first_write_gb_per_s": round(nbytes / 1e9 / filled_s, 2)}
+    return found | first | {"engine": engine, "direct": direct, "file_gib": nbytes / _GIB, "sample_mib": moved // _MIB}
+
+
+def _sizes(options: Options, disk: dict[str, Any]) -> dict[str, Any]:
+    rate = disk["mixed_gb_per_s"] * 1e9
+    free = shutil.disk_usage(options.work).free
+    return choose(rate, free, available_host_bytes(), float(options.settings.get("step_s", 145.0)))
+
+
+if __name__ == "__main__":
+    run(stage)

@@ -1,0 +1,95 @@
+"""Stage 1: pinning the arena, as infinity does it: how fast, and what a refusal leaves behind."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu.cuda import DEVICE
+from gpu.record import Options, Record, run
+from infinity.io.arena import PinnedArena
+from infinity.plan.machine import available_host_bytes, usable_cores
+
+GIB = 1 << 30
+_SIZES_GIB = (4, 16, 64)
+_RAM_KEPT_GIB = 12
+
+
+def stage(record: Record, options: Options) -> None:
+    """Settings: `sizes_gib`."""
+    record.measure("first kernel", "seconds until the GPU answers at all", _first_kernel)
+    record.measure(
+        "a kernel after a refused registration",
+        "the second registration is refused, with a reason, and the kernel succeeds",
+        _after_refusal,
+        good=lambda found: bool(found["refused"]) and found["kernel"] == 1024.0,
+    )
+    seconds_per_gib = 0.3
+    for size in options.settings.get("sizes_gib", _SIZES_GIB):
+        name, expected = f"register {size} GiB", "≥ 5 GB/s, pages that nobody touched before included"
+        free = available_host_bytes() / GIB
+        if size + _RAM_KEPT_GIB > free:
+            record.skip(name, f"{free:.0f} GiB of RAM are free", expected=expected)
+            continue
+        found = record.measure(
+            name,
+            expected,
+            lambda size=size: register(size * GIB, touched=False),
+            good=lambda found: found["gb_per_s"] >= 5,
+            speed=True,
+            least_s=size * seconds_per_gib + 3,
+        )
+        if found is not None:
+            seconds_per_gib = (found["seconds"] + found["release_s"]) / size
+        if size == _SIZES_GIB[0]:
+            record.measure(
+                f"register {size} GiB that all cores touched",
+                "noted: whether touching first is faster",
+                lambda size=size: register(size * GIB, touched=True),
+                least_s=5,
+            )
+
+
+def _first_kernel() -> float:
+    began = time.perf_counter()
+    torch.ones(1, device=DEVICE).sum().item()
+    return round(time.perf_counter() - began, 2)
+
+
+def _after_refusal() -> dict[str, Any]:
+    arena = PinnedArena(64 << 20)
+    first = arena.register_with_cuda()
+    found: dict[str, Any] = {"first": first, "refused": arena.register_with_cuda()}
+    found["kernel"] = torch.ones(1024, device=DEVICE).sum().item()
+    torch.cuda.synchronize()
+    return found
+
+
+def register(nbytes: int, *, touched: bool) -> dict[str, Any]:
+    """Seconds to touch, register and unregister an arena."""
+    arena = PinnedArena(nbytes)
+    found: dict[str, Any] = {"huge_pages": arena.native.huge_pages}
+    if touched:
+        began = time.perf_counter()
+        flat = np.frombuffer(arena.native.view(0, nbytes), np.uint8)
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            list(pool.map(lambda part: part[::4096].fill(1), np.array_split(flat, usable_cores())))
+        found["touch_s"] = round(time.perf_counter() - began, 2)
+        del flat
+    began = time.perf_counter()
+    refused = arena.register_with_cuda()
+    seconds = time.perf_counter() - began
+    if refused:
+        raise RuntimeError(refused)
+    found |= {"seconds": round(seconds, 3), "gb_per_s": round(nbytes / 1e9 / seconds, 2)}
+    began = time.perf_counter()
+    del arena  # unregisters
+    return found | {"release_s": round(time.perf_counter() - began, 3)}
+
+
+if __name__ == "__main__":
+    run(stage)

@@ -1,0 +1,19 @@
+"""The table of stages: what each finds out and how long it may take. What is expected of a single figure stands beside
+its measurement, in the stage's own module; figures are estimates for an H200 with 16 cores and PCIe Gen5 ×16."""
+
+from __future__ import annotations
+
+from gpu.runner import Stage
+
+STAGES = (
+    # Without the build there is nothing else: it may take the later stages' time on few cores.
+    Stage(0, "machine", 240, "gpu.stage_machine", False, "the build, PCIe, memory, disk and I/O engine", 20, 400),
+    Stage(1, "pinning", 45, "gpu.stage_pinning", True, "register 4, 16, 64 GiB; a refusal leaves the GPU usable", 15),
+    Stage(2, "copies", 45, "gpu.stage_copies", True, "50-56 GB/s each way, 80 both, 3 % of memory torch pinned", 15),
+    Stage(3, "seam", 90, "gpu.stage_seam", True, "order and lifetimes of copies beside a kernel that sleeps", 20),
+    Stage(4, "tests", 120, "gpu.stage_tests", True, "tests/gpu: the same bits from every tier", 20),
+    Stage(5, "host", 30, "gpu.stage_host", False, "Adam alone 80-200 GB/s, 3-7 Gparam/s; the disk", 10),
+    Stage(6, "step", 150, "gpu.stage_step", True, "a step of 1.24 B parameters in each placement beside torch", 25),
+)
+
+NUMBERS = tuple(stage.number for stage in STAGES)
