@@ -19,15 +19,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_manifest, write_manifest
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_kept, write_manifest
 from infinity.io.store import Extent, SwapStore, now
 from infinity.sizes import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Generations:
             sums=b"".join(sums) if self._store.checksums else None,
             facts=facts,
             body=body,
+            store=self._store.record,
         )
         directory = self._store.directories[0]
         path = directory.generation_path(step)
@@ -159,32 +162,22 @@ class Generations:
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
-        if step is not None and step not in found:
-            there = ", ".join(map(str, found)) or "none"
-            raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
-        problems: list[str] = []
-        for number, path in found.items():
-            if step is not None and number != step:
-                continue
-            try:
-                manifest = self._read(path, number)
-                check(manifest)
-                self._adopt(manifest, memory)
-            except ResumeError as error:
-                problems.append(f"generation {number} cannot be used: {error}")
-                logger.warning("%s", problems[-1])
-                continue
-            logger.info("resuming generation %d of %s, committed %s", number, directory.path, manifest.created)
-            self._keep_with(manifest, found)
-            return manifest
-        wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
-        raise ResumeError(f"nothing to resume in {directory.path}: {wrong}")
 
-    def _read(self, path: Path, number: int) -> Manifest:
-        """A manifest that fits this store's layout."""
-        manifest = read_manifest(path)
-        if manifest.run != self._store.run or manifest.step != number:
-            raise ManifestError(path, "belongs to another run or step")
+        def use(manifest: Manifest) -> Manifest:
+            self._require_fitting(manifest)
+            check(manifest)
+            self._adopt(manifest, memory)
+            return manifest
+
+        manifest = newest_usable(self._store, step, use, "resume")
+        logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
+        self._store.write_rebuilt_headers()
+        self._keep_with(manifest, found)
+        return manifest
+
+    def _require_fitting(self, manifest: Manifest) -> None:
+        """Raises ManifestError for a manifest that does not fit this store's layout."""
+        path = self._store.directories[0].generation_path(manifest.step)
         if len(manifest.extents) != len(self._extents):
             raise ManifestError(path, f"names {len(manifest.extents)} extents, the model has {len(self._extents)}")
         for extent, record in zip(self._extents, manifest.extents, strict=True):
@@ -197,7 +190,6 @@ class Generations:
                 )
             if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
                 raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
-        return manifest
 
     def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
         """Point the extents to a generation, once all of it has been read and is what was written.
@@ -214,9 +206,7 @@ class Generations:
             for each in damage:
                 if each.error is not None:
                     raise each.error
-            if damage:
-                more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-                raise ResumeError("; ".join(map(str, damage[:3])) + more)
+            require_undamaged(damage)
         except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
                 extent.slot = slot
@@ -226,18 +216,18 @@ class Generations:
         """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
         self._kept = {chosen.step: [extent.slot for extent in self._extents]}
         self._given_up = [path for number, path in found.items() if number > chosen.step]
-        for number, path in found.items():
-            if number >= chosen.step:
-                continue
+        older = {number: path for number, path in found.items() if number < chosen.step}
+        for number, manifest in read_kept(older, self._store.run):
             try:
-                older = self._read(path, number) if len(self._kept) < self._keep else None
+                if isinstance(manifest, ManifestError):
+                    raise manifest
+                self._require_fitting(manifest)
+                if len(self._kept) < self._keep:
+                    self._kept[number] = [record.slot for record in manifest.extents]
+                    continue
             except ManifestError as error:
                 logger.warning("%s", error)
-                older = None
-            if older is None:
-                self._given_up.append(path)  # what it names was or will be written
-            else:
-                self._kept[number] = [record.slot for record in older.extents]
+            self._given_up.append(found[number])  # what it names was or will be written
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
@@ -253,6 +243,45 @@ class Generations:
             durable.remove(path)
         durable.sync_directory(self._store.directories[0].path)
         self._given_up = []
+
+
+def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], Used], doing: str) -> Used:
+    """What `use` makes of the newest generation, or of that of `step`; of the one before where it refuses that.
+
+    Args:
+        use: raises ResumeError for a generation that it cannot use.
+        doing: "resume" or "export", for messages.
+
+    Raises:
+        ResumeError: there is none that can be used; says what is wrong with each.
+    """
+    directory = store.directories[0]
+    found = directory.generations()
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
+    problems: list[str] = []
+    for number, manifest in read_kept(found if step is None else {step: found[step]}, store.run):
+        try:
+            if isinstance(manifest, ManifestError):
+                raise manifest
+            if not store.proven and (manifest.sums is None or not store.checksums):
+                raise ResumeError(
+                    "without checksums nobody can tell whether the swap files belong to it, as a header is damaged"
+                )
+            return use(manifest)
+        except ResumeError as error:
+            problems.append(f"generation {number} cannot be used: {error}")
+            logger.warning("%s", problems[-1])
+    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raises ResumeError that names it."""
+    if damage:
+        more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise ResumeError("; ".join(map(str, damage[:3])) + more)
 
 
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
@@ -344,15 +373,3 @@ def extents_of(manifest: Manifest) -> list[Extent]:
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]
-
-
-def read_kept(found: Mapping[int, Path], run: str) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Every manifest among `found` (by step) of a store's run, or what is wrong with it."""
-    for number, path in found.items():
-        try:
-            manifest = read_manifest(path)
-            if manifest.step != number or manifest.run != run:
-                raise ManifestError(path, "belongs to another run or step")
-            yield number, manifest
-        except ManifestError as error:
-            yield number, error

@@ -5,6 +5,7 @@ Both are data from disk: parsed strictly, every field typed and bounded, before 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,26 +31,40 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Header(Record):
+class StoreRecord(Record):
+    """How a store lies on its disks.
+
+    Attributes:
+        created: when.
+        members: the directories of all of its parts, as they were named.
+        shares, stripe_bytes: how bytes are striped over them.
+        nbytes: of the store, all members together.
+    """
+
+    created: Name
+    members: Annotated[list[Name], Field(min_length=1, max_length=64)]
+    shares: list[Annotated[int, Field(ge=1, le=1024)]]
+    stripe_bytes: Bytes
+    nbytes: Bytes
+
+
+class Header(StoreRecord):
     """What a swap file is part of.
 
     Attributes:
         run: of which it is; all members of a store have the same.
         mode: "generations", or "in place": then it can never be resumed.
         member: index of this one.
-        members: the directories of all of them, as they were named.
-        shares, stripe_bytes: how bytes are striped over them.
-        nbytes: of the store, all members together.
     """
 
     run: Name
     mode: Literal["generations", "in place"]
-    created: Name
     member: Count
-    members: Annotated[list[Name], Field(min_length=1, max_length=64)]
-    shares: list[Annotated[int, Field(ge=1, le=1024)]]
-    stripe_bytes: Bytes
-    nbytes: Bytes
+
+    @property
+    def store(self) -> StoreRecord:
+        """What all members have in common."""
+        return StoreRecord(**{name: getattr(self, name) for name in StoreRecord.model_fields})
 
 
 class ExtentRecord(Record):
@@ -68,6 +83,8 @@ class Manifest(Record):
 
     Attributes:
         step: optimizer steps done, skipped ones included.
+        store: what the headers of its swap files say; None in manifests written before there was such a field, and in
+            portable copies.
         extents: in the order of the store's layout.
         sums: an XXH3-64 for each 256 KiB of each extent, in their order; None without checksums.
         facts: what must be the same to use the states: their format.
@@ -81,6 +98,7 @@ class Manifest(Record):
     sums: bytes | None
     facts: dict[str, Any]
     body: dict[str, Any]
+    store: StoreRecord | None = None
 
     def sums_by_extent(self) -> list[bytes | None]:
         """The part of `sums` that belongs to each extent."""
@@ -104,9 +122,15 @@ def sum_bytes(nbytes: int) -> int:
 def read_header(path: Path) -> Header:
     """Raises ManifestError."""
     header = validated(Header, document.read(path, "store"), path)
-    if len(header.shares) != len(header.members) or header.member >= len(header.members):
+    _require_sound(header, path)
+    if header.member >= len(header.members):
         raise ManifestError(path, "names members that do not go together")
     return header
+
+
+def _require_sound(store: StoreRecord, path: Path) -> None:
+    if len(store.shares) != len(store.members):
+        raise ManifestError(path, "names members that do not go together")
 
 
 def write_header(header: Header) -> list[bytes]:
@@ -119,12 +143,30 @@ def read_manifest(path: Path) -> Manifest:
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
         raise ManifestError(path, f"has {len(manifest.sums)} bytes of checksums instead of {expected}")
+    if manifest.store is not None:
+        _require_sound(manifest.store, path)
     return manifest
+
+
+def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
+    """Every manifest among `found` (by step), or what is wrong with it; only of `run`, where that is given."""
+    for number, path in found.items():
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != number or run not in (None, manifest.run):
+                raise ManifestError(path, "belongs to another run or step")
+            yield number, manifest
+        except ManifestError as error:
+            yield number, error
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
     """Raises TypeError for what `facts` or `body` cannot hold."""
-    return document.write("generation", dict(manifest) | {"extents": [dict(extent) for extent in manifest.extents]})
+    plain = {
+        "extents": [dict(extent) for extent in manifest.extents],
+        "store": None if manifest.store is None else dict(manifest.store),
+    }
+    return document.write("generation", dict(manifest) | plain)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:
