@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from infinity.errors import ManifestError
 from infinity.io import document
@@ -67,15 +67,44 @@ class Header(StoreRecord):
         return StoreRecord(**{name: getattr(self, name) for name in StoreRecord.model_fields})
 
 
-class ExtentRecord(Record):
+class ExtentRecord(NamedTuple):
     """One state of one group of parameters, and where this generation has it."""
 
-    unit: Name
-    group: Count
-    state: Name
-    slot: Count
-    offset: Bytes
-    nbytes: Bytes
+    unit: str
+    group: int
+    state: str
+    slot: int
+    offset: int
+    nbytes: int
+
+
+class _Columns(Record):
+    """All extents of a manifest, field by field: there may be very many."""
+
+    unit: list[Name]
+    group: list[Count]
+    state: list[Name]
+    slot: list[Count]
+    offset: list[Bytes]
+    nbytes: list[Bytes]
+
+
+def _extents(value: Any) -> list[ExtentRecord]:
+    """Records of columns; also of rows, which is how the first manifests had them. Raises ValueError."""
+    names = ExtentRecord._fields
+    if isinstance(value, list):
+        if all(isinstance(row, ExtentRecord) for row in value):
+            return value
+        if not all(isinstance(row, dict) and row.keys() == set(names) for row in value):
+            raise ValueError(f"an extent that does not have exactly {', '.join(names)}")
+        value = {name: [row[name] for row in value] for name in names}
+    try:
+        columns = dict(_Columns.model_validate(value))
+    except ValidationError as error:
+        raise ValueError(_first(error)) from None
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ValueError("columns that are not equally long")
+    return list(map(ExtentRecord, *(columns[name] for name in names)))
 
 
 class Manifest(Record):
@@ -94,7 +123,7 @@ class Manifest(Record):
     run: Name
     step: Count
     created: Name
-    extents: list[ExtentRecord]
+    extents: Annotated[list[ExtentRecord], PlainValidator(_extents)]
     sums: bytes | None
     facts: dict[str, Any]
     body: dict[str, Any]
@@ -162,8 +191,9 @@ def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tup
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
     """Raises TypeError for what `facts` or `body` cannot hold."""
+    columns = [list(column) for column in zip(*manifest.extents, strict=True)] or [[] for _ in ExtentRecord._fields]
     plain = {
-        "extents": [dict(extent) for extent in manifest.extents],
+        "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),
         "store": None if manifest.store is None else dict(manifest.store),
     }
     return document.write("generation", dict(manifest) | plain)
@@ -174,6 +204,10 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(source, f"has a wrong value: {where}: {first['msg']}") from None
+        raise ManifestError(source, f"has a wrong value: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
