@@ -14,6 +14,7 @@ that is whole, and the next resume removes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,9 @@ from typing import Any, TypeVar
 
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
+from infinity.io.engine import Transfer
 from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_kept, write_manifest
-from infinity.io.store import Extent, SwapStore, now
+from infinity.io.store import Extent, SwapStore, now, wait_all
 from infinity.sizes import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -291,9 +293,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
         extents: those of the manifest, each in the slot that it names.
         memory: 4 KiB-aligned, cut into pieces that are read at the same time.
     """
-    pieces = _Pieces(store, memory)
-    for extent, sums in zip(extents, manifest.sums_by_extent(), strict=True):
-        error = pieces.read(extent)
+    for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
         if error is not None:
             cause = f"cannot be read: {error.cause}"
             yield Damage(
@@ -325,47 +325,78 @@ def _damage(store: SwapStore, extent: Extent, step: int, start: int, nbytes: int
     return Damage(extent.unit, extent.group, extent.state, step, path, offset, nbytes, cause)
 
 
-class _Pieces:
-    """Reads extents piece by piece, several at a time, and has the store remember the checksums of what came."""
+def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
+    """Read extents one after the other, with as much in flight as `memory` holds, whatever their sizes, and have the
+    store remember the checksums of what came. Yields for each what failed first in it, or None.
 
-    _COUNT = 8
-
-    def __init__(self, store: SwapStore, memory: memoryview) -> None:
-        self._store = store
-        nbytes = max(len(memory) // self._COUNT // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
-        self._free = [memory[at : at + nbytes] for at in range(0, len(memory) - nbytes + 1, nbytes)]
-        self._nbytes = nbytes
-
-    def read(self, extent: Extent) -> SwapIOError | None:
-        """All of an extent; the failure, when a part of it cannot be read.
-
-        Raises:
-            SwapTimeoutError: the device was given up; the memory is lost.
-        """
-        failure: SwapIOError | None = None
-        reading: deque[tuple[int, memoryview, Any]] = deque()
-        at = 0
-        while at < extent.nbytes or reading:
-            if at < extent.nbytes and self._free and failure is None:
-                piece = self._free.pop()
-                view = piece[: min(self._nbytes, extent.nbytes - at)]
-                reading.append((at, piece, self._store.read(extent, view, at=at, io_class="states", verify=False)))
-                at += len(view)
+    Raises:
+        SwapTimeoutError: the device was given up; the memory is lost.
+    """
+    ring = _Ring(memory)
+    longest = max(len(memory) // _PIECES // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
+    pieces = (
+        (extent, at, min(longest, extent.nbytes - at))
+        for extent in extents
+        for at in range(0, max(extent.nbytes, 1), longest)
+    )
+    reading: deque[tuple[Extent, int, memoryview, Transfer | None]] = deque()
+    failure: SwapIOError | None = None
+    following = next(pieces, None)
+    try:
+        while reading or following is not None:
+            if following is not None and (view := ring.take(following[2])) is not None:
+                extent, at, nbytes = following
+                started = store.read(extent, view, at=at, io_class="states", verify=False) if nbytes else None
+                reading.append((extent, at, view, started))
+                following = next(pieces, None)
                 continue
-            if not reading:
-                break
-            start, piece, transfer = reading.popleft()
+            extent, at, view, transfer = reading.popleft()
+            ring.give_back()
             try:
-                transfer.result()
-                view = piece[: min(self._nbytes, extent.nbytes - start)]
-                if self._store.checksums:
-                    self._store.file.remember(extent.offset + start, view)
+                if transfer is not None:
+                    transfer.result()
+                    if store.checksums:
+                        store.file.remember(extent.offset + at, view)
             except SwapTimeoutError:
                 raise
             except SwapIOError as error:
                 failure = failure or error
-            self._free.append(piece)
-        return failure
+            if at + len(view) == extent.nbytes:
+                yield failure
+                failure = None
+    finally:  # whoever stops in the middle may use the memory for something else
+        with contextlib.suppress(SwapIOError):
+            wait_all(transfer for *_, transfer in reading if transfer is not None)
+
+
+_PIECES = 8
+"""The least number of reads in flight of an extent that is larger than the memory."""
+
+
+class _Ring:
+    """Memory that is given back in the order in which it was taken."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._taken: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> memoryview | None:
+        """A piece; None until more was given back."""
+        begin, limit = 0, len(self._memory)
+        if self._taken:
+            oldest, begin = self._taken[0][0], self._taken[-1][1]
+            if begin <= oldest:
+                limit = oldest
+            elif begin + nbytes > limit:
+                begin, limit = 0, oldest
+        if begin + nbytes > limit:
+            return None
+        self._taken.append((begin, begin + nbytes))
+        return self._memory[begin : begin + nbytes]
+
+    def give_back(self) -> None:
+        """The oldest piece."""
+        self._taken.popleft()
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:
