@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,17 +10,15 @@ import torch
 
 from infinity import _native
 from infinity.config import NvmeConfig
-from infinity.errors import ManifestError, ResumeError
-from infinity.io.directory import SwapDirectory
+from infinity.errors import ManifestError
 from infinity.io.engine import open_engine
-from infinity.io.generations import extents_of, read_kept, verify
-from infinity.io.manifest import Manifest, read_header
+from infinity.io.generations import extents_of, newest_usable, require_undamaged, verify
+from infinity.io.headers import header_in, headers_of
+from infinity.io.manifest import Manifest
 from infinity.io.store import SwapStore
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
-
-logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
 """Elements of a state in memory at a time: borders of all formats are multiples of 4 KiB."""
@@ -42,7 +39,7 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
         StoreLockedError: a run is using it.
     """
     paths = [path.expanduser().absolute() for path in directories]
-    header = read_header(SwapDirectory.header_of(paths[0]))
+    header = header_in(paths[0]).header if len(paths) == 1 else headers_of(paths)[0].header
     if len(paths) == 1:
         paths = [paths[0] if index == header.member else Path(name) for index, name in enumerate(header.members)]
     engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
@@ -63,24 +60,13 @@ def newest_whole(store: SwapStore, step: int | None = None) -> StoredGeneration:
     Raises:
         ResumeError: there is none; says what is wrong with each.
     """
-    path = store.directories[0].path
-    found = store.directories[0].generations()
-    if step is not None and step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise ResumeError(f"{path} has no generation {step}; there are: {there}")
-    wanted = found if step is None else {step: found[step]}
-    problems: list[str] = []
-    for number, manifest in read_kept(wanted, store.run):
-        try:
-            if isinstance(manifest, ManifestError):
-                raise manifest
-            generation = StoredGeneration(store, manifest)
-            generation.require_whole()
-            return generation
-        except ResumeError as error:
-            problems.append(f"generation {number} cannot be used: {error}")
-            logger.warning("%s", problems[-1])
-    raise ResumeError(f"nothing to export in {path}: {'; '.join(problems) or 'no generation was committed'}")
+
+    def use(manifest: Manifest) -> StoredGeneration:
+        generation = StoredGeneration(store, manifest)
+        generation.require_whole()
+        return generation
+
+    return newest_usable(store, step, use, "export")
 
 
 class StoredGeneration:
@@ -130,10 +116,7 @@ class StoredGeneration:
     def require_whole(self) -> None:
         """Raises ResumeError that names what is damaged."""
         memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
-        damage = list(verify(self._store, list(self._extents.values()), self.manifest, memory))
-        if damage:
-            more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-            raise ResumeError("; ".join(map(str, damage[:3])) + more)
+        require_undamaged(list(verify(self._store, list(self._extents.values()), self.manifest, memory)))
 
     @property
     def units(self) -> list[str]:

@@ -50,7 +50,7 @@ def scales_name(parameter: str, moment: str) -> str:
 
 def write_training_state(directory: Path, manifest: Manifest) -> None:
     """Raises OSError."""
-    placeless = manifest.model_copy(update={"extents": [], "sums": None})
+    placeless = manifest.model_copy(update={"extents": [], "sums": None, "store": None})
     (directory / STATE_NAME).write_bytes(b"".join(document.write(_KIND, dict(placeless))))
 
 

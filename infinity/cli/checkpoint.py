@@ -10,8 +10,9 @@ from infinity import _native
 from infinity.checkpoint.generation import opened
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import SwapDirectory, generations_in
-from infinity.io.generations import Damage, extents_of, read_kept, verify
-from infinity.io.manifest import Manifest, read_header
+from infinity.io.generations import Damage, extents_of, verify
+from infinity.io.headers import header_in
+from infinity.io.manifest import Manifest, read_kept
 from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
 
@@ -41,12 +42,16 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 def _list(path: Path) -> int:
     """Only the manifests are read, and a run may be using the store meanwhile."""
-    header = read_header(SwapDirectory.header_of(path))
+    of_store = header_in(path)
+    header = of_store.header
     print(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
         print("updated in place (commit_every: 0): nothing can be resumed")
         return 0
     damaged = 0
+    if of_store.rebuilt:
+        damaged += 1
+        print(f"damaged: {of_store.rebuilt}")
     for number, found in read_kept(generations_in(path), header.run):
         if isinstance(found, ManifestError):
             damaged += 1
@@ -62,7 +67,7 @@ def _list(path: Path) -> int:
 def _verify(paths: list[Path], step: int | None) -> int:
     with opened(paths) as store:
         memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
-        damaged = checked = 0
+        damaged, checked = int(not store.proven), 0
         for number, found in read_kept(store.directories[0].generations(), store.run):
             if step is not None and number != step:
                 continue
@@ -97,13 +102,12 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
 
 
 def _remove(paths: list[Path]) -> int:
-    members = [Path(name) for name in read_header(SwapDirectory.header_of(paths[0])).members]
+    members = {path: _members(path) for path in paths}[paths[0]]
     if len(paths) == 1 < len(members):
         raise ConfigError(
             f"{paths[0]} is a part of a store; name all of its directories: {' '.join(map(str, members))}"
         )
     for path in reversed(paths):  # the first says of the others whose they are
-        SwapDirectory.header_of(path)
         directory = SwapDirectory(path, create=False)
         try:
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
@@ -112,3 +116,11 @@ def _remove(paths: list[Path]) -> int:
         finally:
             directory.close()
     return 0
+
+
+def _members(path: Path) -> list[Path]:
+    """The directories of the store that is in one of them. Raises ResumeError when there is no store."""
+    try:
+        return [Path(name) for name in header_in(path).header.members]
+    except ManifestError:
+        return [path]  # nothing says what else it was part of

@@ -73,14 +73,6 @@ class SwapDirectory:
     def header_path(self) -> Path:
         return self.path / HEADER_NAME
 
-    @staticmethod
-    def header_of(path: Path) -> Path:
-        """The header of the store in a directory that need not be held. Raises ResumeError when there is none."""
-        header = path / HEADER_NAME
-        if not header.is_file():
-            raise ResumeError(f"{path} holds no store of infinity (there is no {HEADER_NAME})")
-        return header
-
     def generation_path(self, step: int) -> Path:
         """The manifest of the generation after optimizer step `step`."""
         return self.path / f"generation-{step:012d}.infinity"
@@ -123,7 +115,7 @@ class SwapDirectory:
 
         Raises:
             StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of;
-                or that path is not there, so that nobody can tell.
+                or that path is not there or the header is damaged, so that nobody can tell.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -154,7 +146,7 @@ class SwapDirectory:
         try:
             header = read_header(self.header_path)
         except ResumeError:
-            return None  # no header, or one of no use: nothing can be resumed with it
+            return {} if self.header_path.exists() else None  # damaged: a resumed run may rebuild it
         first = Path(header.members[0])
         if header.mode != "generations" or header.member == 0:
             return None

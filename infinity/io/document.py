@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ def write(kind: str, value: Any) -> list[bytes]:
 def copy_of(value: Any) -> Any:
     """What read() would give back of it, sharing nothing. Raises TypeError, as write() would."""
     packer = _Packer()
-    packed = packer.pack(value, "")
-    return _Unpacker(memoryview(b"".join(packer.blobs))).unpack(packed)
+    text = json.dumps(packer.pack(value, ""), allow_nan=False)
+    return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
 
 
 def read(path: Path, kind: str) -> Any:
@@ -99,7 +99,7 @@ def read(path: Path, kind: str) -> Any:
 def parse(data: bytes, path: Path, kind: str) -> Any:
     """As read(), of bytes that came from `path`."""
     end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
-    header = _json(data[:end], path) if end else None
+    header = _value(data[:end], memoryview(b""), path) if end else None
     if not isinstance(header, dict) or header.get("infinity") != kind:
         raise ManifestError(path, f"is no {kind} of infinity, or its first line is damaged")
     if header.get("version") != VERSION:
@@ -112,11 +112,7 @@ def parse(data: bytes, path: Path, kind: str) -> Any:
         raise ManifestError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
     if end + json_bytes + data_bytes != len(data):
         raise ManifestError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
-    unpacker = _Unpacker(memoryview(data)[end + json_bytes :])
-    try:
-        return unpacker.unpack(_json(data[end : end + json_bytes], path))
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        raise ManifestError(path, f"has a value that cannot be read: {error}") from error
+    return _value(data[end : end + json_bytes], memoryview(data)[end + json_bytes :], path)
 
 
 def _header(kind: str, json_bytes: int, data_bytes: int, digest: str) -> bytes:
@@ -130,21 +126,14 @@ def _header(kind: str, json_bytes: int, data_bytes: int, digest: str) -> bytes:
     return json.dumps(header).encode() + b"\n"
 
 
-def _json(data: bytes, path: Path) -> Any:
-    def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ManifestError(path, "has a key twice")
-        return result
-
+def _value(text: bytes, data: memoryview, path: Path) -> Any:
+    """Raises ManifestError."""
     try:
-        return json.loads(data, object_pairs_hook=refuse, parse_constant=lambda name: _refuse_constant(path, name))
-    except (ValueError, RecursionError) as error:
+        return _Unpacker(data).parse(text)
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
-
-
-def _refuse_constant(path: Path, name: str) -> None:
-    raise ManifestError(path, f"has the number {name}")
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+        raise ManifestError(path, f"has a value that cannot be read: {error}") from error
 
 
 class _Packer:
@@ -210,36 +199,43 @@ class _Packer:
 
 
 class _Unpacker:
-    """The way back. Every size is checked before memory is taken for it."""
+    """The way back, in one pass: each object is what it stands for before the one around it is read. Every size is
+    checked before memory is taken for it."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-
-    def unpack(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self.unpack(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        kind = value.get("$")
-        if kind is None:
-            return {key: self.unpack(item) for key, item in value.items()}
-        readers = {
+        self._readers: dict[str, Callable[[dict[str, Any]], Any]] = {
             "float": self._float,
             "counter": lambda tagged: Counter(self._items(tagged)),
             "dict": self._items,
-            "tuple": lambda tagged: tuple(self.unpack(item) for item in self._list(tagged, "items")),
+            "tuple": lambda tagged: tuple(self._list(tagged, "items")),
             "bytes": lambda tagged: bytes(self._blob(tagged)),
             "tensor": self._tensor,
-            "array": lambda tagged: self._array(tagged),
+            "array": self._array,
             "scalar": lambda tagged: self._array(tagged)[()],
             "dtype": lambda tagged: _TORCH_DTYPES[tagged["name"]],
             "device": lambda tagged: torch.device(str(tagged["name"])),
         }
-        if not isinstance(kind, str) or kind not in readers:
+
+    def parse(self, text: str | bytes) -> Any:
+        return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)
+
+    def _unpack(self, pairs: list[tuple[str, Any]]) -> Any:
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            raise ValueError("a key twice")
+        if "$" not in value:
+            return value
+        kind = value["$"]
+        if not isinstance(kind, str) or kind not in self._readers:
             raise ValueError(f"unknown form {kind!r}")
         if value.keys() != _FORMS[kind]:
             raise ValueError(f"{kind} with {sorted(value)}")
-        return readers[kind](value)
+        return self._readers[kind](value)
+
+    @staticmethod
+    def _refuse(constant: str) -> Any:
+        raise ValueError(f"the number {constant}")
 
     @staticmethod
     def _list(tagged: dict[str, Any], key: str) -> list[Any]:
@@ -249,7 +245,7 @@ class _Unpacker:
         return result
 
     def _items(self, tagged: dict[str, Any]) -> dict[Any, Any]:
-        items = [(self.unpack(key), self.unpack(item)) for key, item in self._list(tagged, "items")]
+        items = [(key, item) for key, item in self._list(tagged, "items")]
         if len(dict(items)) != len(items):
             raise ValueError("a key twice")
         return dict(items)

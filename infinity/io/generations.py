@@ -14,20 +14,24 @@ that is whole, and the next resume removes it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_manifest, write_manifest
-from infinity.io.store import Extent, SwapStore, now
+from infinity.io.engine import Transfer
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_kept, write_manifest
+from infinity.io.store import Extent, SwapStore, now, wait_all
 from infinity.sizes import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,7 @@ class Generations:
             sums=b"".join(sums) if self._store.checksums else None,
             facts=facts,
             body=body,
+            store=self._store.record,
         )
         directory = self._store.directories[0]
         path = directory.generation_path(step)
@@ -159,32 +164,22 @@ class Generations:
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
-        if step is not None and step not in found:
-            there = ", ".join(map(str, found)) or "none"
-            raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
-        problems: list[str] = []
-        for number, path in found.items():
-            if step is not None and number != step:
-                continue
-            try:
-                manifest = self._read(path, number)
-                check(manifest)
-                self._adopt(manifest, memory)
-            except ResumeError as error:
-                problems.append(f"generation {number} cannot be used: {error}")
-                logger.warning("%s", problems[-1])
-                continue
-            logger.info("resuming generation %d of %s, committed %s", number, directory.path, manifest.created)
-            self._keep_with(manifest, found)
-            return manifest
-        wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
-        raise ResumeError(f"nothing to resume in {directory.path}: {wrong}")
 
-    def _read(self, path: Path, number: int) -> Manifest:
-        """A manifest that fits this store's layout."""
-        manifest = read_manifest(path)
-        if manifest.run != self._store.run or manifest.step != number:
-            raise ManifestError(path, "belongs to another run or step")
+        def use(manifest: Manifest) -> Manifest:
+            self._require_fitting(manifest)
+            check(manifest)
+            self._adopt(manifest, memory)
+            return manifest
+
+        manifest = newest_usable(self._store, step, use, "resume")
+        logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
+        self._store.write_rebuilt_headers()
+        self._keep_with(manifest, found)
+        return manifest
+
+    def _require_fitting(self, manifest: Manifest) -> None:
+        """Raises ManifestError for a manifest that does not fit this store's layout."""
+        path = self._store.directories[0].generation_path(manifest.step)
         if len(manifest.extents) != len(self._extents):
             raise ManifestError(path, f"names {len(manifest.extents)} extents, the model has {len(self._extents)}")
         for extent, record in zip(self._extents, manifest.extents, strict=True):
@@ -197,7 +192,6 @@ class Generations:
                 )
             if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
                 raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
-        return manifest
 
     def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
         """Point the extents to a generation, once all of it has been read and is what was written.
@@ -214,9 +208,7 @@ class Generations:
             for each in damage:
                 if each.error is not None:
                     raise each.error
-            if damage:
-                more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-                raise ResumeError("; ".join(map(str, damage[:3])) + more)
+            require_undamaged(damage)
         except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
                 extent.slot = slot
@@ -226,18 +218,18 @@ class Generations:
         """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
         self._kept = {chosen.step: [extent.slot for extent in self._extents]}
         self._given_up = [path for number, path in found.items() if number > chosen.step]
-        for number, path in found.items():
-            if number >= chosen.step:
-                continue
+        older = {number: path for number, path in found.items() if number < chosen.step}
+        for number, manifest in read_kept(older, self._store.run):
             try:
-                older = self._read(path, number) if len(self._kept) < self._keep else None
+                if isinstance(manifest, ManifestError):
+                    raise manifest
+                self._require_fitting(manifest)
+                if len(self._kept) < self._keep:
+                    self._kept[number] = [record.slot for record in manifest.extents]
+                    continue
             except ManifestError as error:
                 logger.warning("%s", error)
-                older = None
-            if older is None:
-                self._given_up.append(path)  # what it names was or will be written
-            else:
-                self._kept[number] = [record.slot for record in older.extents]
+            self._given_up.append(found[number])  # what it names was or will be written
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
@@ -255,6 +247,45 @@ class Generations:
         self._given_up = []
 
 
+def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], Used], doing: str) -> Used:
+    """What `use` makes of the newest generation, or of that of `step`; of the one before where it refuses that.
+
+    Args:
+        use: raises ResumeError for a generation that it cannot use.
+        doing: "resume" or "export", for messages.
+
+    Raises:
+        ResumeError: there is none that can be used; says what is wrong with each.
+    """
+    directory = store.directories[0]
+    found = directory.generations()
+    if step is not None and step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
+    problems: list[str] = []
+    for number, manifest in read_kept(found if step is None else {step: found[step]}, store.run):
+        try:
+            if isinstance(manifest, ManifestError):
+                raise manifest
+            if not store.proven and (manifest.sums is None or not store.checksums):
+                raise ResumeError(
+                    "without checksums nobody can tell whether the swap files belong to it, as a header is damaged"
+                )
+            return use(manifest)
+        except ResumeError as error:
+            problems.append(f"generation {number} cannot be used: {error}")
+            logger.warning("%s", problems[-1])
+    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raises ResumeError that names it."""
+    if damage:
+        more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise ResumeError("; ".join(map(str, damage[:3])) + more)
+
+
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
     """Read all of a generation and yield what is not as it was written; without checksums, what cannot be read.
 
@@ -262,9 +293,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
         extents: those of the manifest, each in the slot that it names.
         memory: 4 KiB-aligned, cut into pieces that are read at the same time.
     """
-    pieces = _Pieces(store, memory)
-    for extent, sums in zip(extents, manifest.sums_by_extent(), strict=True):
-        error = pieces.read(extent)
+    for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
         if error is not None:
             cause = f"cannot be read: {error.cause}"
             yield Damage(
@@ -296,47 +325,78 @@ def _damage(store: SwapStore, extent: Extent, step: int, start: int, nbytes: int
     return Damage(extent.unit, extent.group, extent.state, step, path, offset, nbytes, cause)
 
 
-class _Pieces:
-    """Reads extents piece by piece, several at a time, and has the store remember the checksums of what came."""
+def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
+    """Read extents one after the other, with as much in flight as `memory` holds, whatever their sizes, and have the
+    store remember the checksums of what came. Yields for each what failed first in it, or None.
 
-    _COUNT = 8
-
-    def __init__(self, store: SwapStore, memory: memoryview) -> None:
-        self._store = store
-        nbytes = max(len(memory) // self._COUNT // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
-        self._free = [memory[at : at + nbytes] for at in range(0, len(memory) - nbytes + 1, nbytes)]
-        self._nbytes = nbytes
-
-    def read(self, extent: Extent) -> SwapIOError | None:
-        """All of an extent; the failure, when a part of it cannot be read.
-
-        Raises:
-            SwapTimeoutError: the device was given up; the memory is lost.
-        """
-        failure: SwapIOError | None = None
-        reading: deque[tuple[int, memoryview, Any]] = deque()
-        at = 0
-        while at < extent.nbytes or reading:
-            if at < extent.nbytes and self._free and failure is None:
-                piece = self._free.pop()
-                view = piece[: min(self._nbytes, extent.nbytes - at)]
-                reading.append((at, piece, self._store.read(extent, view, at=at, io_class="states", verify=False)))
-                at += len(view)
+    Raises:
+        SwapTimeoutError: the device was given up; the memory is lost.
+    """
+    ring = _Ring(memory)
+    longest = max(len(memory) // _PIECES // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
+    pieces = (
+        (extent, at, min(longest, extent.nbytes - at))
+        for extent in extents
+        for at in range(0, max(extent.nbytes, 1), longest)
+    )
+    reading: deque[tuple[Extent, int, memoryview, Transfer | None]] = deque()
+    failure: SwapIOError | None = None
+    following = next(pieces, None)
+    try:
+        while reading or following is not None:
+            if following is not None and (view := ring.take(following[2])) is not None:
+                extent, at, nbytes = following
+                started = store.read(extent, view, at=at, io_class="states", verify=False) if nbytes else None
+                reading.append((extent, at, view, started))
+                following = next(pieces, None)
                 continue
-            if not reading:
-                break
-            start, piece, transfer = reading.popleft()
+            extent, at, view, transfer = reading.popleft()
+            ring.give_back()
             try:
-                transfer.result()
-                view = piece[: min(self._nbytes, extent.nbytes - start)]
-                if self._store.checksums:
-                    self._store.file.remember(extent.offset + start, view)
+                if transfer is not None:
+                    transfer.result()
+                    if store.checksums:
+                        store.file.remember(extent.offset + at, view)
             except SwapTimeoutError:
                 raise
             except SwapIOError as error:
                 failure = failure or error
-            self._free.append(piece)
-        return failure
+            if at + len(view) == extent.nbytes:
+                yield failure
+                failure = None
+    finally:  # whoever stops in the middle may use the memory for something else
+        with contextlib.suppress(SwapIOError):
+            wait_all(transfer for *_, transfer in reading if transfer is not None)
+
+
+_PIECES = 8
+"""The least number of reads in flight of an extent that is larger than the memory."""
+
+
+class _Ring:
+    """Memory that is given back in the order in which it was taken."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._taken: deque[tuple[int, int]] = deque()
+
+    def take(self, nbytes: int) -> memoryview | None:
+        """A piece; None until more was given back."""
+        begin, limit = 0, len(self._memory)
+        if self._taken:
+            oldest, begin = self._taken[0][0], self._taken[-1][1]
+            if begin <= oldest:
+                limit = oldest
+            elif begin + nbytes > limit:
+                begin, limit = 0, oldest
+        if begin + nbytes > limit:
+            return None
+        self._taken.append((begin, begin + nbytes))
+        return self._memory[begin : begin + nbytes]
+
+    def give_back(self) -> None:
+        """The oldest piece."""
+        self._taken.popleft()
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:
@@ -344,15 +404,3 @@ def extents_of(manifest: Manifest) -> list[Extent]:
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]
-
-
-def read_kept(found: Mapping[int, Path], run: str) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Every manifest among `found` (by step) of a store's run, or what is wrong with it."""
-    for number, path in found.items():
-        try:
-            manifest = read_manifest(path)
-            if manifest.step != number or manifest.run != run:
-                raise ManifestError(path, "belongs to another run or step")
-            yield number, manifest
-        except ManifestError as error:
-            yield number, error

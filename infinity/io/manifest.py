@@ -5,10 +5,11 @@ Both are data from disk: parsed strictly, every field typed and bounded, before 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from infinity.errors import ManifestError
 from infinity.io import document
@@ -30,37 +31,80 @@ class Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Header(Record):
-    """What a swap file is part of.
+class StoreRecord(Record):
+    """How a store lies on its disks.
 
     Attributes:
-        run: of which it is; all members of a store have the same.
-        mode: "generations", or "in place": then it can never be resumed.
-        member: index of this one.
-        members: the directories of all of them, as they were named.
+        created: when.
+        members: the directories of all of its parts, as they were named.
         shares, stripe_bytes: how bytes are striped over them.
         nbytes: of the store, all members together.
     """
 
-    run: Name
-    mode: Literal["generations", "in place"]
     created: Name
-    member: Count
     members: Annotated[list[Name], Field(min_length=1, max_length=64)]
     shares: list[Annotated[int, Field(ge=1, le=1024)]]
     stripe_bytes: Bytes
     nbytes: Bytes
 
 
-class ExtentRecord(Record):
+class Header(StoreRecord):
+    """What a swap file is part of.
+
+    Attributes:
+        run: of which it is; all members of a store have the same.
+        mode: "generations", or "in place": then it can never be resumed.
+        member: index of this one.
+    """
+
+    run: Name
+    mode: Literal["generations", "in place"]
+    member: Count
+
+    @property
+    def store(self) -> StoreRecord:
+        """What all members have in common."""
+        return StoreRecord(**{name: getattr(self, name) for name in StoreRecord.model_fields})
+
+
+class ExtentRecord(NamedTuple):
     """One state of one group of parameters, and where this generation has it."""
 
-    unit: Name
-    group: Count
-    state: Name
-    slot: Count
-    offset: Bytes
-    nbytes: Bytes
+    unit: str
+    group: int
+    state: str
+    slot: int
+    offset: int
+    nbytes: int
+
+
+class _Columns(Record):
+    """All extents of a manifest, field by field: there may be very many."""
+
+    unit: list[Name]
+    group: list[Count]
+    state: list[Name]
+    slot: list[Count]
+    offset: list[Bytes]
+    nbytes: list[Bytes]
+
+
+def _extents(value: Any) -> list[ExtentRecord]:
+    """Records of columns; also of rows, which is how the first manifests had them. Raises ValueError."""
+    names = ExtentRecord._fields
+    if isinstance(value, list):
+        if all(isinstance(row, ExtentRecord) for row in value):
+            return value
+        if not all(isinstance(row, dict) and row.keys() == set(names) for row in value):
+            raise ValueError(f"an extent that does not have exactly {', '.join(names)}")
+        value = {name: [row[name] for row in value] for name in names}
+    try:
+        columns = dict(_Columns.model_validate(value))
+    except ValidationError as error:
+        raise ValueError(_first(error)) from None
+    if len({len(column) for column in columns.values()}) != 1:
+        raise ValueError("columns that are not equally long")
+    return list(map(ExtentRecord, *(columns[name] for name in names)))
 
 
 class Manifest(Record):
@@ -68,6 +112,8 @@ class Manifest(Record):
 
     Attributes:
         step: optimizer steps done, skipped ones included.
+        store: what the headers of its swap files say; None in manifests written before there was such a field, and in
+            portable copies.
         extents: in the order of the store's layout.
         sums: an XXH3-64 for each 256 KiB of each extent, in their order; None without checksums.
         facts: what must be the same to use the states: their format.
@@ -77,10 +123,11 @@ class Manifest(Record):
     run: Name
     step: Count
     created: Name
-    extents: list[ExtentRecord]
+    extents: Annotated[list[ExtentRecord], PlainValidator(_extents)]
     sums: bytes | None
     facts: dict[str, Any]
     body: dict[str, Any]
+    store: StoreRecord | None = None
 
     def sums_by_extent(self) -> list[bytes | None]:
         """The part of `sums` that belongs to each extent."""
@@ -104,9 +151,15 @@ def sum_bytes(nbytes: int) -> int:
 def read_header(path: Path) -> Header:
     """Raises ManifestError."""
     header = validated(Header, document.read(path, "store"), path)
-    if len(header.shares) != len(header.members) or header.member >= len(header.members):
+    _require_sound(header, path)
+    if header.member >= len(header.members):
         raise ManifestError(path, "names members that do not go together")
     return header
+
+
+def _require_sound(store: StoreRecord, path: Path) -> None:
+    if len(store.shares) != len(store.members):
+        raise ManifestError(path, "names members that do not go together")
 
 
 def write_header(header: Header) -> list[bytes]:
@@ -119,12 +172,31 @@ def read_manifest(path: Path) -> Manifest:
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
         raise ManifestError(path, f"has {len(manifest.sums)} bytes of checksums instead of {expected}")
+    if manifest.store is not None:
+        _require_sound(manifest.store, path)
     return manifest
+
+
+def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
+    """Every manifest among `found` (by step), or what is wrong with it; only of `run`, where that is given."""
+    for number, path in found.items():
+        try:
+            manifest = read_manifest(path)
+            if manifest.step != number or run not in (None, manifest.run):
+                raise ManifestError(path, "belongs to another run or step")
+            yield number, manifest
+        except ManifestError as error:
+            yield number, error
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
     """Raises TypeError for what `facts` or `body` cannot hold."""
-    return document.write("generation", dict(manifest) | {"extents": [dict(extent) for extent in manifest.extents]})
+    columns = [list(column) for column in zip(*manifest.extents, strict=True)] or [[] for _ in ExtentRecord._fields]
+    plain = {
+        "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),
+        "store": None if manifest.store is None else dict(manifest.store),
+    }
+    return document.write("generation", dict(manifest) | plain)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:
@@ -132,6 +204,10 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(source, f"has a wrong value: {where}: {first['msg']}") from None
+        raise ManifestError(source, f"has a wrong value: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Literal
 
 from infinity import _native
-from infinity.errors import ConfigError, DirtyStoreError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
 from infinity.io.directory import SwapDirectory
 from infinity.io.engine import Transfer, error_of
-from infinity.io.manifest import Header, read_header, write_header
+from infinity.io.headers import headers_of
+from infinity.io.manifest import Header, StoreRecord, write_header
 from infinity.io.profile import profile_of
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
@@ -113,6 +114,7 @@ class SwapStore:
         self.directories: list[SwapDirectory] = []
         self._members: list[_native.File] = []
         self._mode = mode
+        self._unwritten: list[Header] = []
         require_paths(paths)
         try:
             for path in paths:
@@ -137,28 +139,30 @@ class SwapStore:
         self._stripe(STRIPE_BYTES)
         self._reserve()
         self.run = uuid.uuid4().hex
+        self.record = StoreRecord(
+            created=now(),
+            members=[str(directory.path) for directory in self.directories],
+            shares=self.shares,
+            stripe_bytes=STRIPE_BYTES,
+            nbytes=self.nbytes,
+        )
         for index, directory in enumerate(self.directories):
-            header = Header(
-                run=self.run,
-                mode=mode,
-                created=now(),
-                member=index,
-                members=[str(other.path) for other in self.directories],
-                shares=self.shares,
-                stripe_bytes=STRIPE_BYTES,
-                nbytes=self.nbytes,
-            )
+            header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
             # The directory is synced with it, so what a manifest will name is there when the manifest is.
             durable.write_file(directory.header_path, write_header(header))
             for parent in directory.new_in:
                 durable.sync_directory(parent)
 
     def _reopen(self) -> None:
-        headers = read_headers(self.directories)
-        self.shares, self.run = headers[0].shares, headers[0].run
-        if headers[0].nbytes != self.nbytes:
+        found = headers_of([directory.path for directory in self.directories])
+        self._unwritten = [each.header for each in found if each.rebuilt]
+        for each in found:
+            if each.rebuilt:
+                logger.warning("%s", each.rebuilt)
+        self.record, self.run, self.shares = found[0].header.store, found[0].header.run, found[0].header.shares
+        if self.record.nbytes != self.nbytes:
             raise ResumeError(
-                f"{self.directories[0].path} holds a store of {format_bytes(headers[0].nbytes)}, and this model, "
+                f"{self.directories[0].path} holds a store of {format_bytes(self.record.nbytes)}, and this model, "
                 f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with those it was made with, or "
                 "move the run with `infinity checkpoint export` and --from-checkpoint."
             )
@@ -166,15 +170,28 @@ class SwapStore:
             if not directory.swap_path.exists():
                 raise ResumeError(f"{directory.swap_path} is missing: the store was not finished, or is not whole")
         self._members = [_open(directory, create=False) for directory in self.directories]
-        self._stripe(headers[0].stripe_bytes)
+        self._stripe(self.record.stripe_bytes)
         for index, directory in enumerate(self.directories):
             directory.remove_asides()
             directory.take_over()
-            expected, found = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
-            if found < expected:
-                raise ResumeError(f"{directory.swap_path} was cut: it has {found} of {expected} bytes")
+            expected, size = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
+            if size < expected:
+                raise ResumeError(f"{directory.swap_path} was cut: it has {size} of {expected} bytes")
         if self._file_bytes > self.nbytes:
             self._preallocate()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the headers say whose the swap files are; else only a generation that is whole does."""
+        return not self._unwritten
+
+    def write_rebuilt_headers(self) -> None:
+        """A generation was whole, so the headers that were rebuilt are right: write them. Raises SwapIOError."""
+        for header in self._unwritten:
+            path = self.directories[header.member].header_path
+            durable.write_file(path, write_header(header))
+            logger.info("%s was written again", path)
+        self._unwritten = []
 
     def _stripe(self, stripe_bytes: int) -> None:
         self.file = self._members[0]
@@ -295,35 +312,6 @@ class SwapStore:
         keep = bool(self.directories) and self.keeps and not discard
         for directory in reversed(self.directories):
             directory.close(keep=keep)
-
-
-def read_headers(directories: Sequence[SwapDirectory]) -> list[Header]:
-    """The headers of a store's members, in their order.
-
-    Raises:
-        ResumeError: one is missing, damaged or of another run, or the paths are not all of the store's, in its order.
-        DirtyStoreError: the store was updated in place.
-    """
-    headers = []
-    for directory in directories:
-        if not directory.header_path.exists():
-            raise ResumeError(f"{directory.path} holds no store, so there is nothing to resume there")
-        headers.append(read_header(directory.header_path))
-    first = headers[0]
-    if first.mode == "in place":
-        raise DirtyStoreError(
-            f"the store in {directories[0].path} was updated in place (commit_every: 0): its states are of no step and "
-            "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
-        )
-    for index, (directory, header) in enumerate(zip(directories, headers, strict=True)):
-        if header.run != first.run or header.members != first.members or header.nbytes != first.nbytes:
-            raise ResumeError(f"{directory.path} and {directories[0].path} hold parts of different runs")
-        if header.member != index or len(header.members) != len(directories):
-            raise ResumeError(
-                f"{directory.path} is part {header.member + 1} of {len(header.members)} of its store, and nvme.paths "
-                f"names it as part {index + 1} of {len(directories)}. The store was made with {header.members}."
-            )
-    return headers
 
 
 def now() -> str:

@@ -32,6 +32,7 @@ _OVERLAP = "tests/runtime/test_overlap.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
 _DURABLE = "tests/io/test_durable.py"
+_HEADERS = ("tests/io/test_headers.py",)
 _FAULTS = ("tests/native/test_engine_faults.py", "tests/runtime/test_faults.py")
 
 MUTANTS = [
@@ -113,6 +114,21 @@ MUTANTS = [
         "        durable.sync_directory(directory.path)\n        found = directory.generations()\n",
         "        found = directory.generations()\n",
         (_LOOPS, "-k", "fsyncs"),
+    ),
+    Mutant(
+        "a rebuilt header is written once a generation was whole, not before",
+        "infinity/io/store.py",
+        '                logger.warning("%s", each.rebuilt)\n',
+        "                path = self.directories[each.header.member].header_path\n"
+        "                durable.write_file(path, write_header(each.header))\n",
+        _HEADERS,
+    ),
+    Mutant(
+        "checksums prove a rebuilt header",
+        "infinity/io/generations.py",
+        "            if not store.proven and (manifest.sums is None or not store.checksums):\n",
+        "            if False:\n",
+        _HEADERS,
     ),
     Mutant(
         "the loop is noted when its loader is asked",

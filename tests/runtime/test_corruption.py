@@ -1,5 +1,5 @@
 """Whatever is changed in a swap directory is found and named, and with keep: 2 the run goes on from the generation
-before.
+before, or, where only the header is damaged, from the newest one.
 
 INFINITY_CORRUPTIONS is how many cases are made (make crash-test: 1,000); a failure prints its seed.
 """
@@ -170,8 +170,7 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
         touched = damage(store, directory, kind, rng)
         config = store.config | {"nvme": store.config["nvme"] | {"paths": [str(directory)]}}
         if kind.endswith("header"):
-            with pytest.raises(ResumeError, match=HEADER_NAME):
-                infinity.resume(build(), config)
+            _same_header(store, config, where, caplog)
             found[kind] += 1
             shutil.rmtree(directory)
             continue
@@ -195,6 +194,22 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
         f"\n  {sum(found.values())} corruptions, all found and named: "
         + ", ".join(f"{n} {k}" for k, n in found.items())
     )
+
+
+def _same_header(store: Store, config: dict[str, Any], where: str, caplog: Any) -> None:
+    """The run goes on from its newest generation, and the header is again as it was."""
+    header = Path(config["nvme"]["paths"][0]) / HEADER_NAME
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        net = infinity.resume(build(), config)
+    infinity.AdamW(net.parameters(), lr=1e-2)
+    assert infinity.track(model=net) == STEPS, where
+    assert all(torch.equal(value, store.weights[STEPS][name]) for name, value in weights_of(net).items()), where
+    infinity.close(net)
+    assert header.read_bytes() == (store.directory / HEADER_NAME).read_bytes(), where
+    said = [line for line in caplog.messages if HEADER_NAME in line]
+    assert len(said) == 1, where
+    assert said[0].endswith(f"rebuilt from generation {STEPS}"), where
 
 
 def _fallback(store: Store, config: dict[str, Any], where: str) -> None:

@@ -1,0 +1,105 @@
+"""The headers of a store's members: as they were written, or rebuilt where one is damaged or missing.
+
+[Note: what a header is rebuilt from]
+Another member's header, or else the newest manifest that can be read: each says all that a header says. Neither proves
+that a swap file without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a
+generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written; a
+generation without checksums is refused. A store that is updated in place has no manifests, so its header is never
+rebuilt as that of a store that can be resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.errors import DirtyStoreError, ManifestError, ResumeError
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.manifest import Header, read_header, read_kept
+
+
+@dataclass(frozen=True)
+class FoundHeader:
+    """Attributes: rebuilt: what is wrong with the one on disk, and from what this one was made; "" for that on disk."""
+
+    header: Header
+    rebuilt: str = ""
+
+
+def header_in(path: Path) -> FoundHeader:
+    """The header in one directory of a store, which need not be held.
+
+    Raises:
+        ResumeError: there is no store.
+        ManifestError: the header is damaged and cannot be rebuilt.
+    """
+    found = _read(path)
+    return FoundHeader(found) if isinstance(found, Header) else _rebuild(path, 0, found, None)
+
+
+def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
+    """The headers of a store's members, in their order.
+
+    Raises:
+        ResumeError: one is of another run, or damaged and cannot be rebuilt; or the paths are not all of the store's,
+            in its order.
+        DirtyStoreError: the store was updated in place.
+    """
+    read = [_read(path) for path in paths]
+    source = next((header for header in read if isinstance(header, Header)), None)
+    found: list[FoundHeader] = []
+    for index, (path, header) in enumerate(zip(paths, read, strict=True)):
+        if isinstance(header, Header):
+            found.append(FoundHeader(header))
+        else:
+            found.append(_rebuild(path, index, header, source))
+            source = source or found[-1].header
+    _require_one_store(paths, [each.header for each in found])
+    return found
+
+
+def _read(path: Path) -> Header | ManifestError:
+    """The header, or what is wrong with it."""
+    try:
+        return read_header(path / HEADER_NAME)
+    except ManifestError as error:
+        if (path / HEADER_NAME).exists() or (path / SWAP_NAME).exists():
+            return error
+        raise ResumeError(f"{path} holds no store of infinity (there is no {HEADER_NAME})") from None
+
+
+def _rebuild(path: Path, member: int, damage: ManifestError, source: Header | None) -> FoundHeader:
+    """Raises ManifestError when there is nothing to rebuild it from."""
+    if source is not None:
+        header = source.model_copy(update={"member": member})
+        return FoundHeader(header, f"{damage}; it was rebuilt from the header of another part of the store")
+    reasons = []  # newest generation first
+    for number, manifest in read_kept(generations_in(path)):
+        if isinstance(manifest, ManifestError):
+            reasons.append(str(manifest))
+        elif manifest.store is None:
+            reasons.append(f"generation {number} was written by an infinity that did not keep there what a header says")
+        else:
+            header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
+            return FoundHeader(header, f"{damage}; it was rebuilt from generation {number}")
+    reason = reasons[0] if reasons else "no generation is beside it"
+    raise ManifestError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
+
+
+def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None:
+    first = headers[0]
+    if any(header.mode == "in place" for header in headers):
+        raise DirtyStoreError(
+            f"the store in {paths[0]} was updated in place (commit_every: 0): its states are of no step and "
+            "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
+        )
+    for index, (path, header) in enumerate(zip(paths, headers, strict=True)):
+        mine, its = ((each.run, each.store.model_copy(update={"created": ""})) for each in (first, header))
+        if mine != its:
+            raise ResumeError(f"{path} and {paths[0]} hold parts of different runs")
+        if header.member != index or len(header.members) != len(paths):
+            raise ResumeError(
+                f"{path} is part {header.member + 1} of {len(header.members)} of its store, and nvme.paths "
+                f"names it as part {index + 1} of {len(paths)}. The store was made with {header.members}."
+            )

@@ -1,0 +1,221 @@
+"""A store whose headers are damaged or missing is resumed, listed, verified and exported all the same; whatever could
+be of another run, or of no step, is refused, and nothing is written to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.cli.main import main
+from infinity.errors import DirtyStoreError, ManifestError, ResumeError, StoreNotEmptyError
+from infinity.io import document, store
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.manifest import read_manifest, write_manifest
+from tests.conftest import weights_of
+
+STEPS = 2
+DISKS = ("a", "b")
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+
+
+def config(*paths: Path, **overrides: Any) -> dict[str, Any]:
+    nvme = {"paths": [str(path) for path in paths], "engine": "threads"} | overrides.pop("nvme", {})
+    base = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "1MiB", "host": "64MiB"}}
+    return base | {"nvme": nvme, "update": {"tile": "16KiB", "threads": 1}, "commit_every": 1, "keep": 2} | overrides
+
+
+def trained(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """Weights after a run of STEPS steps that has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "STRIPE_BYTES", 4096)  # so that every state is on both disks
+        patch.setattr(store, "_probe", lambda *_: 1e9)
+        net = infinity.offload(build(), settings)
+    optim = infinity.AdamW(net.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        net(
+            torch.randn(4, 64, generator=torch.Generator().manual_seed(seed + step)).bfloat16()
+        ).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    result = weights_of(net)
+    infinity.close(net)
+    return result
+
+
+Run = tuple[Path, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    root = tmp_path_factory.mktemp("run")
+    return root, trained(config(*(root / disk for disk in DISKS)))
+
+
+@pytest.fixture
+def disks(made: Run, tmp_path: Path) -> list[Path]:
+    """A copy of the run's directories."""
+    for disk in DISKS:
+        shutil.copytree(made[0] / disk, tmp_path / disk)
+    return [tmp_path / disk for disk in DISKS]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def headers(disks: list[Path]) -> list[bytes | None]:
+    return [path.read_bytes() if path.exists() else None for path in (disk / HEADER_NAME for disk in disks)]
+
+
+def without_store(path: Path) -> None:
+    """As a version wrote it that did not keep there what headers say."""
+    value = document.read(path, "generation")
+    del value["store"]
+    path.write_bytes(b"".join(document.write("generation", value)))
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+def test_headers_are_rebuilt_on_every_disk(which: tuple[int, ...], damage: Any, disks: list[Path], made: Run) -> None:
+    before = headers(disks)
+    for index in which:
+        damage(disks[index] / HEADER_NAME)
+    net = infinity.resume(build(), config(*disks))
+    assert all(torch.equal(value, made[1][name]) for name, value in weights_of(net).items())
+    infinity.close(net)
+    assert headers(disks) == before
+
+
+def test_an_intact_header_serves_where_manifests_do_not_say_what_it_says(disks: list[Path], made: Run) -> None:
+    for path in generations_in(disks[0]).values():
+        without_store(path)
+    flip(disks[0] / HEADER_NAME)
+    net = infinity.resume(build(), config(*disks))
+    assert all(torch.equal(value, made[1][name]) for name, value in weights_of(net).items())
+    infinity.close(net)
+
+
+def test_old_manifests_are_read_and_the_error_says_what_they_lack(disks: list[Path]) -> None:
+    for path in generations_in(disks[0]).values():
+        without_store(path)
+    infinity.close(infinity.resume(build(), config(*disks)))
+    for disk in disks:
+        flip(disk / HEADER_NAME)
+    before = headers(disks)
+    with pytest.raises(
+        ManifestError, match=rf"{HEADER_NAME} is damaged.*cannot be rebuilt: generation 2 was written by"
+    ):
+        infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+def test_an_older_manifest_serves_where_the_newest_is_damaged(disks: list[Path], caplog: Any) -> None:
+    caplog.set_level("WARNING", "infinity")
+    for path in (*(disk / HEADER_NAME for disk in disks), generations_in(disks[0])[STEPS]):
+        flip(path)
+    net = infinity.resume(build(), config(*disks))
+    infinity.AdamW(net.parameters())
+    assert infinity.track(model=net) == STEPS - 1
+    infinity.close(net)
+    assert f"rebuilt from generation {STEPS - 1}" in caplog.text
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_the_header_of_another_runs_disk_is_never_rebuilt(member: int, disks: list[Path], tmp_path: Path) -> None:
+    """Same model, same config, another run: only the checksums of its data tell."""
+    others = [tmp_path / "others" / disk for disk in DISKS]
+    trained(config(*others), seed=100)
+    shutil.copy(others[member] / SWAP_NAME, disks[member] / SWAP_NAME)
+    flip(disks[member] / HEADER_NAME)
+    before = headers(disks)
+    with pytest.raises(ResumeError, match="does not have the checksum of what was written"):
+        infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
+    flip(disks[1] / HEADER_NAME)
+    with pytest.raises(ResumeError, match="is part 1 of 2 of its store, and nvme.paths names it as part 2 of 2"):
+        infinity.resume(build(), config(*reversed(disks)))
+    flip(disks[0] / HEADER_NAME)
+    with pytest.raises(ManifestError, match="cannot be rebuilt: no generation is beside it"):
+        infinity.resume(build(), config(*reversed(disks)))
+    with pytest.raises(ResumeError, match="is part 1 of 2 of its store, and nvme.paths names it as part 1 of 1"):
+        infinity.resume(build(), config(disks[0]))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["not kept", "not checked"])
+def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, tmp_path: Path) -> None:
+    path = tmp_path / "swap"
+    settings = config(path, nvme={"checksums": False})
+    trained(config(path) if kept else settings)
+    infinity.close(infinity.resume(build(), settings))
+    flip(path / HEADER_NAME)
+    before = headers([path])
+    with pytest.raises(ResumeError, match="without checksums nobody can tell"):
+        infinity.resume(build(), settings)
+    assert headers([path]) == before
+
+
+def test_a_store_updated_in_place_is_never_resumed(tmp_path: Path, made: Run) -> None:
+    path = tmp_path / "swap"
+    net = infinity.offload(build(), config(path, commit_every=0))
+    shutil.copytree(path, tmp_path / "left")  # as a run leaves it that is killed
+    infinity.close(net)
+    left = tmp_path / "left"
+    with pytest.raises(DirtyStoreError):
+        infinity.resume(build(), config(left))
+    flip(left / HEADER_NAME)
+    with pytest.raises(ManifestError, match="cannot be rebuilt: no generation is beside it"):
+        infinity.resume(build(), config(left))
+    manifest = read_manifest(generations_in(made[0] / "a")[STEPS])
+    alone = manifest.store.model_copy(update={"members": [str(left)], "shares": [1]}) if manifest.store else None
+    (left / generations_in(made[0] / "a")[STEPS].name).write_bytes(
+        b"".join(write_manifest(manifest.model_copy(update={"store": alone})))
+    )
+    os.truncate(left / SWAP_NAME, manifest.store.nbytes if manifest.store else 0)
+    with pytest.raises(ResumeError, match="does not have the checksum of what was written"):
+        infinity.resume(build(), config(left))
+
+
+def test_the_command_line_works_beside_a_damaged_header(
+    disks: list[Path], tmp_path: Path, capsys: Any, caplog: Any
+) -> None:
+    caplog.set_level("WARNING", "infinity")
+    for disk in disks:
+        flip(disk / HEADER_NAME)
+    before, paths = headers(disks), [str(disk) for disk in disks]
+    assert main(["checkpoint", "list", paths[0]]) == 1
+    out = capsys.readouterr().out
+    assert f"{HEADER_NAME} is damaged" in out
+    assert f"rebuilt from generation {STEPS}" in out
+    assert out.count("committed") == 2
+    assert main(["checkpoint", "verify", *paths]) == 1
+    assert capsys.readouterr().out.count("every byte as it was written") == 2
+    assert caplog.text.count(f"{HEADER_NAME} is damaged") == len(disks)
+    assert main(["checkpoint", "export", *paths, "--output", str(tmp_path / "copy")]) == 0
+    assert headers(disks) == before, "what only reads writes nothing"
+    assert main(["checkpoint", "list", paths[1]]) == 2
+    assert "cannot be rebuilt: no generation is beside it" in capsys.readouterr().err
+    assert main(["checkpoint", "remove", *paths]) == 0
+    assert not any(name.endswith("infinity") for disk in disks for name in os.listdir(disk))
+
+
+def test_a_new_run_does_not_take_a_disk_whose_header_is_damaged(disks: list[Path]) -> None:
+    flip(disks[1] / HEADER_NAME)
+    with pytest.raises(StoreNotEmptyError, match="a part of an earlier run's store"):
+        infinity.offload(build(), config(disks[1]))
+    assert (disks[1] / SWAP_NAME).exists()

@@ -1,0 +1,108 @@
+"""Manifests come back as they were written, in the form of today and in the first one; anything else is a
+ManifestError that names the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.errors import ManifestError
+from infinity.io import document
+from infinity.io.manifest import ExtentRecord, Manifest, StoreRecord, read_manifest, write_manifest
+
+STORE = StoreRecord(created="then", members=["/a", "/b"], shares=[1, 3], stripe_bytes=4096, nbytes=1 << 20)
+EXTENTS = [ExtentRecord(f"unit{index}", index % 2, "weight", 0, index * 8192, 8192) for index in range(5)]
+MANIFEST = Manifest(
+    run="r", step=3, created="now", extents=EXTENTS, sums=bytes(range(40)), facts={"a": 1}, body={"b": (2, b"c")},
+    store=STORE,
+)  # fmt: skip
+
+
+def plain() -> dict[str, Any]:
+    """The manifest as a document holds it."""
+    columns = {name: [getattr(extent, name) for extent in EXTENTS] for name in ExtentRecord._fields}
+    return dict(MANIFEST) | {"extents": columns, "store": dict(STORE)}
+
+
+def rows() -> list[dict[str, Any]]:
+    return [extent._asdict() for extent in EXTENTS]
+
+
+def written(value: dict[str, Any], directory: Path) -> Path:
+    path = directory / "manifest"
+    path.write_bytes(b"".join(document.write("generation", value)))
+    return path
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "manifest"
+    for manifest in (MANIFEST, MANIFEST.model_copy(update={"extents": [], "sums": None, "store": None})):
+        path.write_bytes(b"".join(write_manifest(manifest)))
+        assert read_manifest(path) == manifest
+    assert b"".join(write_manifest(MANIFEST)) == written(plain(), tmp_path).read_bytes()
+
+
+def test_a_manifest_of_rows_is_read_as_well(tmp_path: Path) -> None:
+    value = plain() | {"extents": rows()}
+    del value["store"]
+    assert read_manifest(written(value, tmp_path)) == MANIFEST.model_copy(update={"store": None})
+
+
+WRONG = [
+    ("unit", 7), ("unit", "x" * 5000), ("group", -1), ("group", True), ("group", 1.0), ("group", "1"),
+    ("state", None), ("slot", 1 << 49), ("offset", 100), ("offset", -4096), ("nbytes", 1 << 61), ("nbytes", 4097),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=[f"{field}={str(value)[:9]}" for field, value in WRONG])
+def test_a_wrong_value_in_an_extent_is_named_in_both_forms(field: str, value: Any, tmp_path: Path) -> None:
+    columns, listed = plain(), rows()
+    columns["extents"][field][2] = listed[2][field] = value
+    for manifest in (columns, plain() | {"extents": listed}):
+        with pytest.raises(ManifestError, match=rf"{tmp_path}/manifest has a wrong value: extents.*{field}\.2"):
+            read_manifest(written(manifest, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "extents",
+    [
+        None,
+        7,
+        [1],
+        [rows()[0] | {"more": 1}],
+        [{"unit": "u"}],
+        {"unit": []},
+        plain()["extents"] | {"more": []},
+        plain()["extents"] | {"slot": [0]},
+        plain()["extents"] | {"slot": (0,) * 5},
+        plain()["extents"] | {"slot": "00000"},
+        plain()["extents"] | {name: [] for name in ExtentRecord._fields},
+    ],
+)
+def test_extents_in_no_known_form_are_refused(extents: Any, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="has a wrong value: extents|bytes of checksums"):
+        read_manifest(written(plain() | {"extents": extents}, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sums": b"x"},
+        {"step": -1},
+        {"step": "3"},
+        {"run": None},
+        {"more": 1},
+        {"facts": []},
+        {"store": dict(STORE) | {"shares": [1]}},
+        {"store": dict(STORE) | {"shares": [0, 1]}},
+        {"store": dict(STORE) | {"members": []}},
+        {"store": dict(STORE) | {"stripe_bytes": 1000}},
+        {"store": dict(STORE) | {"run": "r"}},
+    ],
+    ids=str,
+)
+def test_other_wrong_values_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=str(tmp_path)):
+        read_manifest(written(plain() | change, tmp_path))
