@@ -33,10 +33,15 @@ class Sleeper:
         torch.cuda._sleep(int(ms * self._cycles_per_ms))
 
 
+def current_device() -> torch.device:
+    """The GPU, with its index."""
+    return torch.device(DEVICE, torch.cuda.current_device())
+
+
 def pinned_arena(nbytes: int) -> PinnedArena:
     """Raises RuntimeError when it cannot be registered."""
     arena = PinnedArena(nbytes)
-    refused = arena.register_with_cuda()
+    refused = arena.register_with_cuda(current_device())
     if refused:
         raise RuntimeError(refused)
     return arena

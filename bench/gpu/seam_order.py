@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpu.cuda import DEVICE, Sleeper, pinned_arena
+from gpu.cuda import DEVICE, Sleeper, current_device, pinned_arena
 from infinity.io.arena import PinnedArena
 from infinity.schedule.device import CudaDevice, CudaSlot
 
@@ -20,7 +20,7 @@ _POISON = 0xEE
 
 
 def open_seam() -> CudaDevice:
-    return CudaDevice(torch.device(DEVICE, torch.cuda.current_device()))
+    return CudaDevice(current_device())
 
 
 def _source(arena: PinnedArena, value: int, nbytes: int, at: int = 0) -> torch.Tensor:

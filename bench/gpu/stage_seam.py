@@ -9,9 +9,7 @@ from gpu.cuda import Sleeper
 from gpu.record import Options, Record, run
 
 _WAITS_FOR_ALL = "an upload waits for all compute that is queued, even into memory that nothing uses"
-_OTHER_STREAM = "the consumer's stream is not recorded when a slot is allocated on another one"
 _NO_BOUND = "memory.device is no bound yet: blocks that are given up wait for the upload stream, and new ones are taken"
-_PENDING = "events of uploads from RAM are let go by the step only, and evaluation has none"
 
 
 def stage(record: Record, options: Options) -> None:
@@ -53,13 +51,12 @@ def _order(record: Record, sleeper: Sleeper) -> None:
         good=lambda found: found["overlapped"] and found["right"],
         known=_WAITS_FOR_ALL,
     )
-    for side, known in ((False, ""), (True, _OTHER_STREAM)):
+    for side in (False, True):
         record.measure(
             f"eviction under a sleeping kernel{' on a side stream' if side else ''}",
             "what the kernel reads later is what was there",
             lambda side=side: seam_order.evict_under_sleep(sleeper, side_stream=side),
             good=lambda found: found["wrong"] == 0,
-            known=known,
         )
 
 
@@ -84,7 +81,6 @@ def _training(record: Record, options: Options) -> None:
         "as many after 60 passes as after 10",
         seam_training.events_in_evaluation,
         good=lambda found: found["after 60"] <= found["after 10"],
-        known=_PENDING,
         least_s=3,
     )
     record.measure(
