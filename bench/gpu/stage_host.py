@@ -1,4 +1,4 @@
-"""Stage 5: what limits the update, Adam in memory and the disk; what they reach picks the sizes of the step's stage."""
+"""Stage 5: what limits the update, Adam in memory and the disk. The disk's rate picks the sizes of the step's stage."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import time
 from typing import Any
 
 from gpu.record import Options, Record, run
-from gpu.sizes import choose
 from infinity import _native
 from infinity.cli.bench.adam import FORMATS, run_adam
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Kind, Rig, Workload
 from infinity.io.profile import DiskProfile, save_profile
-from infinity.plan.machine import available_host_bytes, usable_cores
+from infinity.plan.machine import usable_cores
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _BLOCK_BYTES, _DEPTH = 1 * _MIB, 32
@@ -39,12 +38,9 @@ def stage(record: Record, options: Options) -> None:
     )
     nbytes = int(options.settings.get("disk_bytes", _file_bytes(options)))
     seconds = min(float(options.settings.get("disk_s", _DISK_S)), record.left_s - 3)
-    disk = record.measure(
+    record.measure(
         "disk", "noted: 1 MiB blocks, 32 in flight, as infinity-bench measures", lambda: _disk(options, nbytes, seconds)
     )
-    if disk is None:
-        return
-    record.measure("sizes", "what the step's stage can do in its time, on this disk", lambda: _sizes(options, disk))
 
 
 def _adam(numel: int, cores: int, formats: Any) -> dict[str, Any]:
@@ -96,12 +92,6 @@ def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:
     found = {f"{kind}_gb_per_s": round(rate / 1e9, 2) for kind, rate in rates.items()}
     first = {"first_write_gb_per_s": round(nbytes / 1e9 / filled_s, 2)}
     return found | first | {"engine": engine, "direct": direct, "file_gib": nbytes / _GIB, "sample_mib": moved // _MIB}
-
-
-def _sizes(options: Options, disk: dict[str, Any]) -> dict[str, Any]:
-    rate = disk["mixed_gb_per_s"] * 1e9
-    free = shutil.disk_usage(options.work).free
-    return choose(rate, free, available_host_bytes(), float(options.settings.get("step_s", 145.0)))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from gpu import sizes
 from gpu.step_worker import covered, setup, turn
-from gpu.steps import LLAMA, PEAK_FLOPS, config_of, figures, model_flops
+from gpu.steps import CONTENDERS, LLAMA, PEAK_FLOPS, config_of, figures, model_flops
 from peers.workload import Job
+
+from infinity.config import load_config
+from infinity.plan.planner import make_plan
+from infinity.state.discover import discover
 
 TINY = replace(LLAMA, layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocabulary=256)
 TINY = replace(TINY, batch=1, tokens=32, recompute=False)
@@ -27,6 +32,21 @@ def test_torch_with_an_fp32_master_and_infinity_train_alike(tmp_path: Path) -> N
         assert row["device"] == "cpu"
         assert ("read_bytes_per_parameter" in row) == (name != "torch")
     assert losses["nvme-nvme"] == pytest.approx(losses["torch"], rel=1e-5)
+
+
+def test_every_contender_has_a_plan_at_full_size(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = LLAMA.build_model()
+    slots = {}
+    for name in CONTENDERS[1:]:
+        config = load_config(config_of(name, LLAMA) | {"nvme": {"paths": [str(tmp_path)]}})
+        plan = make_plan(discover(model).units, config, torch.device("cuda"), can_recompute=True)
+        assert f"{plan.weights}-{plan.optimizer}" == name.removesuffix("-tight")
+        assert plan.swap_bytes < 40 << 30
+        assert plan.arena_bytes < 40 << 30
+        slots[name] = plan.slot_bytes / plan.weight_bytes
+    assert slots.pop("host-host-tight") < 0.7
+    assert min(slots.values()) >= 1
 
 
 def test_figures_hold_a_step_against_the_peak_of_its_gpu() -> None:
