@@ -1,5 +1,7 @@
 """A GPU imitated on the CPU, for code that talks to torch.cuda: streams and events without a device behind them.
 
+`imitate` has offloaded models take a GPU's way; `pretend` only replaces torch.cuda's streams and events.
+
 "Device" memory is ordinary memory, and a copy happens when it is queued. But an event counts as reached only after
 `lag` more events were recorded, or when somebody waits for it, as on a GPU that is behind the host. So a test sees what
 is kept until an event. A test does not see a wrong order of copies: compute on the CPU is synchronous.
@@ -55,6 +57,9 @@ class Event:
     """When it was recorded; None: never."""
     waited: bool = False
 
+    def record(self, stream: Stream | None = None) -> None:
+        (stream or self.gpu.current).record_event(self)
+
     def query(self) -> bool:
         return self.waited or self.at is None or self.gpu.now >= self.at + self.gpu.lag
 
@@ -87,8 +92,8 @@ class Stream:
         self.record_event().synchronize()
 
 
-def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
-    """Have models that are offloaded to the CPU take the way of a GPU, until the test ends."""
+def pretend(monkeypatch: pytest.MonkeyPatch, *, lag: int) -> Imitation:
+    """Replace torch.cuda's streams and events, and what allocates, until the test ends."""
     gpu = Imitation(lag)
 
     @contextlib.contextmanager
@@ -119,10 +124,19 @@ def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
     monkeypatch.setattr(torch.cuda, "Event", EventOfGpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: gpu.current)
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, of: gpu.recorded.append((tensor.data_ptr(), of)), raising=False
     )
     monkeypatch.setattr("infinity.schedule.device.torch.empty", empty)
+    return gpu
+
+
+def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
+    """Have models that are offloaded to the CPU take the way of a GPU, until the test ends."""
+    gpu = pretend(monkeypatch, lag=lag)
     monkeypatch.setattr(backing, "open_device", lambda device: gpu.device())
     monkeypatch.setattr(backing, "pin", lambda arena, device: "")
     real_budgets = planner._budgets

@@ -33,9 +33,10 @@ def test_every_file_begins_with_why_it_exists() -> None:
 
 
 def test_the_native_core_links_neither_torch_nor_cuda() -> None:
-    linked = subprocess.run(["ldd", _native.__file__], capture_output=True, text=True, check=True).stdout
+    lines = subprocess.run(["ldd", _native.__file__], capture_output=True, text=True, check=True).stdout.splitlines()
+    linked = [line.split(" (0x")[0] for line in lines]  # an address may spell anything
     for library in ("torch", "cuda", "c10", "gomp", "python"):
-        assert library not in linked
+        assert not [line for line in linked if library in line]
 
 
 def test_the_stub_names_what_the_core_has() -> None:

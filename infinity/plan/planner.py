@@ -96,7 +96,6 @@ def make_plan(
         tile_numel=staging.tile_numel,
         tile_bytes=staging.tile_bytes,
         threads=threads,
-        device_bytes=0 if budgets.on_cpu and placed.weights == "host" else slots,
         host_bytes=host_bytes,
         device_budget=budgets.device,
         host_budget=budgets.host,

@@ -72,11 +72,9 @@ class Ledger:
 
     def _bring(self, record: UnitRecord) -> None:
         self.require_usable()
-        self.backing.device.idle_begins()
         self._carry_on()
         with self._timeouts():
             self.residents.bring(record)
-        self.backing.device.idle_ends()
 
     @whole
     def begin_forward(self, *, training: bool) -> None:
@@ -330,9 +328,9 @@ class Ledger:
         if optimizer is None or self.guesses.mode == "off" or self.failed is not None or self.closed:
             return
         if self.arrivals.last_pass(optimizer.accumulation_steps):
-            (self.updates.reclaim_shadows if self.guesses.worth_it else self.updates.lend_shadows)()
-            order = self.residents.order()
-            waiting = (index for index in order if not (self.guesses.worth_it and self.updates.can_guess(index)))
+            guesses = self.guesses.worth_it
+            (self.updates.reclaim_shadows if guesses else self.updates.lend_shadows)()
+            waiting = (each for each in self.residents.order() if not (guesses and self.updates.can_guess(each)))
             self.updates.read_ahead(waiting, self.steps + 1)
 
     def _undo(self, cause: str, advice: str) -> None:

@@ -171,6 +171,7 @@ class Residents:
         """When this returns its parameters have their values."""
         if not record.unit.resident:
             self._trace.visit(record.unit.index)
+        self._backing.device.idle_begins()
         self._settle(record)
         if record.residency is Residency.RELEASED:
             with self._timeline.stall("room", record.unit.name):
@@ -181,6 +182,7 @@ class Residents:
                 self._finish(record)
         if record.slot is not None:
             record.slot.wait()
+        self._backing.device.idle_ends()
 
     def update_decided(self, record: UnitRecord, update: UnitUpdate) -> None:
         """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses

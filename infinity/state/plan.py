@@ -42,7 +42,7 @@ class Plan:
         gradient_bytes: host memory for the gradients that wait there; `landing_bytes` for those that spill, on their
             way.
         weight_ram_bytes, state_ram_bytes: of those in RAM.
-        device_bytes, host_bytes: what the plan takes of each budget.
+        host_bytes: what the plan takes of the host's budget.
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file, all slots.
         step_read_bytes, step_written_bytes: predicted NVMe traffic of one step with one micro-batch; every moment
@@ -87,7 +87,6 @@ class Plan:
     tile_numel: int
     tile_bytes: int
     threads: int
-    device_bytes: int
     host_bytes: int
     device_budget: int
     host_budget: int
@@ -101,6 +100,12 @@ class Plan:
     def accumulates(self) -> bool:
         """Several backward passes may add up before a step."""
         return self.gradient_fp32 or self.landing_bytes > 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What the plan takes of the device's budget. Weights in RAM are used where they are by a device that shares
+        it."""
+        return 0 if self.shares_memory and self.weights == "host" else self.slot_bytes
 
     @property
     def step_bytes(self) -> int:

@@ -1,39 +1,20 @@
-"""A GPU that is not there: `torch.cuda` as far as the stages of `make gpu-check` call it, over CPU tensors.
+"""What the stages of `make gpu-check` call of `torch.cuda` beside streams and events, where there is no GPU.
 
 Every copy and kernel is done when it is queued, so nothing here says anything of order, lifetimes or speed: it runs the
-stages' code where there is no GPU.
+stages' code.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.io import cuda_error
+from tests.imitation import pretend
+
 _ALREADY_REGISTERED = 712
-
-
-class Event:
-    def __init__(self, **_: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1.0
-
-
-class Stream:
-    def __init__(self, *_: Any) -> None: ...
-    def wait_event(self, event: Event) -> None: ...
-    def wait_stream(self, stream: Stream) -> None: ...
-    def synchronize(self) -> None: ...
-    def record_event(self) -> Event:
-        return Event()
 
 
 class Runtime:
@@ -54,22 +35,17 @@ class Runtime:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    runtime, stream = Runtime(), Stream()
+    pretend(patch, lag=0)
+    runtime = Runtime()
     fakes: dict[str, Any] = {
-        "Event": Event,
-        "Stream": Stream,
         "cudart": lambda: runtime,
-        "current_device": lambda: 0,
-        "current_stream": lambda *_: stream,
         "empty_cache": lambda: None,
         "max_memory_reserved": lambda: 0,
         "memory_reserved": lambda: 0,
         "reset_peak_memory_stats": lambda: None,
-        "stream": lambda _: contextlib.nullcontext(),
-        "synchronize": lambda *_: None,
         "_sleep": lambda _: None,
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
-    patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    patch.setattr(cuda_error, "forget", lambda: None)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

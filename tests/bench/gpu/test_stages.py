@@ -24,6 +24,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda.install(monkeypatch)
     for module in (seam_order, stage_copies, stage_pinning):
         monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(seam_order, "current_device", lambda: torch.device("cpu"))
 
 
 def lines_of(module: Any, tmp_path: Path, **settings: Any) -> dict[str, dict[str, Any]]:
