@@ -78,8 +78,16 @@ def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
     """infinity.offload with a test config; what it returned is closed at the end."""
     opened = []
 
-    def make(model: torch.nn.Module, tier: str = "nvme", *, faults: Any = (), **overrides: Any) -> Any:
-        model = infinity.offload(model, swap_config(tier, **overrides), faults=faults)
+    def make(
+        model: torch.nn.Module,
+        tier: str = "nvme",
+        *,
+        faults: Any = (),
+        accumulation_steps: int | None = None,
+        **overrides: Any,
+    ) -> Any:
+        config = swap_config(tier, **overrides)
+        model = infinity.offload(model, config, faults=faults, accumulation_steps=accumulation_steps)
         opened.append(model)
         return model
 
