@@ -85,9 +85,17 @@ def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
     opened = []
 
     def make(
-        model: torch.nn.Module, tier: str = "nvme", *, faults: Any = (), device: Any = None, **overrides: Any
+        model: torch.nn.Module,
+        tier: str = "nvme",
+        *,
+        faults: Any = (),
+        device: Any = None,
+        accumulation_steps: int | None = None,
+        **overrides: Any,
     ) -> Any:
-        model = infinity.offload(model, swap_config(tier, **overrides), faults=faults, device=device)
+        config = swap_config(tier, **overrides)
+        options: Any = {"faults": faults, "device": device, "accumulation_steps": accumulation_steps}
+        model = infinity.offload(model, config, **options)
         opened.append(model)
         return model
 

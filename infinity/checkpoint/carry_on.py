@@ -32,6 +32,7 @@ def offload_from_checkpoint(
     *,
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
     """infinity.offload for a run that goes on from what `infinity checkpoint export` wrote.
@@ -44,7 +45,7 @@ def offload_from_checkpoint(
         model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
             the meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored.
         directory: the portable copy.
-        config, device, optimizer, faults: as infinity.offload.
+        config, device, optimizer, accumulation_steps, faults: as infinity.offload.
 
     Returns:
         The same model.
@@ -54,7 +55,16 @@ def offload_from_checkpoint(
         others: as infinity.offload.
     """
     copy = Portable(Path(directory).expanduser())
-    return carry_on(model, copy, copy.weight, config, device=device, optimizer=optimizer, faults=faults)
+    return carry_on(
+        model,
+        copy,
+        copy.weight,
+        config,
+        device=device,
+        optimizer=optimizer,
+        accumulation_steps=accumulation_steps,
+        faults=faults,
+    )
 
 
 def carry_on(
@@ -65,6 +75,7 @@ def carry_on(
     *,
     device: torch.device | str | None,
     optimizer: OptimizerName,
+    accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
     """As offload_from_checkpoint.
@@ -79,7 +90,15 @@ def carry_on(
         master = master_name(name)
         return copy.state(master, shapes[name]) if copy.has(master) else weights(name)
 
-    offload(model, config, device=device, optimizer=optimizer, source=source, faults=faults)
+    offload(
+        model,
+        config,
+        device=device,
+        optimizer=optimizer,
+        accumulation_steps=accumulation_steps,
+        source=source,
+        faults=faults,
+    )
     try:
         ledger = registry.ledger_of(model)
         _require_trained(ledger, copy)

@@ -35,6 +35,7 @@ def load_pretrained(
     model_class: Any = None,
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
     resume: bool | Literal["auto"] = False,
     from_checkpoint: bool = False,
     **kwargs: Any,
@@ -49,7 +50,7 @@ def load_pretrained(
         config: as infinity.offload.
         dtype: of the weights.
         model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
-        device, optimizer: as infinity.offload.
+        device, optimizer, accumulation_steps: as infinity.offload.
         resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
             weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew.
         from_checkpoint: `path` is what `infinity checkpoint export` wrote: go on with that run
@@ -67,6 +68,7 @@ def load_pretrained(
     resolved = load_config(config)
     if resume == "auto":
         resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
+    how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
     if model_class is None:
         from transformers import AutoModelForCausalLM
@@ -76,11 +78,11 @@ def load_pretrained(
     with _scratch(resolved) as scratch:
         model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
         if resume:
-            continue_run(model, resolved, device=device, optimizer=optimizer)
+            continue_run(model, resolved, **how)
         elif copy is not None:
-            carry_on(model, copy, source, resolved, device=device, optimizer=optimizer)
+            carry_on(model, copy, source, resolved, **how)
         else:
-            offload(model, resolved, device=device, optimizer=optimizer, source=source)
+            offload(model, resolved, source=source, **how)
     model.train()
     return model
 

@@ -75,7 +75,11 @@ def finetune(options: argparse.Namespace) -> int:
 
 
 def _load_model(options: argparse.Namespace, config: SwapConfig, resuming: bool) -> Any:
-    made: dict[str, Any] = {"dtype": DTYPES[options.dtype], "optimizer": options.optimizer}
+    made: dict[str, Any] = {
+        "dtype": DTYPES[options.dtype],
+        "optimizer": options.optimizer,
+        "accumulation_steps": options.gradient_accumulation,
+    }
     if options.from_checkpoint is not None:
         return load_pretrained(options.from_checkpoint.expanduser(), config, from_checkpoint=True, **made)
     return load_pretrained(options.model, config, resume=resuming, **made)

@@ -16,6 +16,7 @@ from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, Res
 from infinity.optim.handles import StateHandle
 from infinity.optim.scaling import LossScale, forget_scale, loss_scale
 from infinity.schedule import registry
+from infinity.schedule.arrivals import require_accumulation_steps
 from infinity.schedule.gradient_handle import GradientHandle
 from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import interrupts_deferred, whole
@@ -70,10 +71,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         seed: int,
         accumulation_steps: int | None,
     ) -> None:
-        if accumulation_steps is not None and not (isinstance(accumulation_steps, int) and accumulation_steps >= 1):
-            raise ConfigError(
-                f"accumulation_steps must be a whole number from 1 on, or None, not {accumulation_steps!r}"
-            )
+        require_accumulation_steps(accumulation_steps)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
         self._ledger: Ledger | None = None

@@ -40,10 +40,13 @@ def make_plan(
     *,
     can_recompute: bool,
     optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
 ) -> Plan:
     """Place every state.
 
     Args:
+        accumulation_steps: backward passes before each step; None: not known, so one is counted and any number works
+            as far as memory allows.
         optimizer: whose moments room is made for.
         can_recompute: the model can switch activation recomputation on.
 
@@ -52,13 +55,13 @@ def make_plan(
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
     stored = STORED[optimizer]
-    totals = total(units, config, len(stored))
+    totals = total(units, config, len(stored), accumulation_steps or 1)
     budgets = _budgets(config, device)
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     staging, placed, gradients = _place(config, totals, budgets, threads)
     slots = _slot_bytes(totals, placed, budgets)
     swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
-    read, written = _step_bytes(config, totals, placed, gradients)
+    read, written = _step_bytes(config, totals, placed, gradients, widens=not budgets.on_cpu)
     return Plan(
         device=str(device),
         shares_memory=budgets.on_cpu,
@@ -103,6 +106,7 @@ def make_plan(
         step_read_bytes=read,
         step_written_bytes=written,
         swap_rate=_swap_rate(config) if swap else None,
+        accumulation_steps=totals.passes,
     )
 
 
@@ -278,15 +282,21 @@ def _activations(config: SwapConfig, can_recompute: bool) -> str:
     return config.activations
 
 
-def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement, gradients: GradientPlacement) -> tuple[int, int]:
-    """Read and written in one step of one micro-batch, no slot outliving a pass (design §4, with the weights read once
-    more where the update is a phase of its own), and what commits write of the states in RAM."""
+def _step_bytes(
+    config: SwapConfig, totals: Totals, placed: Placement, gradients: GradientPlacement, *, widens: bool
+) -> tuple[int, int]:
+    """Read and written in one step, no slot outliving a pass (design §4, with the weights read once more where the
+    update is a phase of its own), and what commits write of the states in RAM.
+
+    Args:
+        widens: the first of several gradients comes as autograd gives it; else in fp32, as the others.
+    """
     read = written = committed = 0
     for unit in totals.of_units:
         if unit.index in placed.weights_in_ram:
             committed += unit.trained_weight
         else:
-            read += 2 * unit.weight + unit.trained_weight
+            read += 2 * totals.passes * unit.weight + unit.trained_weight
             written += unit.trained_weight
         if unit.index in placed.states_in_ram:
             committed += unit.state
@@ -294,8 +304,10 @@ def _step_bytes(config: SwapConfig, totals: Totals, placed: Placement, gradients
             read += unit.state
             written += unit.state
         if unit.index not in gradients.in_ram:
-            read += unit.gradient_native
-            written += unit.gradient_native
+            first = unit.gradient_native if widens or totals.passes == 1 else unit.gradient_fp32
+            moved = first + (totals.passes - 1) * unit.gradient_fp32
+            read += moved
+            written += moved
     return read, written + (committed // config.commit_every if config.commit_every else 0)
 
 

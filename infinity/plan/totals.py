@@ -46,12 +46,14 @@ class Totals:
     Attributes:
         checksums: RAM is taken for checksums of what is on NVMe.
         slots: places a state that changes has on NVMe where generations are kept; 0 where there are none.
+        passes: backward passes before a step, as far as is known.
     """
 
     units: Sequence[Unit]
     of_units: tuple[UnitBytes, ...]
     checksums: bool
     slots: int
+    passes: int
 
     @cached_property
     def weight(self) -> int:
@@ -120,13 +122,14 @@ class Totals:
         return nbytes if self.slots else nbytes - self.checksum_bytes(nbytes)
 
 
-def total(units: Sequence[Unit], config: SwapConfig, moments: int) -> Totals:
-    """Count. `moments`: how many there are for each parameter."""
+def total(units: Sequence[Unit], config: SwapConfig, moments: int, passes: int) -> Totals:
+    """Count. `moments`: how many there are for each parameter. `passes`: backward passes before a step."""
     return Totals(
         units=units,
         of_units=tuple(_count(unit, config, moments) for unit in units),
         checksums=config.nvme.checksums,
         slots=config.keep + 1 if config.commit_every else 0,
+        passes=passes,
     )
 
 

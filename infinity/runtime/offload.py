@@ -33,6 +33,7 @@ from infinity.runtime.hooks import (
 )
 from infinity.runtime.no_sync import give_no_sync
 from infinity.schedule import registry
+from infinity.schedule.arrivals import require_accumulation_steps
 from infinity.schedule.backing import Backing
 from infinity.schedule.ingest import Source, ingest
 from infinity.schedule.ledger import Ledger
@@ -55,6 +56,7 @@ def offload(
     *,
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
     source: Source | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
@@ -69,6 +71,9 @@ def offload(
         device: where the model computes; default: the current GPU, or the CPU where there is none.
         optimizer: the optimizer whose states to make room for: "adamw", "adam", "lion", "adagrad" or "sgd". Room made
             for AdamW serves every other one too, and then some of it stays empty.
+        accumulation_steps: backward passes before each step, as the optimizer is told, so that the plan keeps as many
+            gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step. A wrong
+            number costs time, never a bit. None: not known; gradients wait in RAM for one pass.
         source: gives the value of a parameter by name, instead of the model itself (infinity.load_pretrained).
         faults: transfers to fail, for tests.
 
@@ -82,7 +87,7 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    return _offload(model, config, device, optimizer, source, faults)
+    return _offload(model, config, device, optimizer, accumulation_steps, source, faults)
 
 
 def resume(
@@ -91,6 +96,7 @@ def resume(
     *,
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
     step: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
@@ -106,7 +112,7 @@ def resume(
         model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
             the meta device. Its persistent buffers are restored.
         config: with the nvme.paths of the run, and its master, moments and keep; everything else may have changed.
-        device, optimizer, faults: as infinity.offload.
+        device, optimizer, accumulation_steps, faults: as infinity.offload.
         step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
 
     Returns:
@@ -117,7 +123,7 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as infinity.offload.
     """
-    return _offload(model, config, device, optimizer, None, faults, Resume(step))
+    return _offload(model, config, device, optimizer, accumulation_steps, None, faults, Resume(step))
 
 
 @dataclass(frozen=True)
@@ -132,12 +138,14 @@ def _offload(
     config: str | Path | Mapping[str, Any] | SwapConfig | None,
     device: torch.device | str | None,
     optimizer: OptimizerName,
+    accumulation_steps: int | None,
     source: Source | None,
     faults: Sequence[_native.Fault],
     resumed: Resume | None = None,
 ) -> Model:
     refuse_in_forked_child()
     use()
+    require_accumulation_steps(accumulation_steps)
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumed)
     target = _resolve_device(device)
@@ -149,7 +157,14 @@ def _offload(
             if registry.find(parameter) is not None:
                 raise ModelError(f"parameter '{name}' belongs to another offloaded model")
     can_recompute = bool(getattr(model, "supports_gradient_checkpointing", False))
-    plan = make_plan(found.units, resolved, target, can_recompute=can_recompute, optimizer=optimizer)
+    plan = make_plan(
+        found.units,
+        resolved,
+        target,
+        can_recompute=can_recompute,
+        optimizer=optimizer,
+        accumulation_steps=accumulation_steps,
+    )
     logger.info("plan:\n%s", plan.describe())
     if plan.arena_bytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from infinity.errors import ConfigError
 from infinity.schedule.gradients import Place
 from infinity.state.unit import Unit
 
@@ -80,3 +81,9 @@ class Arrivals:
             yield
         finally:
             self._accumulating -= 1
+
+
+def require_accumulation_steps(passes: int | None) -> None:
+    """Raises ConfigError for what is no number of backward passes before a step."""
+    if passes is not None and not (isinstance(passes, int) and passes >= 1):
+        raise ConfigError(f"accumulation_steps must be a whole number from 1 on, or None, not {passes!r}")

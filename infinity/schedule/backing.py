@@ -324,7 +324,7 @@ def _plan_gradients(unit: Unit, plan: Plan, scratch: ExtentMap) -> dict[int, Ext
     return {
         index: scratch.add(unit.name, "grad", group.state_bytes(4), group=index)
         for index, group in enumerate(unit.groups)
-        if group.trainable and not (waiting and group.dtype == torch.float32)
+        if group.trainable and not (waiting and (plan.gradient_fp32 or group.dtype == torch.float32))
     }
 
 

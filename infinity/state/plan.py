@@ -45,9 +45,12 @@ class Plan:
         host_bytes: what the plan takes of the host's budget.
         device_budget, host_budget: the budgets.
         swap_bytes: size of the swap file, all slots.
-        step_read_bytes, step_written_bytes: predicted NVMe traffic of one step with one micro-batch; every moment
-            there is room for is used. Over `commit_every` steps, what a commit writes beside is shared out.
+        step_read_bytes, step_written_bytes: predicted NVMe traffic of one step of `accumulation_steps` micro-batches,
+            when the step before had as many; every moment there is room for is used. An upper bound of what is read:
+            gradients that are still in the window when the next pass adds to them are not. Over `commit_every` steps,
+            what a commit writes beside is shared out.
         overlap_reason: why updates do not begin early, or not all, where they might.
+        accumulation_steps: backward passes before a step that were planned for.
         swap_rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured;
             None where it has not.
     """
@@ -95,6 +98,7 @@ class Plan:
     step_written_bytes: int
     swap_rate: float | None = None
     overlap_reason: str = ""
+    accumulation_steps: int = 1
 
     @property
     def accumulates(self) -> bool:
@@ -141,7 +145,8 @@ class Plan:
     def _describe_gradients(self) -> str:
         accumulation = "any number of micro-batches" if self.accumulates else "one backward pass per step"
         if self.gradients == "nvme":
-            held = f"of one backward pass those of {len(self.gradients_in_ram)} of {self.trained_count} units in RAM"
+            passes = "" if self.gradient_fp32 else "of one backward pass "
+            held = f"{passes}those of {len(self.gradients_in_ram)} of {self.trained_count} units in RAM"
             accumulation += f"; {held}, and a window of {format_bytes(self.landing_bytes)}"
         size = format_bytes(self.gradient_bytes + self.landing_bytes)
         fp32 = "fp32, " if self.gradient_fp32 else ""

@@ -20,7 +20,7 @@ NUMEL = sum(NUMELS)
 LARGEST_TWO = 2 * NUMELS[0]
 
 
-def plan(host: int, **config: Any) -> Plan:
+def plan(host: int, passes: int | None = None, **config: Any) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, numel // 1024, bias=False) for numel in NUMELS).bfloat16()
     given: dict[str, Any] = {
@@ -30,7 +30,8 @@ def plan(host: int, **config: Any) -> Plan:
         "update": {"tile": "1MiB"},  # so large that staging is three tiles for every budget here
     }
     units = discover(blocks).units
-    return make_plan(units, load_config(given | config), torch.device("cpu"), can_recompute=False)
+    cpu = torch.device("cpu")
+    return make_plan(units, load_config(given | config), cpu, can_recompute=False, accumulation_steps=passes)
 
 
 def test_fp32_in_ram_then_growing_through_the_window_then_spilled() -> None:
@@ -80,6 +81,35 @@ def test_some_of_the_gradients_stay_in_ram_the_largest_first() -> None:
         assert made.landing_bytes == 4 * LARGEST_TWO
         assert made.step_read_bytes - plan(1 << 30, **NVME).step_read_bytes == 2 * NUMEL - native
         assert plan(fixed + native - 1, **NVME).gradient_bytes == native - 2 * NUMELS[-1]
+
+
+def test_for_several_passes_gradients_wait_in_ram_in_fp32_or_not_at_all() -> None:
+    """What a further pass would widen and send to the store after all has no place in RAM of its own."""
+    least = plan(1 << 26, 4, **NVME, gradients="nvme")
+    fixed = least.host_bytes - least.staging_bytes + 3 * least.tile_bytes
+    room = 4 * (2 * NUMELS[0] + NUMELS[-1])
+    made = plan(fixed + room, 4, **NVME)
+    assert made.gradients_in_ram == {0, 1, 8}
+    assert made.gradient_bytes == room
+    assert made.swap_bytes == plan(1 << 30, **NVME).swap_bytes + 4 * NUMEL - room
+    spilled = made.step_written_bytes - plan(1 << 30, 4, **NVME).step_written_bytes
+    assert spilled == 4 * (4 * NUMEL - room)
+    told_nothing = plan(fixed + room, **NVME)
+    assert len(told_nothing.gradients_in_ram) > 3
+    assert not told_nothing.gradient_fp32
+
+
+def test_every_pass_reads_the_weights_twice() -> None:
+    one, four = (plan(1 << 30, passes, **NVME) for passes in (1, 4))
+    assert four.step_read_bytes - one.step_read_bytes == 3 * 2 * 2 * NUMEL
+    assert four.step_written_bytes == one.step_written_bytes
+
+
+def test_passes_that_could_not_add_up_are_refused_before_anything_is_moved() -> None:
+    host = 2 * NUMEL + (20 << 20)
+    assert not plan(host, **NVME, gradients="host").accumulates
+    with pytest.raises(PlanError, match="set gradients: auto"):
+        plan(host, 4, **NVME, gradients="host")
 
 
 def test_gradients_that_must_be_in_ram_are_refused_with_what_would_help() -> None:

@@ -28,7 +28,9 @@ def model_of(name: str, dtype: Any) -> tuple[Any, Any]:
     return model.to(dtype).train(), batch
 
 
-def half_of_the_gradients(swap_config: Any, name: str, dtype: Any, tier: str, **form: Any) -> dict[str, Any]:
+def half_of_the_gradients(
+    swap_config: Any, name: str, dtype: Any, tier: str, passes: int | None = None, **form: Any
+) -> dict[str, Any]:
     """A config whose memory.host holds the gradients of some units."""
     units = discover(model_of(name, dtype)[0], form.get("moments", "fp32")).units
     partly = []
@@ -36,7 +38,8 @@ def half_of_the_gradients(swap_config: Any, name: str, dtype: Any, tier: str, **
         config = {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
         try:
             loaded = load_config(swap_config(tier, **config))
-            plan = make_plan(units, loaded, torch.device("cpu"), can_recompute=False)
+            cpu = torch.device("cpu")
+            plan = make_plan(units, loaded, cpu, can_recompute=False, accumulation_steps=passes)
         except infinity.PlanError:
             continue
         if plan.gradients == "nvme" and 0 < len(plan.gradients_in_ram) < plan.trained_count:
@@ -130,22 +133,46 @@ def test_engine_and_tiles_change_no_bit(engine: str, update: Any, offload: Any, 
 
 
 @pytest.mark.parametrize("every", [0, 1])
-def test_spilled_gradients_move_as_many_bytes_as_planned(every: int, offload: Any) -> None:
-    """Counted by the engine: weights and states in RAM, all that moves are gradients (and commits)."""
+@pytest.mark.parametrize("passes", [None, 1, 4])
+@pytest.mark.parametrize("small", [False, True])
+def test_spilled_gradients_move_as_many_bytes_as_planned(
+    small: bool, passes: int | None, every: int, swap_config: Any, offload: Any
+) -> None:
+    """Counted by the engine: all that moves are gradients (and states that are in the store, and commits). With a
+    small memory.host some of them wait in RAM, and do not move."""
+    form = {"commit_every": every, "overlap": "off"}
+    if small:
+        tier, form = "nvme", form | {"weights": "host"}
+        form = half_of_the_gradients(swap_config, "llama", torch.bfloat16, tier, passes, **form)
+    else:
+        tier, form = "host", form | {"gradients": "nvme", "memory": MEMORY}
     model, batch = model_of("llama", torch.bfloat16)
-    model = offload(model, "host", gradients="nvme", memory=MEMORY, commit_every=every, overlap="off")
-    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    model = offload(model, tier, accumulation_steps=passes, **form)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3, accumulation_steps=passes)
     for _ in range(2):
         before = infinity.statistics(model)
-        loss_of(model, batch).backward()
+        for _ in range(passes or 1):
+            loss_of(model, batch).backward()
         optim.step()
         optim.zero_grad()
         if every:
             infinity.commit(model)
         after = infinity.statistics(model)
-    assert after.read_bytes - before.read_bytes == after.plan.step_read_bytes > 0
+    stayed = after.plan.landing_bytes * ((passes or 1) - 1)  # at most: in the window until the next pass
+    assert after.plan.step_read_bytes - stayed <= after.read_bytes - before.read_bytes <= after.plan.step_read_bytes
     assert after.written_bytes - before.written_bytes == after.plan.step_written_bytes
-    assert (after.plan.step_written_bytes == after.plan.step_read_bytes) == (every == 0)
+    assert small or (after.plan.step_written_bytes == after.plan.step_read_bytes) == (every == 0)
+    assert (0 < len(after.plan.gradients_in_ram) < after.plan.trained_count) == small
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offload: Any, swap_config: Any) -> None:
+    half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
+    results = [
+        train(offload, "llama", torch.bfloat16, micro_batches, accumulation_steps=told, **half) for told in (None, 1, 3)
+    ]
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
 
 
 def test_a_run_with_generations_is_resumed_with_gradients_elsewhere(swap_config: Any) -> None:
