@@ -35,9 +35,7 @@ def _problems(results: list[dict[str, Any]], code: int, errors: str) -> list[str
 
 
 @pytest.mark.timeout(60 * 60)
-def test_whatever_disturbs_a_run_nothing_is_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_disturbs_a_run_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     counts: Counter[str] = Counter()
     problems = []
@@ -48,11 +46,7 @@ def test_whatever_disturbs_a_run_nothing_is_lost(
             for each in results:
                 counts.update(each.get("counts", {}))
             problems += _problems(results, worker.returncode, worker.stderr)
-    with capsys.disabled():
-        print(
-            f"\n  seeds {SEED} to {SEED + RUNS - 1}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))} ",
-            end="",
-        )
+    print(f"seeds {SEED} to {SEED + RUNS - 1}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     assert not problems, "\n".join(problems)
     assert counts["runs"] == RUNS
     if RUNS >= 100:  # a few runs need not meet everything
