@@ -9,6 +9,8 @@ import torch
 import transformers as hf
 from torch import nn
 
+hf.logging.set_verbosity_error()
+
 VOCABULARY = 128
 Batch = dict[str, torch.Tensor]
 

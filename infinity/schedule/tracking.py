@@ -97,6 +97,12 @@ class Tracking:
         """The loop is at its top now."""
         self._top = self._note(list(self.items))
 
+    def forget(self) -> None:
+        """The run is over: its objects are the loop's alone again, and go when the loop lets go of them. A loader with
+        workers that has to wait for the garbage collector ends them late, after seconds."""
+        self.items.clear()
+        self._between, self._step_end, self._top = False, None, None
+
     def _asked(self) -> None:
         if self._between:
             self.iteration_ended()

@@ -7,7 +7,6 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from infinity.cli.main import main
 from infinity.io.directory import SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import llama
+from tests.processes import Forked
 
 
 @pytest.fixture
@@ -56,23 +56,16 @@ def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
 
 def _stop_after(job: dict[str, Any], number: int) -> subprocess.CompletedProcess[str]:
     """Start the job in a process of its own and send it a signal after its first step."""
-    command = [
-        sys.executable,
-        "-m",
-        "infinity.cli.main",
-        "finetune",
-        *(str(part) for item in job.items() for part in item),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
+    command = ["finetune", *(str(part) for item in job.items() for part in item)]
+    process = Forked(main, command)
     seen = ""
     for line in process.stdout:
         seen += line
         if line.startswith("step ") and "left" in line:
             break
     process.send_signal(number)
-    rest, _ = process.communicate(timeout=240)
-    return subprocess.CompletedProcess(command, process.returncode, seen + rest)
+    rest, _ = process.finished()
+    return subprocess.CompletedProcess(command, process.returncode or 0, seen + rest)
 
 
 def _losses(output: Path) -> list[str]:

@@ -25,10 +25,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-
-# What the first optimizer imports, which takes a second: once, before the processes that run the job are forked.
-import torch._dynamo
-import torch.distributed.tensor
 from torch import nn
 
 import infinity

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup, kind_of, live
 from tests.crash.power import read_journal
+from tests.processes import server
 
 DEADLINE_S = 60.0
-
-
-@cache
-def _server() -> ForkServerContext:
-    """A process that only imports: torch's, infinity's and pytest's own threads are not in what it forks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.job"])
-    return context
 
 
 @dataclass
@@ -47,7 +37,7 @@ def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path |
     """
     log = root / "log"
     before = log.stat().st_size if log.exists() else 0
-    process = _server().Process(target=live, args=(setup, root, kill, journal))
+    process = server().Process(target=live, args=(setup, root, kill, journal))
     process.start()
     if isinstance(kill, AtTime):
         time.sleep(kill.seconds)

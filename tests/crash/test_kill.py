@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
 from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup
 from tests.crash.lives import Campaign, Reference, run_life
 
-KILLS = int(os.environ.get("INFINITY_CRASH_KILLS", "20"))
+KILLS = sampling.number(20, 500, "INFINITY_CRASH_KILLS")
+SEED = sampling.seed("INFINITY_CRASH_SEED")
+PART = 50  # kills in a test, so that several processes share them
 
 SETUPS = [
     Setup(),
@@ -43,14 +46,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Setup], Re
 
 
 @pytest.fixture
-def campaign(
-    tmp_path: Path, references: Callable[[Setup], Reference], capsys: pytest.CaptureFixture[str]
-) -> Iterator[Campaign]:
+def campaign(tmp_path: Path, references: Callable[[Setup], Reference]) -> Iterator[Campaign]:
     """Runs that are killed; at the end their totals are printed, and nothing may be lost."""
     made = Campaign(tmp_path, references)
     yield made
-    with capsys.disabled():
-        print(f"\n  {made} ", end="")
+    print(made)
     assert not made.lost, "\n\n".join(made.lost[:5])
 
 
@@ -86,9 +86,11 @@ def operations(reference: Reference) -> list[AtOperation]:
 
 def every(points: list[Kill]) -> list[tuple[Setup, Kill]]:
     """Each point with one setup, in turn; with all of them when there is time (make crash-test)."""
+    whole = [(setup, point) for setup in SETUPS for point in points]
     if KILLS >= 500:
-        return [(setup, point) for setup in SETUPS for point in points]
-    return list(zip(cycle(SETUPS), points, strict=False))
+        return whole
+    once = list(zip(cycle(SETUPS), points, strict=False))
+    return once + sampling.some([each for each in whole if each not in once])
 
 
 def test_killed_at_each_act_on_a_small_file(campaign: Campaign) -> None:
@@ -132,15 +134,15 @@ def damage_the_newest(directory: Path) -> int:
     return 2
 
 
-def test_killed_at_random_instants(campaign: Campaign) -> None:
-    index = 0
-    while campaign.kills < KILLS:
-        seed = f"{os.environ.get('INFINITY_CRASH_SEED', '0')}.{index}"
-        chance = random.Random(seed)
+@pytest.mark.parametrize("part", range(-(-KILLS // PART)))
+def test_killed_at_random_instants(part: int, campaign: Campaign) -> None:
+    index = 1000 * part
+    while campaign.kills < min(PART, KILLS - PART * part):
+        chance = random.Random(f"{SEED}.{index}")
         setup = chance.choice(SETUPS)
         duration = campaign.references(setup).seconds
         times = [AtTime(chance.uniform(0, duration)) for _ in range(chance.choice([1, 1, 1, 2, 3, 4]))]
-        campaign.run(setup, times, note=f"INFINITY_CRASH_SEED={seed}")
+        campaign.run(setup, times, note=f"INFINITY_CRASH_SEED={SEED}, run {index}")
         index += 1
 
 

@@ -3,7 +3,6 @@ generation it took for durable or a newer one."""
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
 from tests.crash.job import AtAct, Setup
 from tests.crash.lives import Result, require_only_the_newest, require_same_end, result_of, run_life
 from tests.crash.power import Moment, Record, put, read_journal
 
-IMAGES = int(os.environ.get("INFINITY_POWER_IMAGES", "30"))
-SEED = os.environ.get("INFINITY_CRASH_SEED", "0")
+IMAGES = sampling.number(30, 1000, "INFINITY_POWER_IMAGES")
+SEED = sampling.seed("INFINITY_CRASH_SEED")
 
 RUNS = {
     "states in the store": (Setup(steps=5), None),
@@ -72,7 +72,7 @@ def record(setup: Setup, kill: AtAct | None, root: Path) -> Recorded:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_no_power_cut_loses_a_generation(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_power_cut_loses_a_generation(name: str, tmp_path: Path) -> None:
     recorded = record(*RUNS[name], tmp_path)
     images, started, began, lost = -(-IMAGES // len(RUNS)), time.monotonic(), list[int](), list[str]()
     for index in range(images):
@@ -80,10 +80,8 @@ def test_no_power_cut_loses_a_generation(name: str, tmp_path: Path, capsys: pyte
             began.append(recorded.go_on(random.Random(f"{SEED} {name} {index}")))
         except AssertionError as error:
             lost.append(f"INFINITY_CRASH_SEED={SEED}, image {index}, {error}")
-    with capsys.disabled():
-        print(
-            f"\n  power cut, {name}: {images} images, {len(began) - began.count(0)} resumed, {began.count(0)} begun "
-            f"anew, {len(lost)} unrecoverable, {(time.monotonic() - started) / images:.2f} s each ",
-            end="",
-        )
+    print(
+        f"power cut, {name}: {images} images, {len(began) - began.count(0)} resumed, {began.count(0)} begun anew, "
+        f"{len(lost)} unrecoverable, {(time.monotonic() - started) / images:.2f} s each"
+    )
     assert not lost, "\n".join(lost[:5])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 from tests.native.children import REFUSE
+from tests.processes import run_script
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the system call's number is x86-64's")
@@ -24,7 +23,8 @@ def test_asking_for_io_uring_where_it_is_blocked_is_a_config_error_with_the_fix(
         except infinity.ConfigError as error:
             print(error)
     """
-    command = [sys.executable, "-c", REFUSE + textwrap.dedent(script)]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    child = run_script(REFUSE + textwrap.dedent(script))
+    assert child.returncode == 0, child.stderr
+    out = child.stdout
     assert "seccomp" in out
     assert "Set nvme.engine: auto or threads" in out

@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from tests.conftest import weights_of
 from tests.loop_device import mounted, remount_read_only
 from tests.models import llama, loss_of
 from tests.native.children import REFUSE
+from tests.processes import run_script
 
 TRAIN = """
 import sys, logging, torch
@@ -52,9 +51,7 @@ def run(script: str, *arguments: str) -> tuple[str, str]:
     """A process of its own: what it printed, and what it logged."""
     repository = str(Path(infinity.__file__).parent.parent)
     code = TRAIN.format(repository=repository) + textwrap.dedent(script)
-    child = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
+    child = run_script(code, *arguments)
     assert child.returncode == 0, child.stdout + child.stderr
     return child.stdout, child.stderr
 

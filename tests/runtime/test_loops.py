@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -461,3 +462,17 @@ def test_an_object_whose_state_fails_is_named_and_stops_the_run(tmp_path: Path) 
     with pytest.raises(ConfigError, match="the state of fails cannot be kept: no state today"):
         model(torch.randn(4, WIDTH))
     infinity.close(model)
+
+
+def test_a_closed_run_holds_none_of_its_objects(offload: Any) -> None:
+    """They go with the loop, and do not wait for the garbage collector as the model does."""
+    loop = PerPass(offload(Net(), commit_every=1))
+    loop.step(next(iter(loop.loader)))
+    model, loader = loop.model, weakref.ref(loop.loader)
+    infinity.close(model)
+    gc.disable()
+    try:
+        del loop
+        assert loader() is None
+    finally:
+        gc.enable()

@@ -1,14 +1,13 @@
 """Whenever the updates run, thirty steps end in the same bits: with clipping or without, with accumulation, commits,
 states anywhere, learning rates that change with every step, a step that is skipped.
 
-`make test` takes a sample of the combinations that covers every pair; `make overlap-test` takes all of them.
+`make test` takes a sample of the combinations in which every two values meet; `make overlap-test` takes all of them.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from infinity.config import load_config
 from infinity.plan.planner import make_plan
 from infinity.schedule import registry
 from infinity.state.discover import discover
+from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
 
 STEPS = 30
 NAN_STEP = 11
-FULL = bool(os.environ.get("INFINITY_OVERLAP_FULL"))
 
 AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("auto", "during_backward", "before_forward", "off"),
@@ -41,24 +40,6 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 Combination = dict[str, Any]
 Result = tuple[list[float], list[float], dict[str, torch.Tensor], int, int]
-
-
-def combinations() -> list[Combination]:
-    """All, or a few in which every two values of two axes meet."""
-    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    if FULL:
-        return every
-    random.Random(0).shuffle(every)
-    open_pairs = {pair for combination in every for pair in itertools.combinations(combination.items(), 2)}
-    chosen = []
-    while open_pairs:
-        best = max(every[:200], key=lambda each: len(open_pairs.intersection(itertools.combinations(each.items(), 2))))
-        covered = open_pairs.intersection(itertools.combinations(best.items(), 2))
-        if covered:
-            chosen.append(best)
-            open_pairs -= covered
-        random.Random(len(chosen)).shuffle(every)
-    return chosen
 
 
 def model_and_batches(accumulation: int) -> tuple[Any, list[Any]]:
@@ -158,6 +139,11 @@ def expected(path: Path, clipping: str, accumulation: int, moments: str) -> Resu
 
 def _id(combination: Combination) -> str:
     return "-".join(str(value) for value in combination.values())
+
+
+def combinations() -> list[Combination]:
+    every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return every if os.environ.get("INFINITY_OVERLAP_FULL") else sampling.drawn(every, every)
 
 
 @pytest.mark.parametrize("combination", combinations(), ids=_id)

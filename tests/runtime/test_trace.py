@@ -50,6 +50,7 @@ def trained(offload: Any, trace: Path | None, **options: Any) -> Any:
 
 def settle(model: Any) -> None:
     """Wait until nothing is under way."""
+    infinity.synchronize(model)
     for index in range(len(registry.ledger_of(model).records)):
         registry.ledger_of(model).acquire(index)
         registry.ledger_of(model).release(index)

@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-RUNS = int(os.environ.get("INFINITY_STRESS_RUNS", "24"))
-SEED = int(os.environ.get("INFINITY_STRESS_SEED", "0"))
+from tests import processes, sampling
+from tests.stress.worker import main
+
+RUNS = sampling.number(24, 1000, "INFINITY_STRESS_RUNS")
+SEED = int(sampling.seed("INFINITY_STRESS_SEED"))
 WORKERS = min(os.cpu_count() or 1, 8, RUNS)
 TAKEN = ("ended well", "interrupts", "exceptions", "abandoned", "early", "undone", "late", "resumed")
 """What must have happened in any number of runs, or they show nothing."""
-
-
-def _results(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _problems(results: list[dict[str, Any]], code: int, errors: str) -> list[str]:
@@ -37,29 +35,18 @@ def _problems(results: list[dict[str, Any]], code: int, errors: str) -> list[str
 
 
 @pytest.mark.timeout(60 * 60)
-def test_whatever_disturbs_a_run_nothing_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    workers = []
-    for index in range(WORKERS):
-        output, errors = tmp_path / f"{index}.out", tmp_path / f"{index}.err"
-        count = len(range(index, RUNS, WORKERS))
-        command = [sys.executable, "-m", "tests.stress.worker", *map(str, (SEED + index, count, WORKERS))]
-        with output.open("w") as out, errors.open("w") as err:
-            environment = os.environ | {"TMPDIR": str(tmp_path)}
-            process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=Path(__file__).parents[2])
-        workers.append((process, output, errors))
+def test_whatever_disturbs_a_run_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     counts: Counter[str] = Counter()
     problems = []
-    for process, output, errors in workers:
-        code = process.wait()
-        results = _results(output)
-        for each in results:
-            counts.update(each.get("counts", {}))
-        problems += _problems(results, code, errors.read_text())
-    with capsys.disabled():
-        print(
-            f"\n  seeds {SEED} to {SEED + RUNS - 1}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))} ",
-            end="",
-        )
+    with ThreadPoolExecutor(WORKERS) as pool:
+        shares = [(SEED + index, len(range(index, RUNS, WORKERS)), WORKERS) for index in range(WORKERS)]
+        for worker in pool.map(lambda share: processes.run(main, *share), shares):
+            results = [json.loads(line) for line in worker.stdout.splitlines()]
+            for each in results:
+                counts.update(each.get("counts", {}))
+            problems += _problems(results, worker.returncode, worker.stderr)
+    print(f"seeds {SEED} to {SEED + RUNS - 1}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     assert not problems, "\n".join(problems)
     assert counts["runs"] == RUNS
     if RUNS >= 100:  # a few runs need not meet everything

@@ -11,7 +11,6 @@ import sys
 import traceback
 
 import torch
-import transformers
 
 from tests.stress.interrupts import CtrlC
 from tests.stress.runs import run
@@ -19,10 +18,8 @@ from tests.stress.runs import run
 RUN_S = 60
 
 
-def main() -> None:
-    first, count, stride = map(int, sys.argv[1:])
+def main(first: int, count: int, stride: int) -> None:
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     interrupts = CtrlC()
     gc.freeze()  # each run collects its own, not all that torch has
@@ -38,4 +35,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.config import load_config
 from infinity.errors import BenchError
 from infinity.io.profile import profile_of
+from tests.processes import Forked
 
 SMALL = ["--size", "32MiB"]
 
@@ -214,25 +213,14 @@ def test_without_fio_the_error_says_how_to_get_it(
 def test_whatever_ends_it_nothing_is_left_behind(number: signal.Signals, tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bfree
     (tmp_path / "mine").write_text("keep me")
-    command = [sys.executable, "-m", "infinity.cli.bench.main", "--path", str(tmp_path), "--sustained", *SMALL]
-    # A test run in the background has SIGINT ignored, and would hand that down.
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    child = Forked(main, ["--path", str(tmp_path), "--sustained", *SMALL])
     deadline = time.monotonic() + 60
     while not any(name.startswith(str(tmp_path)) for name in open_files(child.pid)):
-        assert child.poll() is None, child.communicate()
+        assert child.returncode is None, child.finished()
         assert time.monotonic() < deadline
     child.send_signal(number)
-    try:
-        _, errors = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == (-number if number == signal.SIGKILL else 130), errors
+    printed, _ = child.finished()
+    assert child.returncode == (-number if number == signal.SIGKILL else 130), printed
     assert left_in(tmp_path) == ["mine"]
     assert (tmp_path / "mine").read_text() == "keep me"
     assert os.statvfs(tmp_path).f_bfree >= free - (16 << 20) // 4096  # others use the disk too

@@ -1,0 +1,13 @@
+"""What a process needs that tests fork (tests/processes.py): imported once, before. Nothing is called here."""
+
+import torch._dynamo  # the first optimizer of a process imports both
+import torch.distributed.tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+import infinity.cli.bench.main
+import infinity.cli.finetune
+import infinity.cli.main
+import tests.crash.job
+import tests.stress.worker
+
+__all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "tests", "torch"]

@@ -1,0 +1,102 @@
+"""Processes of their own for tests that kill, limit or interrupt one: forked from one that has only imported, for
+importing torch and transformers takes seconds. What is forked has used neither infinity nor torch's threads."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from typing import Any
+
+
+@cache
+def server() -> ForkServerContext:
+    """Where processes are forked from."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
+class Forked:
+    """A process that calls `function(*arguments)` with this process's environment; its exit code is what that returns.
+
+    Attributes:
+        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`.
+    """
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, apart: bool = False) -> None:
+        self._errors = os.memfd_create("stderr") if apart else None
+        errors = None if self._errors is None else f"/proc/{os.getpid()}/fd/{self._errors}"
+        reader, writer = server().Pipe(duplex=False)
+        with reader, writer:
+            given = function, arguments, dict(os.environ), writer, errors
+            self._process = server().Process(target=_call, args=given, daemon=True)
+            self._process.start()
+            self.stdout = os.fdopen(os.dup(reader.fileno()))
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """-N for signal N; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def finished(self) -> tuple[str, str]:
+        """Wait for its end; what it printed that was not read yet, and what went to stderr, apart."""
+        with self.stdout:
+            out = self.stdout.read()
+        self._process.join()
+        if self._errors is None:
+            return out, ""
+        with os.fdopen(self._errors) as errors:
+            return out, errors.read()
+
+
+def run(function: Callable[..., Any], *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """`function(*arguments)` in a process of its own, to its end."""
+    process = Forked(function, *arguments, apart=True)
+    out, errors = process.finished()
+    return subprocess.CompletedProcess(function.__name__, process.returncode or 0, out, errors)
+
+
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As `python -c script arguments` does it."""
+    return run(_execute, script, arguments)
+
+
+def _execute(script: str, arguments: tuple[str, ...]) -> None:
+    sys.argv[1:] = arguments
+    exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+
+
+def _call(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    environment: dict[str, str],
+    out: Connection,
+    errors: str | None,
+) -> None:
+    """In the new process: as a shell would have started it, whatever the tests or the server changed."""
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    os.dup2(out.fileno(), 1)
+    os.dup2(1 if errors is None else os.open(errors, os.O_WRONLY | os.O_APPEND), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.getLogger("infinity").setLevel(logging.NOTSET)
+    sys.exit(function(*arguments))

@@ -1,0 +1,103 @@
+"""How much of what could be tested is tested: a sample, a share, or all of it. INFINITY_TESTS says which.
+
+| INFINITY_TESTS | cases of a test with the mark `covering`           | runs, kills, images, examples (`number`)      |
+|----------------|----------------------------------------------------|-----------------------------------------------|
+| not set        | a few, in which every two values meet (`covering`) | a few                                         |
+| 0.1            | those, and a tenth of the others                   | a tenth of the whole number, at least a few   |
+| all            | all                                                | the whole number                              |
+
+What is drawn is drawn with INFINITY_SEED, which `make test-all` and .ci/run print.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from fractions import Fraction
+from typing import TypeVar
+
+import pytest
+
+Case = Mapping[str, Hashable]
+Item = TypeVar("Item")
+_CANDIDATES = 200
+
+
+def _share(text: str) -> Fraction:
+    share = Fraction(1) if text == "all" else Fraction(text or 0)
+    if not 0 <= share <= 1:
+        raise ValueError(f"INFINITY_TESTS is {text}: it is a share between 0 and 1, or all")
+    return share
+
+
+SHARE = _share(os.environ.get("INFINITY_TESTS", ""))
+SEED = int(os.environ.get("INFINITY_SEED") or 0)
+
+
+def number(few: int, whole: int, variable: str | None = None) -> int:
+    """How many of something to make; the environment variable `variable` says it outright."""
+    given = os.environ.get(variable) if variable else None
+    return int(given) if given else max(few, round(SHARE * whole))
+
+
+def seed(variable: str) -> str:
+    """INFINITY_SEED, unless there is one for this kind of test alone."""
+    return os.environ.get(variable) or str(SEED)
+
+
+def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2) -> list[Item]:
+    """Of `cases`, in their order: those that cover, and the share of the others that INFINITY_TESTS says.
+
+    Args:
+        axes: the values that each case has, by axis.
+        strength: of `covering`.
+    """
+    if SHARE == 1:
+        return list(cases)
+    chosen = set(covering(axes, strength))
+    chosen |= set(some([index for index in range(len(cases)) if index not in chosen]))
+    return [case for index, case in enumerate(cases) if index in chosen]
+
+
+def some(others: Sequence[Item]) -> list[Item]:
+    """The share that INFINITY_TESTS says of what is no part of the sample, in any order."""
+    return random.Random(SEED).sample(others, round(SHARE * len(others)))
+
+
+def covering(cases: Sequence[Case], strength: int = 2) -> list[int]:
+    """The indices of a few cases in which any values of `strength` axes meet that meet in some case. Always the same.
+
+    Greedy: the case with the most that has not met yet, out of up to 200 each time.
+    """
+    values = [sorted(case.items(), key=_axis) for case in cases]
+    meetings = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
+    missing = set().union(*meetings)
+    chance, indices, chosen = random.Random(0), list(range(len(cases))), list[int]()
+    while missing:
+        chance.shuffle(indices)
+        best = max(indices[:_CANDIDATES], key=lambda index: len(missing & meetings[index]))
+        if missing & meetings[best]:
+            chosen.append(best)
+            missing -= meetings[best]
+    return sorted(chosen)
+
+
+def _axis(pair: tuple[str, Hashable]) -> str:
+    return pair[0]
+
+
+def drawn_items(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Of all tests, in their order: those to run, and those to leave out. A test with the mark `covering(strength=2)`
+    runs with some of its parameters, every other one with all."""
+    functions: dict[tuple[str, str], list[pytest.Item]] = {}
+    marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("covering")]
+    for item in marked:
+        functions.setdefault((str(item.path), item.originalname), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("covering")
+        chosen = drawn(cases, [case.callspec.indices for case in cases], *mark.args)
+        left_out |= set(cases) - set(chosen)
+    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
