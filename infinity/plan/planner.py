@@ -45,8 +45,7 @@ def make_plan(
     """Place every state.
 
     Args:
-        accumulation_steps: backward passes before each step; None: not known, so one is counted and any number works
-            as far as memory allows.
+        accumulation_steps: backward passes before each step; None: not known, and one is counted.
         optimizer: whose moments room is made for.
         can_recompute: the model can switch activation recomputation on.
 
