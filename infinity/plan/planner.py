@@ -58,7 +58,6 @@ def make_plan(
     budgets = _budgets(config, device)
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     staging, placed, gradients = _place(config, totals, budgets, threads)
-    slots = _slot_bytes(totals, placed, budgets)
     swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
     read, written = _step_bytes(config, totals, placed, gradients, widens=not budgets.on_cpu)
     return Plan(
@@ -91,7 +90,7 @@ def make_plan(
         state_ram_bytes=totals.state_of(placed.states_in_ram),
         gradient_bytes=gradients.ram_bytes,
         landing_bytes=gradients.landing_bytes,
-        slot_bytes=slots,
+        slot_bytes=_slot_bytes(totals, placed, budgets),
         staging_bytes=staging.nbytes,
         ahead_bytes=early.ahead_bytes,
         upload_bytes=placed.upload_bytes,
