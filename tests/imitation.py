@@ -21,6 +21,7 @@ import torch
 from infinity.plan import planner
 from infinity.schedule import backing
 from infinity.schedule.device import CudaDevice
+from infinity.state.plan import Plan
 
 
 @dataclass
@@ -139,6 +140,7 @@ def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
     gpu = pretend(monkeypatch, lag=lag)
     monkeypatch.setattr(backing, "open_device", lambda device: gpu.device())
     monkeypatch.setattr(backing, "pin", lambda arena, device: "")
+    monkeypatch.setattr(Plan, "shares_memory", property(lambda plan: False))
     real_budgets = planner._budgets
 
     def budgets(*arguments: Any) -> Any:

@@ -56,13 +56,11 @@ def make_plan(
     stored = STORED[optimizer]
     totals = total(units, config, len(stored), accumulation_steps or 1)
     budgets = _budgets(config, device)
-    threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
-    staging, placed, gradients = _place(config, totals, budgets, threads)
+    staging, placed, gradients = _place(config, totals, budgets)
     swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
     read, written = _step_bytes(config, totals, placed, gradients, widens=not budgets.on_cpu)
     return Plan(
         device=str(device),
-        shares_memory=budgets.on_cpu,
         weights=placed.weights,
         optimizer=placed.optimizer,
         weights_in_ram=placed.weights_in_ram,
@@ -96,7 +94,7 @@ def make_plan(
         upload_bytes=placed.upload_bytes,
         tile_numel=staging.tile_numel,
         tile_bytes=staging.tile_bytes,
-        threads=threads,
+        threads=staging.threads,
         host_bytes=host_bytes,
         device_budget=budgets.device,
         host_budget=budgets.host,
@@ -117,15 +115,11 @@ def _budgets(config: SwapConfig, device: torch.device) -> Budgets:
     )
 
 
-def _place(
-    config: SwapConfig, totals: Totals, budgets: Budgets, threads: int
-) -> tuple[_Staging, Placement, GradientPlacement]:
+def _place(config: SwapConfig, totals: Totals, budgets: Budgets) -> tuple[_Staging, Placement, GradientPlacement]:
     """Where everything rests, and the update's memory: the first placement of the gradients that fits beside what must
     be there, and then what fits of weights and states."""
     least = place(config, totals, budgets, 0).host_bytes
-    stagings = {
-        spills: _staging(totals.units, config, threads, budgets.host, gradients=spills) for spills in (False, True)
-    }
+    stagings = {spills: _staging(totals.units, config, budgets.host, gradients=spills) for spills in (False, True)}
     failed = []
     for gradients in gradient_placements(config, totals, budgets.host - stagings[True].nbytes - least):
         staging = stagings[gradients.spills]
@@ -169,19 +163,21 @@ def _swap_rate(config: SwapConfig) -> float | None:
 
 @dataclass(frozen=True)
 class _Staging:
-    """Elements per tile, bytes per tile, and bytes for the tiles in flight."""
+    """Elements per tile, bytes per tile, bytes for the tiles in flight, and the threads that compute them."""
 
     tile_numel: int
     tile_bytes: int
     nbytes: int
+    threads: int
 
 
-def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budget: int, *, gradients: bool) -> _Staging:
+def _staging(units: Sequence[Unit], config: SwapConfig, host_budget: int, *, gradients: bool) -> _Staging:
     """The memory the update's tiles are read into; `gradients`: those, too.
 
     A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
     last one.
     """
+    threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     groups = [group for unit in units for group in unit.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
     if config.update.tile is not None:
@@ -199,7 +195,7 @@ def _staging(units: Sequence[Unit], config: SwapConfig, threads: int, host_budge
         numel = round_up(numel // 2, _TILE_NUMEL_MIN)
     nbytes = tile_bytes()
     slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
-    return _Staging(numel, nbytes, slots * nbytes)
+    return _Staging(numel, nbytes, slots * nbytes, threads)
 
 
 def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool) -> int:

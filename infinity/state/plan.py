@@ -16,7 +16,7 @@ class Plan:
     """What was decided.
 
     Attributes:
-        device: where the model computes; `shares_memory`: in host memory.
+        device: where the model computes.
         weights, optimizer: resolved tiers (device | host | nvme); nvme where only some are in RAM.
         weights_in_ram, states_in_ram: the units, by index, whose weights, or optimizer states, are in host memory for
             good.
@@ -56,7 +56,6 @@ class Plan:
     """
 
     device: str
-    shares_memory: bool
     weights: str
     optimizer: str
     weights_in_ram: frozenset[int]
@@ -104,6 +103,11 @@ class Plan:
     def accumulates(self) -> bool:
         """Several backward passes may add up before a step."""
         return self.gradient_fp32 or self.landing_bytes > 0
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the model computes in host memory."""
+        return self.device == "cpu"
 
     @property
     def device_bytes(self) -> int:
