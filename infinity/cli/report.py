@@ -35,6 +35,7 @@ class Report:
     order of units).
 
     Attributes:
+        warm_up: there was one step only, so that the figures have the first step's warm-up in them.
         step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause); `compute_s` is the rest.
         fetch_wait_s, gradient_s, update_s: of the stalls: fetch and room; gradient; step and update.
         adam_s: the update's arithmetic, whether or not compute went on meanwhile.
@@ -71,6 +72,7 @@ class Report:
     cached_bytes: int
     updates: Counts
     engine: str
+    warm_up: bool
 
     def text(self) -> str:
         clipped = self.updates.clipped
@@ -81,7 +83,11 @@ class Report:
                 f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f} "
                 f"(mean of the last {min(self.steps, _LAST)})",
             ),
-            ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
+            (
+                "time per step",
+                f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
+                + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
+            ),
             ("  compute", f"{self.compute_s:.3f} s"),
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
             (
@@ -110,13 +116,20 @@ class Report:
 
 
 def make_report(
-    facts: Sequence[StepFacts], before: Statistics, after: Statistics, skipped_steps: int, losses: Sequence[float]
+    facts: Sequence[StepFacts],
+    before: Statistics,
+    after: Statistics,
+    skipped_steps: int,
+    losses: Sequence[float],
+    *,
+    warm_up: bool,
 ) -> Report:
     """Figures of the steps between two snapshots of the counters.
 
     Args:
         facts: the steps between `before` and `after`.
         losses: of the whole run.
+        warm_up: the first step of the process is among them.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -156,6 +169,7 @@ def make_report(
             after.updates.clipped - before.updates.clipped,
         ),
         engine=after.engine,
+        warm_up=warm_up,
     )
 
 
