@@ -3,8 +3,8 @@
 Contenders take turns, step by step, on the model of bench/peers/workload.py: commit_every 0 and 1, with checksums and
 without.
 A disk may be faster in one place than in another, so all stores are made anew several times, in an order that turns;
-ratios are taken within a round. Reported: medians of the seconds of a step (the commit, which ends before the next
-forward, included), and of the ratios; bytes written per step, counted by the engine; and the parts of a commit.
+ratios are taken within a round. Reported: medians of the seconds of a step (all of its update and its commit
+included), and of the ratios; bytes written per step, counted by the engine; and the parts of a commit.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Contender:
         self.model(input_ids=tokens, labels=tokens).loss.backward()
         self.optim.step()
         self.optim.zero_grad()
+        infinity.synchronize(self.model)  # the rest of the update would run in another contender's turn
         updated = time.perf_counter()
         registry.ledger_of(self.model).finish_commit()
         ended = time.perf_counter()
@@ -126,15 +127,20 @@ def _manifest_bytes(path: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path("build"), help="a directory on the disk to use")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=4, help="how often all stores are made anew")
+    parser.add_argument("--placement", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument("--rounds", type=int, help="default: 9, or 2 with --small")
+    parser.add_argument(
+        "--repeats", type=int, help="how often all stores are made anew (default: 4, or 1 with --small)"
+    )
     parser.add_argument("--small", action="store_true", help="a small model, to try the script")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     work = SMALL if options.small else Workload()
+    rounds, repeats = options.rounds or (2 if options.small else 9), options.repeats or (1 if options.small else 4)
+    options.path.mkdir(exist_ok=True)
     results = []
-    for name in PLACEMENTS:
-        found = measure(name, work, options.path, options.rounds, options.repeats)
+    for name in options.placement:
+        found = measure(name, work, options.path, rounds, repeats)
         results.append(found)
         print(f"{name}, {found['rounds']} rounds", flush=True)
         for each, values in found["contenders"].items():

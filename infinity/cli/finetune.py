@@ -235,7 +235,7 @@ class _Run:
         if self.done:
             print(f"resumed after step {self.done} of {self._steps}", flush=True)
         self._now: Statistics = statistics(model)
-        self._first = self._now
+        self._began = self._first = self._now
         self._measured = time.perf_counter()  # when `_now` was
         self._vocabulary = vocabulary
         self._traced = tracing.TracedSteps(model, options.trace, options.trace_steps, done=self.done, total=self._steps)
@@ -323,10 +323,10 @@ class _Run:
 
     def report(self) -> Any:
         mine = self.facts[self._before :]
-        measured = mine[1:] or mine
-        before = self._first
+        alone = len(mine) == 1
+        measured, before = (mine, self._began) if alone else (mine[1:], self._first)
         losses = [fact.loss for fact in self.facts]
-        return make_report(measured, before, self._now, self._optim.skipped_steps, losses)
+        return make_report(measured, before, self._now, self._optim.skipped_steps, losses, warm_up=alone)
 
 
 def _logits(model: Any, batch: torch.Tensor) -> torch.Tensor:

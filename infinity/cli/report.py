@@ -35,6 +35,7 @@ class Report:
     order of units).
 
     Attributes:
+        warm_up: there was one step only, so that the figures have the first step's warm-up in them.
         step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause), by the host's clock.
         compute_s: the rest of the step. On a GPU, which computes while the host waits, the step without
             `device_idle_s`: the seconds in which the GPU waited for weights or for optimizer.step, by its own clock.
@@ -75,6 +76,7 @@ class Report:
     updates: Counts
     engine: str
     device: str
+    warm_up: bool
 
     def _idle_row(self) -> list[tuple[str, str]]:
         """On a GPU, the line that compute adds up with to the step; the stalls are the host's there."""
@@ -92,7 +94,11 @@ class Report:
                 f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f} "
                 f"(mean of the last {min(self.steps, _LAST)})",
             ),
-            ("time per step", f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"),
+            (
+                "time per step",
+                f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
+                + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
+            ),
             ("  compute", f"{self.compute_s:.3f} s"),
             *self._idle_row(),
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
@@ -122,13 +128,20 @@ class Report:
 
 
 def make_report(
-    facts: Sequence[StepFacts], before: Statistics, after: Statistics, skipped_steps: int, losses: Sequence[float]
+    facts: Sequence[StepFacts],
+    before: Statistics,
+    after: Statistics,
+    skipped_steps: int,
+    losses: Sequence[float],
+    *,
+    warm_up: bool,
 ) -> Report:
     """Figures of the steps between two snapshots of the counters.
 
     Args:
         facts: the steps between `before` and `after`.
         losses: of the whole run.
+        warm_up: the first step of the process is among them.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -171,6 +184,7 @@ def make_report(
         ),
         engine=after.engine,
         device=after.device,
+        warm_up=warm_up,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity import _native
@@ -22,6 +22,9 @@ _WARN_AFTER_S = 30.0
 class Transfer:
     """One request under way, and what it is for.
 
+    Attributes:
+        state_of: names the state that failed, of a request that moves several.
+
     `result` raises SwapIOError when the device failed; until it returned, the memory of a request must not be touched.
     """
 
@@ -29,6 +32,7 @@ class Transfer:
     unit: str
     state: str
     step: int
+    state_of: Callable[[_native.Failure], str] | None = None
 
     def done(self) -> bool:
         return self.future.done()
@@ -44,7 +48,8 @@ class Transfer:
         self.wait()
         failure = self.future.failure()
         if failure is not None:
-            raise error_of(failure, self.unit, self.state, self.step)
+            state = self.state if self.state_of is None else self.state_of(failure)
+            raise error_of(failure, self.unit, state, self.step)
 
     def wait(self) -> None:
         """Until it is done, well or not."""

@@ -234,6 +234,13 @@ class SwapStore:
                 return directory
         return self.directories[0]
 
+    def is_scratch(self, path: str, offset: int) -> bool:
+        """Whether a byte of one of the files lies behind what generations have."""
+        for index, directory in enumerate(self.directories):
+            if str(directory.swap_path) == path:
+                return offset >= self.file.member_bytes(index, self.nbytes)
+        return False
+
     @property
     def numa_node(self) -> int:
         """The node all the disks are on; -1 where they are on several, or on none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -87,7 +87,7 @@ class UpdateTransfer(Transfer):
         if milestone == "written":
             return self
         future = self.future.computed if milestone == "computed" else self.future.weights
-        return Transfer(future, self.unit, self.state, self.step)
+        return Transfer(future, self.unit, self.state, self.step, self.state_of)
 
     def land(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""
@@ -151,7 +151,18 @@ def submit_update(
         first=weights.speculative,
         held=held,
     )
-    return UpdateTransfer(future, unit.name, "optimizer states", step, tuple(streams.moves))
+    moves = tuple(streams.moves)
+    return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(backing), moves)
+
+
+def _naming_gradients(backing: Backing) -> Callable[[_native.Failure], str]:
+    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch."""
+
+    def name(failure: _native.Failure) -> str:
+        scratch = backing.store is not None and backing.store.is_scratch(failure.path, failure.offset)
+        return "grad" if scratch else "optimizer states"
+
+    return name
 
 
 def hold_update(backing: Backing, unit: Unit, group_index: int, *, step: int) -> _native.UpdateFuture:

@@ -112,6 +112,19 @@ def test_what_is_moved_is_what_was_planned_for_as_many_passes(passes: int, job: 
     assert passes > 1 or moved == planned
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_of_one_step_reports_that_step(steps: int, job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job | {"--steps": steps}) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["bytes_per_parameter"] > 20
+    assert report["io_bound_s"] > 0
+    assert report["adam_s"] > 0
+    assert report["stall_s"]["step"] > 0
+    assert report["compute_s"] + sum(report["stall_s"].values()) == pytest.approx(report["step_s"])
+    said = "with the warm-up of the first one" in (tmp_path / "out" / "report.txt").read_text()
+    assert said == report["warm_up"] == (steps == 1)
+
+
 def test_compute_beside_adam_is_bound_by_the_longer_one_and_on_the_same_cores_by_both() -> None:
     assert processors_alone(10.0, 5.0, 3.0, device="cpu") == 8.0
     assert processors_alone(10.0, 9.0, 3.0, device="cpu") == 10.0

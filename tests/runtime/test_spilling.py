@@ -12,6 +12,7 @@ import torch
 import infinity
 from infinity import _native
 from infinity.config import load_config
+from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.schedule import registry
 from infinity.state.discover import discover
@@ -243,6 +244,37 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
                 assert all(torch.equal(value, expected[key]) for key, value in weights_of(model).items())
         else:
             assert name == "flip"
+        infinity.close(model)
+    assert named == {"grad"}
+
+
+@pytest.mark.parametrize(("disks", "reads"), [(1, 1), (2, 37)])
+def test_gradients_that_an_update_cannot_read_are_named(
+    disks: int, reads: int, offload: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read of the step is of gradients or of states: what the error says lies where it says that it failed."""
+    monkeypatch.setattr(store, "_probe", lambda *_: 1e9)
+    monkeypatch.setattr(store, "STRIPE_BYTES", 4096)
+    named = set()
+    for index in range(0, 6 * reads, reads):
+        model, batch = model_of("llama", torch.bfloat16)
+        nvme = {"paths": [str(tmp_path / f"{index}{disk}") for disk in range(disks)]}
+        form = {"weights": "host", "gradients": "nvme", "memory": MEMORY, "overlap": "off", "nvme": nvme}
+        model = offload(model, faults=[_native.Fault(index, "error", errno.EIO, operation="read")], **form)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        loss_of(model, batch).backward()
+        with pytest.raises(infinity.SwapIOError) as caught:
+            optim.step()
+        error, backing = caught.value, registry.ledger_of(model).backing
+        there = next(
+            extent
+            for extent in backing.extents()
+            for at in range(0, extent.nbytes, 4096)
+            if backing.require_store().file.locate(extent.offset + at) == (error.path, error.offset)
+        )
+        assert (error.unit, error.step) == (there.unit, 1)
+        assert error.state == ("grad" if there.state == "grad" else "optimizer states")
+        named.add(error.state)
         infinity.close(model)
     assert named == {"grad", "optimizer states"}
 
