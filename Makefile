@@ -5,9 +5,16 @@ BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.txt
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
+# As many processes of tests as there are cores; torch has one thread in each (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
+SHARE  ?= all
+SEED   ?= 0
+WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600
+MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
+            grep -v 'tests/crash/\|tests/stress/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
 
-.PHONY: demo test crash-test overlap-test stress-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
+.PHONY: demo test test-all crash-test stress-test overlap-test faults-test matrix-test mutation-test lint bootstrap \
+  sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 demo: bootstrap
 	rm -rf demo
@@ -17,28 +24,39 @@ demo: bootstrap
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
 
-# As many processes as there are cores (8 at most), each with tests of one thread; -n 0 is one process, for a debugger.
+# A sample of everything: minutes. -n 0 is one process, for a debugger.
 test: bootstrap
 	$(PYTEST) --durations=20
 
+# Everything that `make test` has a sample of (tests/sampling.py): hours. SHARE=0.1 takes the sample and a tenth of the
+# rest; SEED=… draws other ones, and the same ones again.
+test-all: crash-test stress-test overlap-test faults-test matrix-test mutation-test sanitize
+
 # Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
-# corruptions: minutes. `make test` has a few of each. INFINITY_CRASH_SEED gives other random ones.
+# corruptions.
 crash-test: bootstrap
-	INFINITY_CRASH_KILLS=500 INFINITY_POWER_IMAGES=1000 INFINITY_CORRUPTIONS=1000 \
-	  $(BIN)/pytest -q -s --timeout 1800 tests/crash tests/runtime/test_corruption.py
+	$(WHOLE) tests/crash tests/runtime/test_corruption.py
 
 # 1000 short runs with a device that answers late and in any order, exceptions, Ctrl-C at any line, failed transfers and
-# loops that do not what was guessed: about 20 minutes on two cores. INFINITY_STRESS_SEED gives other ones.
+# loops that do not what was guessed.
 stress-test: bootstrap
-	INFINITY_STRESS_RUNS=1000 $(BIN)/pytest -q -s tests/stress
+	$(WHOLE) tests/stress
 
-# Thirty steps for every combination of overlap, clipping, accumulation, commits and placement: long.
+# Thirty steps for every combination of overlap, clipping, accumulation, commits and placement.
 overlap-test: bootstrap
-	INFINITY_OVERLAP_FULL=1 $(BIN)/pytest -q tests/runtime/test_overlap.py
+	$(WHOLE) tests/runtime/test_overlap.py
 
-# Guards are taken out of a copy of the sources, one after the other; a test must turn red each time.
+# Every kind of fault at every operation.
+faults-test: bootstrap
+	$(WHOLE) tests/runtime/test_faults.py
+
+# Every combination of the other tests' parameters.
+matrix-test: bootstrap
+	$(WHOLE) $(MATRIX)
+
+# Guards are taken out of copies of the sources, one after the other; a test must turn red each time.
 mutation-test: bootstrap
-	$(BIN)/python tests/mutation/run.py
+	$(BIN)/python tests/mutation/run.py --share $(SHARE) --seed $(SEED)
 
 lint: bootstrap
 	$(BIN)/ruff check .

@@ -26,21 +26,15 @@ from infinity.schedule.backing import Home
 from infinity.schedule.ledger import Ledger
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
-from tests import sampling
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["pytester", "tests.sampling"]
+
 Offload = Callable[..., Any]
-
-
-@pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:], left_out = sampling.drawn_items(items)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(autouse=True)

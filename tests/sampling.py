@@ -88,9 +88,9 @@ def _axis(pair: tuple[str, Hashable]) -> str:
     return pair[0]
 
 
-def drawn_items(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Of all tests, in their order: those to run, and those to leave out. A test with the mark `covering(strength=2)`
-    runs with some of its parameters, every other one with all."""
+@pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test with the mark `covering(strength=2)` runs with some of its parameters, every other one with all."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("covering")]
     for item in marked:
@@ -98,6 +98,9 @@ def drawn_items(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[p
     left_out: set[pytest.Item] = set()
     for cases in functions.values():
         mark = cases[0].get_closest_marker("covering")
-        chosen = drawn(cases, [case.callspec.indices for case in cases], *mark.args)
+        values = [{axis: repr(value) for axis, value in case.callspec.params.items()} for case in cases]
+        chosen = drawn(cases, values, *mark.args)
         left_out |= set(cases) - set(chosen)
-    return [item for item in items if item not in left_out], [item for item in items if item in left_out]
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]

@@ -25,7 +25,7 @@ def counted(offload: Any) -> Statistics:
 
 def test_compute_is_what_the_hosts_stalls_leave_of_a_step_on_the_cpu(counted: Statistics) -> None:
     after = replace(counted, stall_s={**counted.stall_s, "fetch": counted.stall_s["fetch"] + 0.5}, device_idle_s=9.0)
-    report = make_report(FACTS, counted, after, 0, [1.0])
+    report = make_report(FACTS, counted, after, 0, [1.0], warm_up=False)
     assert report.compute_s == pytest.approx(1.5)
     assert "GPU idle" not in report.text()
 
@@ -36,7 +36,7 @@ def test_a_gpu_that_starves_while_the_host_runs_ahead_lowers_the_efficiency(coun
     for idle_s in (0.0, 1.5):
         stalls = {**before.stall_s, "gradient": before.stall_s["gradient"] + 1.9}  # the host waits for the backward
         after = replace(before, device_idle_s=idle_s, stall_s=stalls)
-        reports.append(make_report(FACTS, before, after, 0, [1.0]))
+        reports.append(make_report(FACTS, before, after, 0, [1.0], warm_up=False))
     busy, starving = reports
     assert (busy.compute_s, starving.compute_s) == pytest.approx((2.0, 0.5))
     assert (busy.efficiency, starving.efficiency) == pytest.approx((1.0, 0.25))

@@ -1,4 +1,4 @@
-"""Take away one guard after the other, in a copy of the sources, and see that a test turns red: `make mutation-test`.
+"""Take away one guard after the other, in copies of the sources, and see that a test turns red: `make mutation-test`.
 
 Exit code 1 when a mutant survives, when one cannot be made any more (its text is gone from the sources), or when the
 tests fail without any.
@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fractions import Fraction
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,10 +34,11 @@ _TIMEOUT_S = 900
 
 
 class Copy:
-    """A copy of the sources in which mutants are made, tried and taken back."""
+    """A copy of the sources in which mutants are made, tried and taken back, one at a time."""
 
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / "copy"
+    def __init__(self, path: Path, cores: int) -> None:
+        self.path = path
+        self._cores = cores
         for name in ("infinity", "csrc", "tests", "bench", "examples"):
             shutil.copytree(ROOT / name, self.path / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         for name in ("CMakeLists.txt", "pyproject.toml", "README.md"):
@@ -45,6 +50,7 @@ class Copy:
             "INFINITY_POWER_IMAGES": "120",
         }
         self.build()
+        self._whole = {path: path.read_bytes() for path in (self.path / "infinity").glob("_native*.so")}
         subprocess.run([sys.executable, "-c", CHECK, str(self.path)], check=True, cwd=self.path, env=self.environment)
 
     def build(self) -> None:
@@ -57,7 +63,7 @@ class Copy:
         configure = [cmake, "-S", self.path, "-B", where, "-DCMAKE_BUILD_TYPE=Release", f"-Dpybind11_DIR={pybind}"]
         for command in (
             [*configure, f"-DPython_EXECUTABLE={sys.executable}"],
-            [cmake, "--build", where, "-j", str(os.cpu_count() or 2), "--target", "_native"],
+            [cmake, "--build", where, "-j", str(self._cores), "--target", "_native"],
         ):
             done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
             if done.returncode:
@@ -65,9 +71,16 @@ class Copy:
         for built in where.glob("_native*.so"):
             shutil.copy(built, self.path / "infinity" / built.name)
 
-    def try_tests(self, tests: tuple[str, ...]) -> tuple[int, str]:
+    def take_back(self, mutant: Mutant, text: str) -> None:
+        """Give a file the text it had. What was built of it is built again with the next native mutant."""
+        (self.path / mutant.path).write_text(text)
+        for path, built in self._whole.items() if mutant.native else ():
+            path.unlink()  # never written to: a process may still have it mapped
+            path.write_bytes(built)
+
+    def try_tests(self, *arguments: str) -> tuple[int, str]:
         """pytest's exit code, and the last line it printed that names a test."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
         try:
             done = subprocess.run(
                 command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=_TIMEOUT_S
@@ -97,27 +110,52 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="mutants whose name contains this")
     parser.add_argument("--trust", action="store_true", help="do not run the tests without a mutant first")
+    parser.add_argument("--share", default="all", help="how many of them: 0.1 is a tenth, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of that draw")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="mutants at a time")
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if options.only is None or options.only in mutant.name]
-    survivors = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
-        copy = Copy(Path(scratch))
+    if options.share != "all":
+        count = max(2, round(Fraction(options.share) * len(chosen)))
+        chosen = random.Random(options.seed).sample(chosen, min(count, len(chosen)))
+        print(f"{len(chosen)} of {len(MUTANTS)} mutants, drawn with --seed {options.seed}", flush=True)
+    jobs = max(1, min(options.jobs, len(chosen)))
+    cores = max(1, (os.cpu_count() or 1) // jobs)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as pool:
+        copies = list(pool.map(lambda index: Copy(Path(scratch) / f"copy{index}", cores), range(jobs)))
         if not options.trust:
             tests = sorted({test for mutant in chosen for test in mutant.tests if test.startswith("tests/")})
-            code, line = copy.try_tests(tuple(tests))
+            code, line = copies[0].try_tests("-n", str(jobs), "--dist", "worksteal", *tests)
             if code:
                 print(f"the tests fail without a mutant: {line}")
                 return 1
-        for number, mutant in enumerate(chosen, 1):
-            began = time.monotonic()
-            verdict = _try(copy, mutant)
-            if verdict.startswith("SURVIVED"):
-                survivors.append(mutant.name)
-            print(f"{number:>2}/{len(chosen)} {mutant.name}: {verdict} ({time.monotonic() - began:.0f} s)", flush=True)
+        survivors = _survivors(chosen, copies, pool)
     print(
         f"{len(chosen) - len(survivors)} of {len(chosen)} mutants found" + "".join(f"\n  not: {s}" for s in survivors)
     )
     return 1 if survivors else 0
+
+
+def _survivors(mutants: list[Mutant], copies: list[Copy], pool: ThreadPoolExecutor) -> list[str]:
+    """Try all, each in whichever copy is free; the names of those that no test found."""
+    free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def judged(mutant: Mutant) -> tuple[Mutant, str, float]:
+        copy, began = free.get(), time.monotonic()
+        try:
+            return mutant, _try(copy, mutant), time.monotonic() - began
+        finally:
+            free.put(copy)
+
+    survivors = []
+    for number, done in enumerate(as_completed([pool.submit(judged, mutant) for mutant in mutants]), 1):
+        mutant, verdict, seconds = done.result()
+        if verdict.startswith("SURVIVED"):
+            survivors.append(mutant.name)
+        print(f"{number:>2}/{len(mutants)} {mutant.name}: {verdict} ({seconds:.0f} s)", flush=True)
+    return survivors
 
 
 def _try(copy: Copy, mutant: Mutant) -> str:
@@ -128,11 +166,9 @@ def _try(copy: Copy, mutant: Mutant) -> str:
     try:
         if mutant.native:
             copy.build()
-        code, line = copy.try_tests(mutant.tests)
+        code, line = copy.try_tests(*mutant.tests)
     finally:
-        (copy.path / mutant.path).write_text(before)
-        if mutant.native:
-            copy.build()
+        copy.take_back(mutant, before)
     return f"found: {line}" if code else "SURVIVED"
 
 

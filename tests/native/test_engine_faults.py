@@ -54,6 +54,7 @@ class Run:
             assert part in failure.message
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("index", range(OPERATIONS))
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.ENODEV, errno.EINVAL, errno.ENOMEM])
 def test_an_error_fails_its_request_alone_and_the_next_attempt_works(
@@ -69,6 +70,7 @@ def test_an_error_fails_its_request_alone_and_the_next_attempt_works(
     assert run.back == run.data
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("index", range(OPERATIONS))
 @pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
 def test_an_interrupted_block_is_tried_again(
@@ -80,6 +82,7 @@ def test_an_interrupted_block_is_tried_again(
     assert (run.counters["retries"], run.counters["operations"]) == (1, OPERATIONS + 1)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("index", range(OPERATIONS))
 def test_a_short_transfer_goes_on_from_where_it_stopped(
     engine_name: str, file: _native.File, queue_depth: int, index: int

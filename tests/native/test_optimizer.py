@@ -120,6 +120,7 @@ def rule_segment(name: str, begin: int, end: int, step: int = 3, **options: Any)
     return _native.Segment(begin, end, step=step, rule=name.split()[0], **values)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("grad", GRADS)
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize(("weight", "master"), FORMATS)

@@ -125,6 +125,7 @@ def expected(tmp_path: Path) -> Iterator[dict[str, bytes]]:
     bench.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 @pytest.mark.parametrize("tile", [4096, 8192, 1 << 17])
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -226,6 +226,7 @@ def test_a_loop_that_ends_well_can_be_continued(kind: type[Loop], tmp_path: Path
             if kind is PerPass:
                 loop.passes.value += 1  # what the iteration had left to do
         else:
+            infinity.close(loop.model)
             continue
         infinity.close(loop.model)
         again = kind(infinity.resume(fresh(seed=7), swap))

@@ -51,6 +51,7 @@ def test_nvme_and_host_tiers_end_in_the_same_bits(
     assert_same(ten_steps(offload, torch.bfloat16, "nvme", nvme=nvme, **form), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tile", ["16KiB", "1MiB"])
 @pytest.mark.parametrize("threads", [2, 7])
 def test_tile_size_and_threads_change_no_bit(tile: str, threads: int, offload: Any, form: Any, expected: Any) -> None:

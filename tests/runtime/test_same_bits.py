@@ -76,6 +76,7 @@ def test_weights_in_ram_with_states_on_nvme_end_in_the_same_bits(offload: Any, d
     assert_same(ten_steps(offload, dtype, "nvme", weights="host"), expected)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tile", ["16KiB", "256KiB", "1MiB", "16MiB"])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_tile_size_and_threads_change_no_bit(

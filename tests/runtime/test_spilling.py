@@ -86,6 +86,7 @@ def assert_same(found: Result, expected: Result) -> None:
         assert torch.equal(values, expected[2][name]), name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
