@@ -13,7 +13,7 @@ WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 
 MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
             grep -v 'tests/crash/\|tests/stress/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
 
-.PHONY: demo test test-all crash-test stress-test overlap-test faults-test matrix-test mutation-test lint bootstrap \
+.PHONY: demo test test-all crash-test stress-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
   sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 demo: bootstrap
@@ -30,7 +30,7 @@ test: bootstrap
 
 # Everything that `make test` has a sample of (tests/sampling.py): hours. SHARE=0.1 takes the sample and a tenth of the
 # rest; SEED=… draws other ones, and the same ones again.
-test-all: crash-test stress-test overlap-test faults-test matrix-test mutation-test sanitize
+test-all: crash-test stress-test overlap-test faults-test matrix-test imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
 # corruptions.
@@ -53,6 +53,10 @@ faults-test: bootstrap
 # Every combination of the other tests' parameters.
 matrix-test: bootstrap
 	$(WHOLE) $(MATRIX)
+
+# The GPU's tests where there is none, with a GPU that is imitated: that their own code works.
+imitation-test: bootstrap
+	$(PYTEST) -m gpu tests/gpu
 
 # Guards are taken out of copies of the sources, one after the other; a test must turn red each time.
 mutation-test: bootstrap
@@ -86,7 +90,7 @@ gpu-prove: bootstrap
 
 # The C++ tests under ThreadSanitizer, then under AddressSanitizer with UndefinedBehaviorSanitizer.
 sanitize: bootstrap
-	@[ -e /usr/include/doctest/doctest.h ] || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get install -y -qq doctest-dev; }
+	@[ -e /usr/include/doctest/doctest.h ] || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq doctest-dev; }
 	for kind in thread address,undefined; do \
 	  $(BIN)/cmake -S . -B build/sanitize-$$kind -DINFINITY_PYTHON=OFF -DINFINITY_TESTS=ON -DINFINITY_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && $(BIN)/cmake --build build/sanitize-$$kind -j$$(nproc) && \
@@ -99,7 +103,7 @@ neon: bootstrap
 	@missing=; [ -e /usr/include/doctest/doctest.h ] || missing="$$missing doctest-dev"; \
 	command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
 	command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
-	if [ -n "$$missing" ]; then sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get install -y -qq $$missing; fi
+	if [ -n "$$missing" ]; then sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing; fi
 	mkdir -p build/neon/include
 	ln -sfn /usr/include/doctest build/neon/include/doctest
 	ln -sfn /usr/include/xxhash.h build/neon/include/xxhash.h

@@ -18,6 +18,7 @@ import json
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,9 @@ def summary(line: dict[str, Any]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"), help="folder for what is found")
-    parser.add_argument("--work", type=Path, default=Path("build/gpu-work"), help="on the disk to measure; emptied")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build"), help="folder on the disk to measure; gets a folder that goes again"
+    )
     parser.add_argument("--stages", type=_numbers, default=NUMBERS, help="of 0 to 6, such as 0,5 (default: all)")
     parser.add_argument("--budget", type=float, default=_BUDGET_S, help=f"seconds (default {_BUDGET_S:.0f})")
     parser.add_argument(
@@ -121,9 +124,10 @@ def main() -> int:
     options = build_parser().parse_args()
     budget = Budget(options.budget)
     signal.signal(signal.SIGTERM, _terminate)
-    out, work = options.out.resolve(), options.work.resolve()
-    for folder in (out, work):
+    out = options.out.resolve()
+    for folder in (out, options.work):
         folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix="gpu-check-", dir=options.work.resolve()))
     (out / "gpu-check.log").write_text("")
     candidates = [Path(sys.executable)]
     if (own := ROOT / ".venv" / "bin" / "python").exists() and own != candidates[0]:

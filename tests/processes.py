@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import cache
 from multiprocessing.connection import Connection
@@ -55,11 +56,17 @@ class Forked:
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
-    def finished(self) -> tuple[str, str]:
-        """Wait for its end; what it printed that was not read yet, and what went to stderr, apart."""
-        with self.stdout:
-            out = self.stdout.read()
-        self._process.join()
+    def finished(self, within_s: float = 240.0) -> tuple[str, str]:
+        """Wait for its end; what it printed that was not read yet, and what went to stderr, apart. One that hangs is
+        killed: its exit code says so."""
+        deadline = threading.Timer(within_s, self._process.kill)
+        deadline.start()
+        try:
+            with self.stdout:
+                out = self.stdout.read()
+            self._process.join()
+        finally:
+            deadline.cancel()
         if self._errors is None:
             return out, ""
         with os.fdopen(self._errors) as errors:

@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for cases in functions.values():
         mark = cases[0].get_closest_marker("covering")
         values = [{axis: repr(value) for axis, value in case.callspec.params.items()} for case in cases]
-        chosen = drawn(cases, values, *mark.args)
+        chosen = drawn(cases, values, *mark.args, **mark.kwargs)
         left_out |= set(cases) - set(chosen)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])

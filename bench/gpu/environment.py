@@ -134,7 +134,8 @@ def _make_environment(root: Path, python: Path) -> Path:
     """An environment that sees the packages of `python`: the environment's own come first."""
     inside = _environment_python(root)
     has_pip = _run([python, "-m", "pip", "--version"], check=False).returncode == 0
-    if not inside.exists():
+    if not inside.exists() or not _same_version(inside, python):
+        shutil.rmtree(root / ENVIRONMENT, ignore_errors=True)
         flags = ["--without-pip"] if has_pip else []
         done = _run([python, "-m", "venv", *flags, root / ENVIRONMENT], check=False)
         if done.returncode:
@@ -143,6 +144,12 @@ def _make_environment(root: Path, python: Path) -> Path:
     own = json.loads(_run([inside, "-c", "import json, site; print(json.dumps(site.getsitepackages()))"]).stdout)[0]
     (Path(own) / "preinstalled.pth").write_text("".join(f"{path}\n" for path in sites))
     return inside
+
+
+def _same_version(*pythons: Path) -> bool:
+    """Whether what is compiled for one of these fits the others."""
+    ask = "import sys; print(sys.implementation.cache_tag)"
+    return len({_run([python, "-c", ask], check=False).stdout for python in pythons}) == 1
 
 
 def _install_missing(root: Path, inside: Path) -> list[str]:

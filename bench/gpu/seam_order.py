@@ -114,6 +114,7 @@ class _Schedule:
     sources: list[torch.Tensor]
     landing: list[torch.Tensor]
     sleeper: Sleeper
+    number: int
     random: random.Random
     side: torch.cuda.Stream
     slots: dict[int, CudaSlot] = field(default_factory=dict)
@@ -122,6 +123,10 @@ class _Schedule:
 
     def run(self, operations: int, streams: list[torch.cuda.Stream]) -> int:
         """Returns how many values were wrong."""
+        for index, source in enumerate(self.sources):  # other values than the schedule before: what is left of it shows
+            source.fill_(self._value(index))
+        for landing in self.landing:
+            landing.fill_(_POISON)
         for _ in range(operations):
             self.random.choice((self._upload, self._use, self._use, self._evict, self._gradient, self._sleep))(streams)
         self.seam.synchronize_downloads()
@@ -140,7 +145,11 @@ class _Schedule:
             return
         index = self.random.choice(sorted(self.slots))
         self.slots[index].wait()
-        self.seen.append((self.slots[index].tensor.clone(), index + 1))
+        self.seen.append((self.slots[index].tensor.clone(), self._value(index)))
+
+    def _value(self, index: int) -> int:
+        """Of source `index` in this schedule; never _POISON."""
+        return (self.number * len(self.sources) + index) % _POISON
 
     def _evict(self, streams: list[torch.cuda.Stream]) -> None:
         if self.slots:
@@ -175,7 +184,7 @@ def random_schedules(sleeper: Sleeper, count: int, left_s: Any = None) -> dict[s
         if left_s is not None and left_s() < 10:
             break
         seam = open_seam()
-        schedule = _Schedule(seam, sources, landing, sleeper, random.Random(seed), side)
+        schedule = _Schedule(seam, sources, landing, sleeper, seed, random.Random(seed), side)
         main = torch.cuda.current_stream()
         if schedule.run(40, [main, _upload_stream(seam), seam._down]):
             failed.append(seed)

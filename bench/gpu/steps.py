@@ -79,15 +79,15 @@ class Plan:
 
 
 def run_contenders(plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row per contender, as soon as it is done; `error` in it where it failed."""
+    """A row per contender, as soon as it is done; `error` in it where it failed, `skipped` where it was not begun."""
     ends = time.monotonic() + plan.seconds
     for name in plan.names:
         if name in plan.left_out:
-            yield {"contender": name, "error": plan.left_out[name]}
+            yield {"contender": name, "skipped": plan.left_out[name]}
             continue
         left = ends - time.monotonic()
         if left < 5:
-            yield {"contender": name, "error": "no time left"}
+            yield {"contender": name, "skipped": "no time left"}
             continue
         yield {"contender": name} | _measure(name, plan, left)
 
@@ -164,8 +164,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """For people: a line per contender."""
     lines = [f"{'contender':<18}{'s/step':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'B/param':>9}{'reserved':>10}  on"]
     for row in rows:
-        if "error" in row:
-            lines.append(f"{row['contender']:<18}{row['error'].splitlines()[0][:100]}")
+        without = row.get("error") or row.get("skipped")
+        if without:
+            lines.append(f"{row['contender']:<18}{without.splitlines()[0][:100]}")
             continue
         moved = row.get("read_bytes_per_parameter", 0) + row.get("written_bytes_per_parameter", 0)
         reserved = f"{row['max_memory_reserved'] / _GIB:.1f}GiB" if "max_memory_reserved" in row else "-"

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,7 +27,7 @@ from infinity.cli.report import make_report, write_report
 from infinity.cli.scaling import DTYPES, make_scaler
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, InfinityError, ModelError
-from infinity.runtime.offload import close
+from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, finish_commit, track
 
@@ -53,9 +53,9 @@ def finetune(options: argparse.Namespace) -> int:
             stopped = run.train()
             if stopped and config.commit_every:
                 return _leave(model, config, stopped, run.done)
+            report = run.report()
             batch = next(data.batches(1, options.seed))
             logits = _logits(model, batch) if options.verify_output else None
-            report = run.report()
             with _working_directory(output) as work:
                 save_pretrained(model, work / "model")
                 close(model)
@@ -322,8 +322,15 @@ class _Run:
             )
 
     def report(self) -> Any:
+        """Of the steps done here. A step's update may go on beside the next step and is counted there; that of a step
+        alone is waited for."""
         mine = self.facts[self._before :]
         alone = len(mine) == 1
+        if alone:
+            began = time.perf_counter()
+            synchronize(self._model)
+            mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
+            self._now = statistics(self._model)
         measured, before = (mine, self._began) if alone else (mine[1:], self._first)
         losses = [fact.loss for fact in self.facts]
         return make_report(measured, before, self._now, self._optim.skipped_steps, losses, warm_up=alone)

@@ -68,7 +68,8 @@ class PlainProgress:
         while self._lines and not self._writing:
             self._writing = True
             try:
-                print(self._lines.pop(0), file=self._stream, flush=True)
+                if self._lines:  # a handler that came since may have written them
+                    print(self._lines.pop(0), file=self._stream, flush=True)
             finally:
                 self._writing = False
 

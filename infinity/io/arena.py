@@ -129,10 +129,10 @@ class PinnedArena(Space):
             runtime = torch.cuda.cudart()
             error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
             if error != 0:
-                cuda_error.forget()
+                cuda_error.forget(device)
                 return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
         self._registered = True
-        weakref.finalize(self, _unregister, runtime, self.native.address)
+        weakref.finalize(self, _unregister, runtime, self.native.address, device)
         return ""
 
     @property
@@ -140,6 +140,6 @@ class PinnedArena(Space):
         return self._registered
 
 
-def _unregister(runtime: Any, address: int) -> None:
+def _unregister(runtime: Any, address: int, device: torch.device) -> None:
     if int(runtime.cudaHostUnregister(address)) != 0:
-        cuda_error.forget()
+        cuda_error.forget(device)

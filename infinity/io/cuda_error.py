@@ -16,24 +16,31 @@ _TAKES_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError
 """By the beginning of a runtime's file name, the function that returns the pending error and forgets it."""
 
 
-def forget(maps: Path = Path("/proc/self/maps")) -> None:
+def forget(device: torch.device, maps: Path = Path("/proc/self/maps")) -> None:
     """Forget the pending error of this thread: it was told.
 
+    Each runtime that is loaded keeps an error of its own, and nobody says which runtime torch uses: all are asked.
+
     Args:
+        device: the GPU that is used.
         maps: what is loaded into this process, as Linux lists it.
     """
-    for line in maps.read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        for library, function in _TAKES_ERROR.items():
-            if path.name.startswith(library):
-                getattr(ctypes.CDLL(str(path)), function)()
-                return
-    _provoke()
+    loaded = {Path(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()}
+    runtimes = [
+        (path, function)
+        for path in sorted(loaded)
+        for library, function in _TAKES_ERROR.items()
+        if path.name.startswith(library)
+    ]
+    for path, function in runtimes:
+        getattr(ctypes.CDLL(str(path)), function)()
+    if not runtimes:
+        _provoke(device)
 
 
-def _provoke() -> None:
+def _provoke(device: torch.device) -> None:
     """Where the runtime is a part of torch's own library: the launch check of a kernel takes the error, and raises."""
     try:
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
     except RuntimeError:
         return

@@ -256,9 +256,14 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     resolved = torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type == "cpu":
+        return torch.device("cpu")  # cpu:0 is the same one
+    if resolved.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"device {resolved}: this torch ({torch.__version__}) finds no such device that infinity can use. Leave "
+            "device= out, which takes the GPU where there is one, or install a torch for it."
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
 
 
 def _trainable(found: Discovery) -> list[Group]:

@@ -240,8 +240,7 @@ class _IdleClock:
         return event
 
     def begin(self) -> None:
-        if self._began is None:
-            self._began = self._now()
+        self._began = self._now()  # one that an exception left open is forgotten
 
     def end(self) -> None:
         if self._began is not None:

@@ -473,7 +473,8 @@ class Ledger:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.
 
         While an exception is on its way only what is known to be the top of the loop is committed: the loop may have
-        stopped between its optimizer and its scheduler. Idempotent; does nothing in a forked child.
+        stopped between its optimizer and its scheduler, and a generation of that would not be one of a run that never
+        stopped. Idempotent; does nothing in a forked child.
 
         Args:
             discard: commit nothing and remove the generations, too.

@@ -16,9 +16,11 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+import infinity
+from infinity.cli import finetune
 from infinity.cli.data import PackedData
 from infinity.cli.main import main
-from infinity.cli.report import processors_alone
+from infinity.cli.report import make_report, processors_alone
 from infinity.errors import ConfigError
 from infinity.schedule.timeline import CAUSES
 from tests.models import VOCABULARY, bert, llama
@@ -110,6 +112,28 @@ def test_what_is_moved_is_what_was_planned_for_as_many_passes(passes: int, job: 
     moved, planned = report["bytes_per_parameter"], report["planned_bytes_per_parameter"]
     assert 0.95 * planned < moved <= planned  # what is still in the window when the next pass adds to it is not read
     assert passes > 1 or moved == planned
+
+
+def test_a_run_of_one_step_reports_its_whole_update(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    models, reported = [], []
+
+    def counted(model: Any) -> Any:
+        models.append(model)
+        return infinity.statistics(model)
+
+    def make(facts: Any, before: Any, after: Any, *arguments: Any, **options: Any) -> Any:
+        infinity.synchronize(models[-1])
+        reported.append((after, infinity.statistics(models[-1])))
+        return make_report(facts, before, after, *arguments, **options)
+
+    monkeypatch.setattr(finetune, "statistics", counted)
+    monkeypatch.setattr(finetune, "make_report", make)
+    assert run(job | {"--steps": 1}) == 0
+    (after, at_the_end), *others = reported
+    assert others == []
+    assert after.read_bytes == at_the_end.read_bytes
+    assert after.written_bytes == at_the_end.written_bytes
+    assert after.adam_s == at_the_end.adam_s
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -14,6 +14,7 @@ import torch
 from infinity.io import cuda_error
 from infinity.io.arena import PinnedArena
 
+GPU = torch.device("cuda", 1)
 LINE = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234   {path}\n"
 
 
@@ -36,7 +37,7 @@ class Runtime:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each time an error was forgotten."""
     notes: list[str] = []
-    monkeypatch.setattr(cuda_error, "forget", lambda: notes.append("forgotten"))
+    monkeypatch.setattr(cuda_error, "forget", lambda device: notes.append(str(device)))
     return notes
 
 
@@ -66,36 +67,45 @@ def test_the_runtime_that_is_loaded_is_asked(
     library: str, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     maps, asked = tmp_path / "maps", []
-    maps.write_text(LINE.format(path="/usr/lib/libc.so.6") + LINE.format(path="") + LINE.format(path=library))
+    maps.write_text("".join(LINE.format(path=path) for path in ("/usr/lib/libc.so.6", "", library, library)))
 
     def load(path: str) -> Any:
         return SimpleNamespace(**{function: lambda: asked.append(path)})
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_error.forget(maps)
+    cuda_error.forget(GPU, maps)
     assert asked == [library]
+
+
+def test_every_runtime_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps, asked = tmp_path / "maps", []
+    libraries = ["/site/cupy/libcudart.so.12", "/site/torch/libcudart.so.13"]
+    maps.write_text("".join(LINE.format(path=path) for path in libraries))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(cudaGetLastError=lambda: asked.append(path)))
+    cuda_error.forget(GPU, maps)
+    assert asked == libraries
 
 
 def test_without_a_runtime_of_its_own_a_kernel_takes_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "maps").write_text(LINE.format(path="/usr/lib/libc.so.6"))
     launched = []
 
-    def zeros(numel: int, device: str) -> None:
+    def zeros(numel: int, device: torch.device) -> None:
         launched.append(device)
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    cuda_error.forget(tmp_path / "maps")
-    assert launched == ["cuda"]
+    cuda_error.forget(GPU, tmp_path / "maps")
+    assert launched == [GPU]
 
 
 def test_a_refused_registration_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
     devices = give(monkeypatch, Runtime(register=2))
     arena = PinnedArena(1 << 16)
-    assert "error 2" in arena.register_with_cuda(torch.device("cuda", 1))
+    assert "error 2" in arena.register_with_cuda(GPU)
     assert not arena.pinned
-    assert forgotten == ["forgotten"]
-    assert devices == [torch.device("cuda", 1)]
+    assert forgotten == ["cuda:1"]
+    assert devices == [GPU]
 
 
 def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
@@ -103,9 +113,9 @@ def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.Mon
     give(monkeypatch, runtime)
     arena = PinnedArena(1 << 16)
     address = arena.native.address
-    assert arena.register_with_cuda(torch.device("cuda", 0)) == ""
+    assert arena.register_with_cuda(GPU) == ""
     assert arena.pinned
     assert forgotten == []
     del arena
     assert runtime.unregistered == [address]
-    assert forgotten == ["forgotten"]
+    assert forgotten == ["cuda:1"]

@@ -91,7 +91,7 @@ def test_a_fault_at_every_operation_is_survived_or_named(kind: str, engine: str,
     print(f"{kind} on {engine}: {len(indices)} of {operations} cases, {named} named, {len(indices) - named} right")
     # A prefetch that nobody came for may fail unnoticed, and damage that nobody reads does no harm.
     least = {**dict.fromkeys(ERRORS + LOST, 0.9), **dict.fromkeys(SILENT, 0.3)}
-    assert len(indices) - named <= (1 - least.get(kind, 0)) * operations
+    assert named + (len(indices) < operations) >= least.get(kind, 0) * len(indices)  # one may be luck in a sample
     assert (named == 0) == (kind in SURVIVED)
 
 

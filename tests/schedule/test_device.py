@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.errors import ConfigError
+from infinity.runtime.offload import _resolve_device
 from infinity.schedule import registry
 from infinity.schedule.device import CudaDevice
 from infinity.schedule.slots import CudaSlots
@@ -205,6 +207,18 @@ def test_time_without_work_is_counted_once_the_gpu_has_passed_it(gpu: Imitation)
     assert device.idle_s == pytest.approx(7e-3)
 
 
+def test_what_an_exception_left_open_is_not_counted(gpu: Imitation) -> None:
+    device = gpu.device()
+    device.idle_begins()  # and something is raised
+    for _ in range(100):
+        gpu.default.record_event()
+    device.idle_begins()
+    device.idle_ends()
+    for _ in range(gpu.lag):
+        gpu.default.record_event()
+    assert device.idle_s == pytest.approx(1e-3)
+
+
 def test_a_gpu_that_waits_for_weights_says_so(offload: Any, gpu: Imitation) -> None:
     model = offload(Blocks().bfloat16(), "nvme", memory=TIGHT)
     train(model)
@@ -212,11 +226,16 @@ def test_a_gpu_that_waits_for_weights_says_so(offload: Any, gpu: Imitation) -> N
 
 
 def test_cuda_without_an_index_is_the_gpu_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    from infinity.runtime.offload import _resolve_device
-
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert _resolve_device("cuda") == torch.device("cuda", 3)
     assert _resolve_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert _resolve_device("cpu") == torch.device("cpu")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert _resolve_device(None) == torch.device("cuda", 3)
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1", "mps"):
+        with pytest.raises(ConfigError, match=f"device {device}: .* Leave device= out"):
+            _resolve_device(device)
+    assert _resolve_device("cpu:0") == _resolve_device(None) == torch.device("cpu")

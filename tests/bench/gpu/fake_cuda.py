@@ -47,5 +47,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
-    patch.setattr(cuda_error, "forget", lambda: None)
+    patch.setattr(cuda_error, "forget", lambda device: None)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

@@ -48,9 +48,11 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         facts = TorchFacts(Path(sys.executable), "2.13.0+cpu", None, devices)
         monkeypatch.setattr(gpu_check, "choose_python", lambda candidates: facts)
         out, work = tmp_path / "out", tmp_path / "work"
+        work.mkdir(exist_ok=True)
+        (work / "precious").write_text("was there before")
         monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(out), "--work", str(work), *arguments])
         code = gpu_check.main()
-        assert not work.exists()
+        assert [path.name for path in work.iterdir()] == ["precious"]
         return code, [json.loads(line) for line in (out / "gpu-check.jsonl").read_text().splitlines()]
 
     return run

@@ -43,7 +43,8 @@ def test_the_stages_fit_ten_minutes_and_exist() -> None:
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_pinning_tells_a_refusal_from_a_registration(tmp_path: Path) -> None:
+def test_pinning_tells_a_refusal_from_a_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_pinning, "available_host_bytes", lambda: 14 << 30)
     lines = lines_of(stage_pinning, tmp_path, sizes_gib=[1, 1 << 20])
     after = lines["a kernel after a refused registration"]
     assert after["verdict"] == "ok"
@@ -98,3 +99,23 @@ def test_right_values_pass_and_wrong_ones_are_counted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(seam_order.CudaDevice, "upload", stale)
     assert seam_order.evict_under_sleep(sleeper, side_stream=False, rounds=2)["wrong"] == 2 * 8
     assert seam_order.random_schedules(sleeper, 20)["wrong seeds"]
+
+
+@pytest.mark.usefixtures("fake_gpu")
+@pytest.mark.parametrize("copy", ["upload", "download"])
+def test_a_copy_that_is_left_out_late_in_the_schedules_shows(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier schedule left behind must not be taken for what this one copied."""
+    whole, slots = getattr(seam_order.CudaDevice, copy), {}
+    calls = []
+
+    def left_out(seam: Any, source: torch.Tensor, other: Any) -> Any:
+        calls.append(copy)
+        if len(calls) < 100:
+            slots[source.numel()] = done = whole(seam, source, other)
+            return done
+        return slots[source.numel()] if copy == "upload" else None
+
+    monkeypatch.setattr(seam_order.CudaDevice, copy, left_out)
+    wrong = seam_order.random_schedules(Sleeper(), 60)["wrong seeds"]
+    assert len(calls) > 100
+    assert wrong
