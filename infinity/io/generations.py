@@ -157,8 +157,10 @@ class Generations:
             check: raises ManifestError for a manifest that cannot be used.
 
         Raises:
-            ResumeError: there is none that is whole, or no such step; says what is wrong with each.
-            SwapIOError: a part of one cannot be read. Nothing was changed: try again, or give `step`.
+            ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
+                proves a header that was rebuilt.
+            SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
+                before, and so is the disk but for rebuilt headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
@@ -171,9 +173,15 @@ class Generations:
             self._adopt(manifest, memory)
             return manifest
 
-        manifest = newest_usable(self._store, step, use, "resume")
+        before = [extent.slot for extent in self._extents]
+        try:
+            manifest = newest_usable(self._store, step, use, "resume")
+            self._store.write_rebuilt_headers(self._extents)
+        except BaseException:
+            for extent, slot in zip(self._extents, before, strict=True):
+                extent.slot = slot
+            raise
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
-        self._store.write_rebuilt_headers()
         self._keep_with(manifest, found)
         return manifest
 
@@ -194,25 +202,19 @@ class Generations:
                 raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
 
     def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
-        """Point the extents to a generation, once all of it has been read and is what was written.
+        """Point the extents to a generation and read all of it.
 
         Raises:
             ResumeError: names what is damaged.
             SwapIOError: a part cannot be read.
         """
-        before = [extent.slot for extent in self._extents]
         for extent, record in zip(self._extents, manifest.extents, strict=True):
             extent.slot = record.slot
-        try:
-            damage = list(verify(self._store, self._extents, manifest, memory))
-            for each in damage:
-                if each.error is not None:
-                    raise each.error
-            require_undamaged(damage)
-        except BaseException:
-            for extent, slot in zip(self._extents, before, strict=True):
-                extent.slot = slot
-            raise
+        damage = list(verify(self._store, self._extents, manifest, memory))
+        for each in damage:
+            if each.error is not None:
+                raise each.error
+        require_undamaged(damage)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
         """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""

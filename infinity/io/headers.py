@@ -3,9 +3,9 @@
 [Note: what a header is rebuilt from]
 Another member's header, or else the newest manifest that can be read: each says all that a header says. Neither proves
 that a swap file without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a
-generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written; a
-generation without checksums is refused. A store that is updated in place has no manifests, so its header is never
-rebuilt as that of a store that can be resumed.
+generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written, if
+some of those bytes lie in that very swap file; a generation without checksums is refused. A store that is updated in
+place has no manifests, so its header is never rebuilt as that of a store that can be resumed.
 """
 
 from __future__ import annotations

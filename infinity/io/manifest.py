@@ -44,7 +44,7 @@ class StoreRecord(Record):
     created: Name
     members: Annotated[list[Name], Field(min_length=1, max_length=64)]
     shares: list[Annotated[int, Field(ge=1, le=1024)]]
-    stripe_bytes: Bytes
+    stripe_bytes: Annotated[int, Field(gt=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
     nbytes: Bytes
 
 

@@ -3,6 +3,7 @@ be of another run, or of no step, is refused, and nothing is written to it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -13,11 +14,15 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import _native
 from infinity.cli.main import main
-from infinity.errors import DirtyStoreError, ManifestError, ResumeError, StoreNotEmptyError
-from infinity.io import document, store
+from infinity.errors import DirtyStoreError, ManifestError, ResumeError, StoreNotEmptyError, SwapIOError
+from infinity.io import document, durable, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
+from infinity.io.store import ExtentMap, SwapStore
+from infinity.sizes import PAGE_BYTES
 from tests.conftest import weights_of
 
 STEPS = 2
@@ -35,10 +40,10 @@ def config(*paths: Path, **overrides: Any) -> dict[str, Any]:
     return base | {"nvme": nvme, "update": {"tile": "16KiB", "threads": 1}, "commit_every": 1, "keep": 2} | overrides
 
 
-def trained(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights after a run of STEPS steps that has ended."""
+def trained(settings: dict[str, Any], seed: int = 0, stripe: int = 4096) -> dict[str, torch.Tensor]:
+    """Weights after a run of STEPS steps that has ended; every state is on both disks, where stripes are as short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "STRIPE_BYTES", 4096)  # so that every state is on both disks
+        patch.setattr(store, "STRIPE_BYTES", stripe)
         patch.setattr(store, "_probe", lambda *_: 1e9)
         net = infinity.offload(build(), settings)
     optim = infinity.AdamW(net.parameters(), lr=1e-2)
@@ -144,6 +149,86 @@ def test_the_header_of_another_runs_disk_is_never_rebuilt(member: int, disks: li
     with pytest.raises(ResumeError, match="does not have the checksum of what was written"):
         infinity.resume(build(), config(*disks))
     assert headers(disks) == before
+
+
+def test_a_header_is_not_rebuilt_where_no_byte_of_the_generation_lies(tmp_path: Path) -> None:
+    """The whole store is in the first disk's first stripe: checksums say nothing of the second disk."""
+    runs = [[tmp_path / run / disk for disk in DISKS] for run in ("one", "two")]
+    for seed, paths in enumerate(runs):
+        trained(config(*paths), seed=100 * seed, stripe=store.STRIPE_BYTES)
+    mistaken = [runs[0][0], runs[1][1]]
+    flip(mistaken[1] / HEADER_NAME)
+    before = headers(mistaken)
+    for paths in (mistaken, runs[1]):  # nobody can tell which is right
+        with pytest.raises(ResumeError, match=rf"{mistaken[1] / SWAP_NAME}, whose header.*checkpoint export"):
+            infinity.resume(build(), config(*paths))
+    assert headers(mistaken) == before
+    assert main(["checkpoint", "export", *map(str, runs[1]), "--output", str(tmp_path / "copy")]) == 0
+
+
+class Small:
+    """A store in stripes of a page with one generation of an extent, and its second slot written; then resumed without
+    headers."""
+
+    def __init__(self, root: Path, pages: int) -> None:
+        self.paths = [root / disk for disk in DISKS]
+        self.memory = _native.Arena(16 * PAGE_BYTES, huge_pages=False).view(0, 16 * PAGE_BYTES)
+        extents = ExtentMap()
+        self.extent = extents.add("unit", "weight", pages * PAGE_BYTES, slots=2)
+        self.engine = _native.IOEngine()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "STRIPE_BYTES", PAGE_BYTES)
+            patch.setattr(store, "_probe", lambda *_: 1e9)
+            first = SwapStore(self.paths, extents.nbytes, self.engine, mode="generations")
+        for slot in (0, 1):
+            first.write(self.extent, self.memory[: self.extent.nbytes], slot=slot).result()
+        self.extent.slot = 1
+        Generations(first, [self.extent], 1).make(1, {}, {})
+        first.close()
+        self.extent.slot = 0
+        self.before = headers(self.paths)
+        for path in self.paths:
+            (path / HEADER_NAME).unlink()
+        self.store = SwapStore(self.paths, extents.nbytes, self.engine, mode="resume")
+        self.generations = Generations(self.store, [self.extent], 1)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.store.close()
+
+
+@pytest.mark.parametrize(("pages", "proven"), [(1, False), (2, True), (3, True)])
+def test_a_page_of_the_generation_on_each_disk_proves_the_headers(pages: int, proven: bool, tmp_path: Path) -> None:
+    """A block of checksums may lie on several disks, and another slot proves nothing."""
+    small = Small(tmp_path, pages)
+    with contextlib.nullcontext() if proven else pytest.raises(ResumeError, match=str(small.paths[0] / SWAP_NAME)):
+        small.generations.recover(small.memory)
+    small.close()
+    assert headers(small.paths) == (small.before if proven else [None, None])
+    assert small.extent.slot == int(proven)
+
+
+def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(tmp_path, 2)
+    write = durable.write_file
+
+    def fail(path: Path, parts: Any) -> None:
+        if path.parent == small.paths[1]:
+            raise SwapIOError("writing", path=str(path), errno=5)
+        write(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_file", fail)
+        with pytest.raises(SwapIOError):
+            small.generations.recover(small.memory)
+    assert (small.extent.slot, small.generations.newest, small.store.proven) == (0, None, False)
+    assert headers(small.paths) == [small.before[0], None]
+    assert small.generations.recover(small.memory).step == 1
+    assert (small.extent.slot, small.store.proven) == (1, True)
+    small.close()
+    assert headers(small.paths) == small.before
 
 
 def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:

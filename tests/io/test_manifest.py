@@ -99,6 +99,7 @@ def test_extents_in_no_known_form_are_refused(extents: Any, tmp_path: Path) -> N
         {"store": dict(STORE) | {"shares": [0, 1]}},
         {"store": dict(STORE) | {"members": []}},
         {"store": dict(STORE) | {"stripe_bytes": 1000}},
+        {"store": dict(STORE) | {"stripe_bytes": 0}},
         {"store": dict(STORE) | {"run": "r"}},
     ],
     ids=str,
