@@ -25,7 +25,15 @@ from typing import Any, TypeVar
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
 from infinity.io.engine import Transfer
-from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_kept, write_manifest
+from infinity.io.manifest import (
+    SUM_BLOCK_BYTES,
+    SUM_BYTES,
+    ExtentRecord,
+    Manifest,
+    read_kept,
+    require_known,
+    write_manifest,
+)
 from infinity.io.store import Extent, SwapStore, now, wait_all
 from infinity.sizes import PAGE_BYTES
 
@@ -157,6 +165,7 @@ class Generations:
             check: raises ManifestError for a manifest that cannot be used.
 
         Raises:
+            NewerVersionError: a newer infinity wrote one of them, whichever is asked for.
             ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
                 proves a header that was rebuilt.
             SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
@@ -166,6 +175,7 @@ class Generations:
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
+        require_known(found.values())  # one that this run does not go on from would be removed
 
         def use(manifest: Manifest) -> Manifest:
             self._require_fitting(manifest)

@@ -4,6 +4,7 @@ be of another run, or of no step, is refused, and nothing is written to it."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -16,7 +17,14 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.cli.main import main
-from infinity.errors import DirtyStoreError, ManifestError, ResumeError, StoreNotEmptyError, SwapIOError
+from infinity.errors import (
+    DirtyStoreError,
+    ManifestError,
+    NewerVersionError,
+    ResumeError,
+    StoreNotEmptyError,
+    SwapIOError,
+)
 from infinity.io import document, durable, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generations import Generations
@@ -87,9 +95,14 @@ def headers(disks: list[Path]) -> list[bytes | None]:
 
 def without_store(path: Path) -> None:
     """As a version wrote it that did not keep there what headers say."""
-    value = document.read(path, "generation")
+    value = document.read(path, "generation", 2)
     del value["store"]
     path.write_bytes(b"".join(document.write("generation", value)))
+
+
+def rewrite(path: Path, kind: str, known: int, version: int) -> None:
+    """As a newer infinity writes it: with a field that this one does not know."""
+    path.write_bytes(b"".join(document.write(kind, document.read(path, kind, known) | {"more": 1}, version)))
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
@@ -125,6 +138,49 @@ def test_old_manifests_are_read_and_the_error_says_what_they_lack(disks: list[Pa
     ):
         infinity.resume(build(), config(*disks))
     assert headers(disks) == before
+
+
+@pytest.mark.parametrize(("version", "message"), [(1, "has a wrong value: more"), (2, "written by a newer infinity")])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+def test_a_header_that_is_not_understood_stays(
+    which: tuple[int, ...], version: int, message: str, disks: list[Path]
+) -> None:
+    for index in which:
+        rewrite(disks[index] / HEADER_NAME, "store", 1, version)
+    before = headers(disks)
+    with pytest.raises(ManifestError, match=message):
+        infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+def test_a_header_that_cannot_be_read_now_stays(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read_bytes = headers(disks), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == disks[1] / HEADER_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(ManifestError, match=f"{disks[1]}.*cannot be read: Input"):
+            infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+@pytest.mark.parametrize("headerless", [False, True])
+@pytest.mark.parametrize("newer", range(1, STEPS + 1))
+@pytest.mark.parametrize("step", [None, *range(1, STEPS + 1)])
+def test_a_manifest_of_a_newer_infinity_is_never_removed(
+    step: int | None, newer: int, headerless: bool, disks: list[Path]
+) -> None:
+    rewrite(generations_in(disks[0])[newer], "generation", 2, 3)
+    for disk in disks if headerless else ():
+        flip(disk / HEADER_NAME)
+    before = headers(disks), {path: path.read_bytes() for path in generations_in(disks[0]).values()}
+    with pytest.raises(NewerVersionError, match="was written by a newer infinity"):
+        infinity.resume(build(), config(*disks), step=step)
+    assert (headers(disks), {path: path.read_bytes() for path in generations_in(disks[0]).values()}) == before
 
 
 def test_an_older_manifest_serves_where_the_newest_is_damaged(disks: list[Path], caplog: Any) -> None:
