@@ -355,6 +355,38 @@ def test_the_command_line_works_beside_a_damaged_header(
     assert not any(name.endswith("infinity") for disk in disks for name in os.listdir(disk))
 
 
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
+def test_a_part_of_a_store_is_not_removed_alone(damage: Any, disks: list[Path], capsys: Any) -> None:
+    damage(disks[1] / HEADER_NAME)
+    for disk in disks:
+        assert main(["checkpoint", "remove", str(disk)]) == 2
+        assert "directories" in capsys.readouterr().err
+        assert (disk / SWAP_NAME).exists()
+    infinity.close(infinity.resume(build(), config(*disks)))
+    damage(disks[1] / HEADER_NAME)
+    assert main(["checkpoint", "remove", *map(str, disks)]) == 0
+    assert not any((disk / SWAP_NAME).exists() for disk in disks)
+
+
+@pytest.mark.parametrize(("version", "message"), [(1, "has a wrong value: more"), (2, "written by a newer infinity")])
+def test_a_store_whose_header_is_not_understood_is_not_removed(
+    version: int, message: str, disks: list[Path], capsys: Any
+) -> None:
+    rewrite(disks[1] / HEADER_NAME, "store", 1, version)
+    assert main(["checkpoint", "remove", *map(str, disks)]) == 2
+    assert message in capsys.readouterr().err
+    assert all((disk / SWAP_NAME).exists() for disk in disks)
+
+
+def test_no_store_among_those_to_remove_is_an_error_before_any_is_removed(
+    disks: list[Path], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["checkpoint", "remove", *map(str, disks), str(tmp_path / "empty")]) == 2
+    assert "holds no store" in capsys.readouterr().err
+    assert all((disk / SWAP_NAME).exists() for disk in disks)
+
+
 def test_a_new_run_does_not_take_a_disk_whose_header_is_damaged(disks: list[Path]) -> None:
     flip(disks[1] / HEADER_NAME)
     with pytest.raises(StoreNotEmptyError, match="a part of an earlier run's store"):
