@@ -362,8 +362,7 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
                 reading.append((extent, at, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, view, transfer = reading.popleft()
-            ring.give_back()
+            extent, at, view, transfer = reading[0]  # it stays there until it is done: an interrupt may come meanwhile
             try:
                 if transfer is not None:
                     transfer.result()
@@ -373,6 +372,8 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
                 raise
             except SwapIOError as error:
                 failure = failure or error
+            reading.popleft()
+            ring.give_back()
             if at + len(view) == extent.nbytes:
                 yield failure
                 failure = None
