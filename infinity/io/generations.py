@@ -279,16 +279,24 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
         try:
             if isinstance(manifest, ManifestError):
                 raise manifest
-            if not store.proven and (manifest.sums is None or not store.checksums):
-                raise ResumeError(
-                    "without checksums nobody can tell whether the swap files belong to it, as a header is damaged"
-                )
+            _require_provable(store, manifest)
             return use(manifest)
         except ResumeError as error:
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def _require_provable(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ResumeError where a header was rebuilt and no checksum can show whose the swap files are."""
+    if store.proven or (manifest.sums is not None and store.checksums):
+        return
+    if manifest.sums is None:
+        todo = "it was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
+    else:
+        todo = "it has them, and nvme.checksums is false: set nvme.checksums: true"
+    raise ResumeError(f"a header is damaged, so only checksums can tell whether the swap files belong to it; {todo}")
 
 
 def require_undamaged(damage: Sequence[Damage]) -> None:

@@ -298,17 +298,26 @@ def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
         infinity.resume(build(), config(disks[0]))
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["not kept", "not checked"])
-def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "advice"),
+    [(False, "it was made without.*Put back a copy"), (True, "it has them.*set nvme.checksums: true")],
+    ids=["not kept", "not checked"],
+)
+def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, advice: str, tmp_path: Path) -> None:
     path = tmp_path / "swap"
     settings = config(path, nvme={"checksums": False})
     trained(config(path) if kept else settings)
     infinity.close(infinity.resume(build(), settings))
     flip(path / HEADER_NAME)
     before = headers([path])
-    with pytest.raises(ResumeError, match="without checksums nobody can tell"):
+    with pytest.raises(ResumeError, match=f"only checksums can tell.*{advice}"):
         infinity.resume(build(), settings)
     assert headers([path]) == before
+    if kept:
+        infinity.close(infinity.resume(build(), config(path)))
+    else:
+        with pytest.raises(ResumeError, match=advice):
+            infinity.resume(build(), config(path))
 
 
 def test_a_store_updated_in_place_is_never_resumed(tmp_path: Path, made: Run) -> None:
