@@ -70,6 +70,14 @@ class ManifestError(ResumeError):
         self.problem = problem
 
 
+class DamagedFileError(ManifestError):
+    """Such a file is missing, or its bytes are not those that were written."""
+
+
+class NewerVersionError(ManifestError):
+    """Such a file is as it was written, by a newer infinity, in a form that this one does not know."""
+
+
 _RESTART = (
     "Where generations are kept (commit_every) resume the run; else the states may be partly updated: start again."
 )

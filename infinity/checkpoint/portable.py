@@ -50,8 +50,9 @@ def scales_name(parameter: str, moment: str) -> str:
 
 def write_training_state(directory: Path, manifest: Manifest) -> None:
     """Raises OSError."""
-    placeless = manifest.model_copy(update={"extents": [], "sums": None, "store": None})
-    (directory / STATE_NAME).write_bytes(b"".join(document.write(_KIND, dict(placeless))))
+    placeless = dict(manifest) | {"extents": [], "sums": None}
+    del placeless["store"]
+    (directory / STATE_NAME).write_bytes(b"".join(document.write(_KIND, placeless)))
 
 
 class Portable:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.errors import ConfigError, ManifestError, ResumeError
-from infinity.io.directory import SwapDirectory, generations_in
+from infinity.errors import ConfigError, DamagedFileError, ManifestError, ResumeError
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
 from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in
 from infinity.io.manifest import Manifest, read_kept
@@ -102,11 +102,8 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
 
 
 def _remove(paths: list[Path]) -> int:
-    members = {path: _members(path) for path in paths}[paths[0]]
-    if len(paths) == 1 < len(members):
-        raise ConfigError(
-            f"{paths[0]} is a part of a store; name all of its directories: {' '.join(map(str, members))}"
-        )
+    for path in paths:
+        _require_all_named(path, paths)
     for path in reversed(paths):  # the first says of the others whose they are
         directory = SwapDirectory(path, create=False)
         try:
@@ -118,9 +115,16 @@ def _remove(paths: list[Path]) -> int:
     return 0
 
 
-def _members(path: Path) -> list[Path]:
-    """The directories of the store that is in one of them. Raises ResumeError when there is no store."""
+def _require_all_named(path: Path, paths: list[Path]) -> None:
+    """Raises ResumeError where `path` holds no store, ConfigError where `paths` may not be all directories of it."""
     try:
-        return [Path(name) for name in header_in(path).header.members]
-    except ManifestError:
-        return [path]  # nothing says what else it was part of
+        members = header_in(path).header.members
+    except DamagedFileError as error:
+        if len(paths) == 1 and not generations_in(path):
+            raise ConfigError(
+                f"{error}. {path} may be a part of a store that can still be resumed: name the store's other "
+                f"directories too. If it has none, delete {HEADER_NAME} and {SWAP_NAME} there yourself."
+            ) from None
+        return
+    if len(paths) < len(members):
+        raise ConfigError(f"{path} is a part of a store; name all of its directories: {' '.join(members)}")

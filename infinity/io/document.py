@@ -2,13 +2,15 @@
 
 [Note: the form of a document]
 
-    {"infinity": KIND, "version": 1, "json_bytes": J, "data_bytes": D, "blake2b": DIGEST}\n   one line of JSON
+    {"infinity": KIND, "version": V, "json_bytes": J, "data_bytes": D, "blake2b": DIGEST}\n   one line of JSON
     J bytes of JSON: the value
     D bytes: what tensors, arrays and bytes in the value refer to
 
-DIGEST is of everything after the line, and the line is compared with what it must be, byte for byte, so no damage goes
-unseen. Values are those of JSON and, as objects with the key "$": tensors, numpy arrays and scalars, bytes, tuples,
-dicts whose keys are no strings, Counter, numbers that are not finite, dtypes and devices.
+DIGEST is of everything after the line, personalized with V from version 2 on, and the line is compared with what it
+must be, byte for byte: so no damage goes unseen, nor is any taken for a newer version. Each kind has versions of its
+own; its reader is given the newest it knows, and reads older ones too. Values are those of JSON and, as objects with
+the key "$": tensors, numpy arrays and scalars, bytes, tuples, dicts whose keys are no strings, Counter, numbers that
+are not finite, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.errors import ManifestError
+from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 
-VERSION = 1
 _HEADER_BYTES_MAX = 512
+_VERSION_MAX = 1_000_000
+_NUMBERS = ("version", "json_bytes", "data_bytes")
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -61,7 +64,7 @@ _FORMS = {
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
-def write(kind: str, value: Any) -> list[bytes]:
+def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
     """The bytes of a document.
 
     Raises:
@@ -69,11 +72,12 @@ def write(kind: str, value: Any) -> list[bytes]:
     """
     packer = _Packer()
     text = json.dumps(packer.pack(value, ""), allow_nan=False, separators=(",", ":")).encode()
-    digest = hashlib.blake2b(text, digest_size=32)
-    for blob in packer.blobs:
-        digest.update(blob)
     data_bytes = sum(len(blob) for blob in packer.blobs)
-    return [_header(kind, len(text), data_bytes, digest.hexdigest()), text, *packer.blobs]
+    return [
+        _header(kind, version, len(text), data_bytes, _digest(version, text, *packer.blobs)),
+        text,
+        *packer.blobs,
+    ]
 
 
 def copy_of(value: Any) -> Any:
@@ -83,42 +87,73 @@ def copy_of(value: Any) -> Any:
     return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
 
 
-def read(path: Path, kind: str) -> Any:
-    """The value of a document.
+def read(path: Path, kind: str, version: int = 1) -> Any:
+    """The value of a document of this version or an older one.
 
     Raises:
-        ManifestError: it cannot be read, is damaged, of another kind or of a newer version; names the path.
+        DamagedFileError: it is missing, damaged or of another kind.
+        NewerVersionError: it is of a newer version.
+        ManifestError: it cannot be read, or its value has no known form. Each names the path.
     """
+    return parse(_bytes_of(path), path, kind, version)
+
+
+def check(path: Path, kind: str, version: int = 1) -> None:
+    """Raises what read() would, but for the value, which is not looked at."""
+    _checked(_bytes_of(path), path, kind, version)
+
+
+def _bytes_of(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
-        raise ManifestError(path, f"cannot be read: {error.strerror}") from error
-    return parse(data, path, kind)
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        raise (DamagedFileError if missing else ManifestError)(path, f"cannot be read: {error.strerror}") from error
 
 
-def parse(data: bytes, path: Path, kind: str) -> Any:
+def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
     """As read(), of bytes that came from `path`."""
+    begin, end = _checked(data, path, kind, version)
+    return _value(data[begin:end], memoryview(data)[end:], path)
+
+
+def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int]:
+    """Where the JSON of a document that is not damaged begins and ends."""
     end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
-    header = _value(data[:end], memoryview(b""), path) if end else None
-    if not isinstance(header, dict) or header.get("infinity") != kind:
-        raise ManifestError(path, f"is no {kind} of infinity, or its first line is damaged")
-    if header.get("version") != VERSION:
-        raise ManifestError(path, f"has version {header.get('version')}; this infinity reads version {VERSION}")
-    json_bytes, data_bytes = header.get("json_bytes"), header.get("data_bytes")
-    if not (isinstance(json_bytes, int) and isinstance(data_bytes, int) and json_bytes >= 0 and data_bytes >= 0):
-        raise ManifestError(path, "has a damaged first line")
-    digest = hashlib.blake2b(data[end:], digest_size=32).hexdigest()
-    if data[:end] != _header(kind, json_bytes, data_bytes, digest):
-        raise ManifestError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
+    try:
+        line = _value(data[:end], memoryview(b""), path)
+    except ManifestError:
+        line = None
+    if not isinstance(line, dict) or line.get("infinity") != kind:
+        raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
+    numbers = [value for name in _NUMBERS if type(value := line.get(name)) is int and value >= 0]
+    if len(numbers) < len(_NUMBERS) or not 0 < numbers[0] < _VERSION_MAX:
+        raise DamagedFileError(path, "has a damaged first line")
+    written, json_bytes, data_bytes = numbers
+    if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):
+        raise DamagedFileError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
     if end + json_bytes + data_bytes != len(data):
-        raise ManifestError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
-    return _value(data[end : end + json_bytes], memoryview(data)[end + json_bytes :], path)
+        raise DamagedFileError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
+    if written > version:
+        raise NewerVersionError(
+            path,
+            f"was written by a newer infinity: it has version {written}, and this infinity reads those up to "
+            f"{version}. Use that infinity.",
+        )
+    return end, end + json_bytes
 
 
-def _header(kind: str, json_bytes: int, data_bytes: int, digest: str) -> bytes:
+def _digest(version: int, *parts: bytes | memoryview) -> str:
+    digest = hashlib.blake2b(digest_size=32, person=str(version).encode() if version > 1 else b"")
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _header(kind: str, version: int, json_bytes: int, data_bytes: int, digest: str) -> bytes:
     header = {
         "infinity": kind,
-        "version": VERSION,
+        "version": version,
         "json_bytes": json_bytes,
         "data_bytes": data_bytes,
         "blake2b": digest,

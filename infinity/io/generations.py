@@ -25,7 +25,15 @@ from typing import Any, TypeVar
 from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
 from infinity.io.engine import Transfer
-from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, read_kept, write_manifest
+from infinity.io.manifest import (
+    SUM_BLOCK_BYTES,
+    SUM_BYTES,
+    ExtentRecord,
+    Manifest,
+    read_kept,
+    require_known,
+    write_manifest,
+)
 from infinity.io.store import Extent, SwapStore, now, wait_all
 from infinity.sizes import PAGE_BYTES
 
@@ -157,13 +165,17 @@ class Generations:
             check: raises ManifestError for a manifest that cannot be used.
 
         Raises:
-            ResumeError: there is none that is whole, or no such step; says what is wrong with each.
-            SwapIOError: a part of one cannot be read. Nothing was changed: try again, or give `step`.
+            NewerVersionError: a newer infinity wrote one of them, whichever is asked for.
+            ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
+                proves a header that was rebuilt.
+            SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
+                before, and so is the disk but for rebuilt headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
+        require_known(found.values())  # one that this run does not go on from would be removed
 
         def use(manifest: Manifest) -> Manifest:
             self._require_fitting(manifest)
@@ -171,9 +183,15 @@ class Generations:
             self._adopt(manifest, memory)
             return manifest
 
-        manifest = newest_usable(self._store, step, use, "resume")
+        before = [extent.slot for extent in self._extents]
+        try:
+            manifest = newest_usable(self._store, step, use, "resume")
+            self._store.write_rebuilt_headers(self._extents)
+        except BaseException:
+            for extent, slot in zip(self._extents, before, strict=True):
+                extent.slot = slot
+            raise
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
-        self._store.write_rebuilt_headers()
         self._keep_with(manifest, found)
         return manifest
 
@@ -194,25 +212,19 @@ class Generations:
                 raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
 
     def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
-        """Point the extents to a generation, once all of it has been read and is what was written.
+        """Point the extents to a generation and read all of it.
 
         Raises:
             ResumeError: names what is damaged.
             SwapIOError: a part cannot be read.
         """
-        before = [extent.slot for extent in self._extents]
         for extent, record in zip(self._extents, manifest.extents, strict=True):
             extent.slot = record.slot
-        try:
-            damage = list(verify(self._store, self._extents, manifest, memory))
-            for each in damage:
-                if each.error is not None:
-                    raise each.error
-            require_undamaged(damage)
-        except BaseException:
-            for extent, slot in zip(self._extents, before, strict=True):
-                extent.slot = slot
-            raise
+        damage = list(verify(self._store, self._extents, manifest, memory))
+        for each in damage:
+            if each.error is not None:
+                raise each.error
+        require_undamaged(damage)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
         """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
@@ -267,16 +279,24 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
         try:
             if isinstance(manifest, ManifestError):
                 raise manifest
-            if not store.proven and (manifest.sums is None or not store.checksums):
-                raise ResumeError(
-                    "without checksums nobody can tell whether the swap files belong to it, as a header is damaged"
-                )
+            _require_provable(store, manifest)
             return use(manifest)
         except ResumeError as error:
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def _require_provable(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ResumeError where a header was rebuilt and no checksum can show whose the swap files are."""
+    if store.proven or (manifest.sums is not None and store.checksums):
+        return
+    if manifest.sums is None:
+        todo = "it was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
+    else:
+        todo = "it has them, and nvme.checksums is false: set nvme.checksums: true"
+    raise ResumeError(f"a header is damaged, so only checksums can tell whether the swap files belong to it; {todo}")
 
 
 def require_undamaged(damage: Sequence[Damage]) -> None:
@@ -350,8 +370,7 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
                 reading.append((extent, at, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, view, transfer = reading.popleft()
-            ring.give_back()
+            extent, at, view, transfer = reading[0]  # it stays there until it is done: an interrupt may come meanwhile
             try:
                 if transfer is not None:
                     transfer.result()
@@ -361,6 +380,8 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
                 raise
             except SwapIOError as error:
                 failure = failure or error
+            reading.popleft()
+            ring.give_back()
             if at + len(view) == extent.nbytes:
                 yield failure
                 failure = None

@@ -3,9 +3,9 @@
 [Note: what a header is rebuilt from]
 Another member's header, or else the newest manifest that can be read: each says all that a header says. Neither proves
 that a swap file without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a
-generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written; a
-generation without checksums is refused. A store that is updated in place has no manifests, so its header is never
-rebuilt as that of a store that can be resumed.
+generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written, if
+some of those bytes lie in that very swap file; a generation without checksums is refused. A store that is updated in
+place has no manifests, so its header is never rebuilt as that of a store that can be resumed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import DirtyStoreError, ManifestError, ResumeError
+from infinity.errors import DamagedFileError, DirtyStoreError, ManifestError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
-from infinity.io.manifest import Header, read_header, read_kept
+from infinity.io.manifest import Header, read_header, read_kept, require_known
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ def header_in(path: Path) -> FoundHeader:
 
     Raises:
         ResumeError: there is no store.
-        ManifestError: the header is damaged and cannot be rebuilt.
+        DamagedFileError: the header is damaged and cannot be rebuilt.
+        ManifestError: it, or the manifest it would be rebuilt from, cannot be read or understood.
     """
     found = _read(path)
     return FoundHeader(found) if isinstance(found, Header) else _rebuild(path, 0, found, None)
@@ -42,8 +43,8 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
     """The headers of a store's members, in their order.
 
     Raises:
-        ResumeError: one is of another run, or damaged and cannot be rebuilt; or the paths are not all of the store's,
-            in its order.
+        ResumeError: one is of another run; or damaged and cannot be rebuilt; or, damaged or not, cannot be read or
+            understood; or the paths are not all of the store's, in its order.
         DirtyStoreError: the store was updated in place.
     """
     read = [_read(path) for path in paths]
@@ -59,21 +60,26 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
     return found
 
 
-def _read(path: Path) -> Header | ManifestError:
-    """The header, or what is wrong with it."""
+def _read(path: Path) -> Header | DamagedFileError:
+    """The header, or how it is damaged.
+
+    Raises ManifestError for one that cannot be read now, or that has what this infinity does not understand: another
+    attempt, or another version, may read it, so it must stay.
+    """
     try:
         return read_header(path / HEADER_NAME)
-    except ManifestError as error:
+    except DamagedFileError as error:
         if (path / HEADER_NAME).exists() or (path / SWAP_NAME).exists():
             return error
         raise ResumeError(f"{path} holds no store of infinity (there is no {HEADER_NAME})") from None
 
 
-def _rebuild(path: Path, member: int, damage: ManifestError, source: Header | None) -> FoundHeader:
-    """Raises ManifestError when there is nothing to rebuild it from."""
+def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
+    """Raises DamagedFileError when there is nothing to rebuild it from."""
     if source is not None:
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; it was rebuilt from the header of another part of the store")
+    require_known(generations_in(path).values())
     reasons = []  # newest generation first
     for number, manifest in read_kept(generations_in(path)):
         if isinstance(manifest, ManifestError):
@@ -84,7 +90,7 @@ def _rebuild(path: Path, member: int, damage: ManifestError, source: Header | No
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
             return FoundHeader(header, f"{damage}; it was rebuilt from generation {number}")
     reason = reasons[0] if reasons else "no generation is beside it"
-    raise ManifestError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
+    raise DamagedFileError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
 
 
 def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None:

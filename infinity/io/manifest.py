@@ -5,13 +5,13 @@ Both are data from disk: parsed strictly, every field typed and bounded, before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from infinity.errors import ManifestError
+from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
 from infinity.sizes import PAGE_BYTES
 
@@ -19,6 +19,8 @@ SUM_BLOCK_BYTES = 256 << 10
 """A manifest has a checksum for each so many bytes of an extent."""
 SUM_BYTES = 8
 _BYTES_MAX = 1 << 60
+_VERSION = 2
+"""Of manifests. Version 1 has the extents in rows, or in columns as well; `store` may be missing in it."""
 
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Bytes = Annotated[int, Field(ge=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
@@ -44,7 +46,7 @@ class StoreRecord(Record):
     created: Name
     members: Annotated[list[Name], Field(min_length=1, max_length=64)]
     shares: list[Annotated[int, Field(ge=1, le=1024)]]
-    stripe_bytes: Bytes
+    stripe_bytes: Annotated[int, Field(gt=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
     nbytes: Bytes
 
 
@@ -148,8 +150,19 @@ def sum_bytes(nbytes: int) -> int:
     return -(-nbytes // SUM_BLOCK_BYTES) * SUM_BYTES
 
 
+def require_known(found: Iterable[Path]) -> None:
+    """Raises NewerVersionError for a manifest that a newer infinity wrote."""
+    for path in found:
+        try:
+            document.check(path, "generation", _VERSION)
+        except NewerVersionError:
+            raise
+        except ManifestError:
+            continue  # whoever reads it says what is wrong with it
+
+
 def read_header(path: Path) -> Header:
-    """Raises ManifestError."""
+    """Raises ManifestError: DamagedFileError where it is missing or damaged, so that it may be rebuilt."""
     header = validated(Header, document.read(path, "store"), path)
     _require_sound(header, path)
     if header.member >= len(header.members):
@@ -167,8 +180,8 @@ def write_header(header: Header) -> list[bytes]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ManifestError."""
-    manifest = validated(Manifest, document.read(path, "generation"), path)
+    """Raises ManifestError: NewerVersionError where a newer infinity wrote it, DamagedFileError where it is damaged."""
+    manifest = validated(Manifest, document.read(path, "generation", _VERSION), path)
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
         raise ManifestError(path, f"has {len(manifest.sums)} bytes of checksums instead of {expected}")
@@ -196,7 +209,7 @@ def write_manifest(manifest: Manifest) -> list[bytes]:
         "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),
         "store": None if manifest.store is None else dict(manifest.store),
     }
-    return document.write("generation", dict(manifest) | plain)
+    return document.write("generation", dict(manifest) | plain, _VERSION)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:

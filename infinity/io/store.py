@@ -17,7 +17,7 @@ from typing import Literal
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.directory import SwapDirectory
+from infinity.io.directory import HEADER_NAME, SwapDirectory
 from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
@@ -185,13 +185,36 @@ class SwapStore:
         """Whether the headers say whose the swap files are; else only a generation that is whole does."""
         return not self._unwritten
 
-    def write_rebuilt_headers(self) -> None:
-        """A generation was whole, so the headers that were rebuilt are right: write them. Raises SwapIOError."""
-        for header in self._unwritten:
+    def write_rebuilt_headers(self, whole: Iterable[Extent]) -> None:
+        """Write the headers that were rebuilt. Each needs a proof that its swap file is of this run.
+
+        Args:
+            whole: extents all of whose bytes, in the newest slot, had the checksums of a generation.
+
+        Raises:
+            ResumeError: no byte of them lies in the swap file of a header; none was written.
+            SwapIOError: one cannot be written; those before it are right, and stay.
+        """
+        unproven = {str(self.directories[header.member].swap_path) for header in self._unwritten}
+        for extent in whole:
+            if not unproven:
+                break
+            stripe = self.record.stripe_bytes
+            first, end = extent.offset, extent.offset + extent.nbytes
+            for at in (first, *range(first // stripe * stripe + stripe, end, stripe)) if extent.nbytes else ():
+                unproven.discard(self.file.locate(at)[0])
+        if unproven:
+            raise ResumeError(
+                f"nothing of the generation lies in {' or '.join(sorted(unproven))}, whose header ({HEADER_NAME}) is "
+                "damaged or missing, so nothing shows that this file is of the run. Name the run's own directories in "
+                "nvme.paths; if they are those, move the run with `infinity checkpoint export` and --from-checkpoint."
+            )
+        while self._unwritten:
+            header = self._unwritten[0]
             path = self.directories[header.member].header_path
             durable.write_file(path, write_header(header))
             logger.info("%s was written again", path)
-        self._unwritten = []
+            del self._unwritten[0]
 
     def _stripe(self, stripe_bytes: int) -> None:
         self.file = self._members[0]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.errors import ManifestError
+from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.io import document
 
 PATH = Path("/some/where")
@@ -93,9 +93,9 @@ def test_every_byte_counts() -> None:
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 1 << rng.randrange(8)
-        with pytest.raises(ManifestError, match=str(PATH)):
+        with pytest.raises(DamagedFileError, match=str(PATH)):
             document.parse(bytes(changed), PATH, "test")
-        with pytest.raises(ManifestError, match=str(PATH)):
+        with pytest.raises(DamagedFileError, match=str(PATH)):
             document.parse(whole[:at], PATH, "test")
     with pytest.raises(ManifestError):
         document.parse(whole + b"x", PATH, "test")
@@ -106,7 +106,7 @@ def forged(text: bytes, data: bytes = b"") -> bytes:
     import hashlib
 
     digest = hashlib.blake2b(text + data, digest_size=32).hexdigest()
-    return document._header("test", len(text), len(data), digest) + text + data
+    return document._header("test", 1, len(text), len(data), digest) + text + data
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,26 @@ def test_kind_and_version_are_checked() -> None:
     whole = b"".join(document.write("other", 1))
     with pytest.raises(ManifestError, match="is no test of infinity"):
         document.parse(whole, PATH, "test")
-    newer = b"".join(document.write("test", 1)).replace(b'"version": 1', b'"version": 2')
-    with pytest.raises(ManifestError, match="version 2; this infinity reads version 1"):
-        document.parse(newer, PATH, "test")
+    newer = b"".join(document.write("test", 1, 3))
+    assert document.parse(newer, PATH, "test", 3) == document.parse(newer, PATH, "test", 4) == 1
+    with pytest.raises(NewerVersionError, match="a newer infinity: it has version 3, and this infinity reads.* to 2"):
+        document.parse(newer, PATH, "test", 2)
+
+
+@pytest.mark.parametrize("version", [1, 2, 12])
+def test_damage_is_never_taken_for_another_version(version: int) -> None:
+    whole = b"".join(document.write("test", [1], version))
+    right = f'"version": {version},'.encode()
+    for wrong in (*range(20), 1_000_000, 10**30, '"2"', "true", "1.0", "null"):
+        if wrong != version:
+            changed = whole.replace(right, f'"version": {wrong},'.encode())
+            with pytest.raises(DamagedFileError):
+                document.parse(changed, PATH, "test", 100)
+
+
+def test_a_missing_file_is_damage_and_one_that_cannot_be_read_is_not(tmp_path: Path) -> None:
+    with pytest.raises(DamagedFileError, match="No such file"):
+        document.read(tmp_path / "missing", "test")
+    with pytest.raises(ManifestError, match="Is a directory") as caught:
+        document.read(tmp_path, "test")
+    assert not isinstance(caught.value, DamagedFileError)

@@ -67,6 +67,7 @@ class Flight:
     def __init__(self, store: SwapStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at_waits: list[int] = []
         self.bytes_max = self._count = self._bytes = 0
+        self.interrupt_at: int | None = None
         self._read = store.read
         monkeypatch.setattr(store, "read", self.read)
 
@@ -78,6 +79,8 @@ class Flight:
 
         def result() -> None:
             self.at_waits.append(self._count)
+            if len(self.at_waits) == self.interrupt_at:
+                raise KeyboardInterrupt
             finish()
             self._count, self._bytes = self._count - 1, self._bytes - len(into)
 
@@ -135,6 +138,18 @@ def test_an_extent_that_cannot_be_read_is_one_damage_and_the_others_are_checked(
         ("unit10", True),
         ("unit20", False),
     ]
+
+
+def test_an_interrupt_leaves_no_read_in_flight(
+    stores: list[Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores.append(Written(tmp_path / "swap", [1] * 100))
+    flight = Flight(stores[0].store, monkeypatch)
+    flight.interrupt_at = 40
+    with pytest.raises(KeyboardInterrupt):
+        stores[0].verify(memory_of(32 * PAGE))
+    assert len(flight.at_waits) > 40, "the interrupted one was waited for again"
+    assert flight._count == 0
 
 
 def test_memory_is_free_again_for_whoever_stops_in_the_middle(

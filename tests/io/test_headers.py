@@ -3,6 +3,8 @@ be of another run, or of no step, is refused, and nothing is written to it."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -13,11 +15,22 @@ import torch
 from torch import nn
 
 import infinity
+from infinity import _native
 from infinity.cli.main import main
-from infinity.errors import DirtyStoreError, ManifestError, ResumeError, StoreNotEmptyError
-from infinity.io import document, store
+from infinity.errors import (
+    DirtyStoreError,
+    ManifestError,
+    NewerVersionError,
+    ResumeError,
+    StoreNotEmptyError,
+    SwapIOError,
+)
+from infinity.io import document, durable, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
+from infinity.io.store import ExtentMap, SwapStore
+from infinity.sizes import PAGE_BYTES
 from tests.conftest import weights_of
 
 STEPS = 2
@@ -35,10 +48,10 @@ def config(*paths: Path, **overrides: Any) -> dict[str, Any]:
     return base | {"nvme": nvme, "update": {"tile": "16KiB", "threads": 1}, "commit_every": 1, "keep": 2} | overrides
 
 
-def trained(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights after a run of STEPS steps that has ended."""
+def trained(settings: dict[str, Any], seed: int = 0, stripe: int = 4096) -> dict[str, torch.Tensor]:
+    """Weights after a run of STEPS steps that has ended; every state is on both disks, where stripes are as short."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "STRIPE_BYTES", 4096)  # so that every state is on both disks
+        patch.setattr(store, "STRIPE_BYTES", stripe)
         patch.setattr(store, "_probe", lambda *_: 1e9)
         net = infinity.offload(build(), settings)
     optim = infinity.AdamW(net.parameters(), lr=1e-2)
@@ -82,9 +95,14 @@ def headers(disks: list[Path]) -> list[bytes | None]:
 
 def without_store(path: Path) -> None:
     """As a version wrote it that did not keep there what headers say."""
-    value = document.read(path, "generation")
+    value = document.read(path, "generation", 2)
     del value["store"]
     path.write_bytes(b"".join(document.write("generation", value)))
+
+
+def rewrite(path: Path, kind: str, known: int, version: int) -> None:
+    """As a newer infinity writes it: with a field that this one does not know."""
+    path.write_bytes(b"".join(document.write(kind, document.read(path, kind, known) | {"more": 1}, version)))
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
@@ -122,6 +140,49 @@ def test_old_manifests_are_read_and_the_error_says_what_they_lack(disks: list[Pa
     assert headers(disks) == before
 
 
+@pytest.mark.parametrize(("version", "message"), [(1, "has a wrong value: more"), (2, "written by a newer infinity")])
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+def test_a_header_that_is_not_understood_stays(
+    which: tuple[int, ...], version: int, message: str, disks: list[Path]
+) -> None:
+    for index in which:
+        rewrite(disks[index] / HEADER_NAME, "store", 1, version)
+    before = headers(disks)
+    with pytest.raises(ManifestError, match=message):
+        infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+def test_a_header_that_cannot_be_read_now_stays(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, read_bytes = headers(disks), Path.read_bytes
+
+    def fail(path: Path) -> bytes:
+        if path == disks[1] / HEADER_NAME:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(ManifestError, match=f"{disks[1]}.*cannot be read: Input"):
+            infinity.resume(build(), config(*disks))
+    assert headers(disks) == before
+
+
+@pytest.mark.parametrize("headerless", [False, True])
+@pytest.mark.parametrize("newer", range(1, STEPS + 1))
+@pytest.mark.parametrize("step", [None, *range(1, STEPS + 1)])
+def test_a_manifest_of_a_newer_infinity_is_never_removed(
+    step: int | None, newer: int, headerless: bool, disks: list[Path]
+) -> None:
+    rewrite(generations_in(disks[0])[newer], "generation", 2, 3)
+    for disk in disks if headerless else ():
+        flip(disk / HEADER_NAME)
+    before = headers(disks), {path: path.read_bytes() for path in generations_in(disks[0]).values()}
+    with pytest.raises(NewerVersionError, match="was written by a newer infinity"):
+        infinity.resume(build(), config(*disks), step=step)
+    assert (headers(disks), {path: path.read_bytes() for path in generations_in(disks[0]).values()}) == before
+
+
 def test_an_older_manifest_serves_where_the_newest_is_damaged(disks: list[Path], caplog: Any) -> None:
     caplog.set_level("WARNING", "infinity")
     for path in (*(disk / HEADER_NAME for disk in disks), generations_in(disks[0])[STEPS]):
@@ -146,6 +207,86 @@ def test_the_header_of_another_runs_disk_is_never_rebuilt(member: int, disks: li
     assert headers(disks) == before
 
 
+def test_a_header_is_not_rebuilt_where_no_byte_of_the_generation_lies(tmp_path: Path) -> None:
+    """The whole store is in the first disk's first stripe: checksums say nothing of the second disk."""
+    runs = [[tmp_path / run / disk for disk in DISKS] for run in ("one", "two")]
+    for seed, paths in enumerate(runs):
+        trained(config(*paths), seed=100 * seed, stripe=store.STRIPE_BYTES)
+    mistaken = [runs[0][0], runs[1][1]]
+    flip(mistaken[1] / HEADER_NAME)
+    before = headers(mistaken)
+    for paths in (mistaken, runs[1]):  # nobody can tell which is right
+        with pytest.raises(ResumeError, match=rf"{mistaken[1] / SWAP_NAME}, whose header.*checkpoint export"):
+            infinity.resume(build(), config(*paths))
+    assert headers(mistaken) == before
+    assert main(["checkpoint", "export", *map(str, runs[1]), "--output", str(tmp_path / "copy")]) == 0
+
+
+class Small:
+    """A store in stripes of a page with one generation of an extent, and its second slot written; then resumed without
+    headers."""
+
+    def __init__(self, root: Path, pages: int) -> None:
+        self.paths = [root / disk for disk in DISKS]
+        self.memory = _native.Arena(16 * PAGE_BYTES, huge_pages=False).view(0, 16 * PAGE_BYTES)
+        extents = ExtentMap()
+        self.extent = extents.add("unit", "weight", pages * PAGE_BYTES, slots=2)
+        self.engine = _native.IOEngine()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "STRIPE_BYTES", PAGE_BYTES)
+            patch.setattr(store, "_probe", lambda *_: 1e9)
+            first = SwapStore(self.paths, extents.nbytes, self.engine, mode="generations")
+        for slot in (0, 1):
+            first.write(self.extent, self.memory[: self.extent.nbytes], slot=slot).result()
+        self.extent.slot = 1
+        Generations(first, [self.extent], 1).make(1, {}, {})
+        first.close()
+        self.extent.slot = 0
+        self.before = headers(self.paths)
+        for path in self.paths:
+            (path / HEADER_NAME).unlink()
+        self.store = SwapStore(self.paths, extents.nbytes, self.engine, mode="resume")
+        self.generations = Generations(self.store, [self.extent], 1)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.store.close()
+
+
+@pytest.mark.parametrize(("pages", "proven"), [(1, False), (2, True), (3, True)])
+def test_a_page_of_the_generation_on_each_disk_proves_the_headers(pages: int, proven: bool, tmp_path: Path) -> None:
+    """A block of checksums may lie on several disks, and another slot proves nothing."""
+    small = Small(tmp_path, pages)
+    with contextlib.nullcontext() if proven else pytest.raises(ResumeError, match=str(small.paths[0] / SWAP_NAME)):
+        small.generations.recover(small.memory)
+    small.close()
+    assert headers(small.paths) == (small.before if proven else [None, None])
+    assert small.extent.slot == int(proven)
+
+
+def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(tmp_path, 2)
+    write = durable.write_file
+
+    def fail(path: Path, parts: Any) -> None:
+        if path.parent == small.paths[1]:
+            raise SwapIOError("writing", path=str(path), errno=5)
+        write(path, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "write_file", fail)
+        with pytest.raises(SwapIOError):
+            small.generations.recover(small.memory)
+    assert (small.extent.slot, small.generations.newest, small.store.proven) == (0, None, False)
+    assert headers(small.paths) == [small.before[0], None]
+    assert small.generations.recover(small.memory).step == 1
+    assert (small.extent.slot, small.store.proven) == (1, True)
+    small.close()
+    assert headers(small.paths) == small.before
+
+
 def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
     flip(disks[1] / HEADER_NAME)
     with pytest.raises(ResumeError, match="is part 1 of 2 of its store, and nvme.paths names it as part 2 of 2"):
@@ -157,17 +298,26 @@ def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
         infinity.resume(build(), config(disks[0]))
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["not kept", "not checked"])
-def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kept", "advice"),
+    [(False, "it was made without.*Put back a copy"), (True, "it has them.*set nvme.checksums: true")],
+    ids=["not kept", "not checked"],
+)
+def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, advice: str, tmp_path: Path) -> None:
     path = tmp_path / "swap"
     settings = config(path, nvme={"checksums": False})
     trained(config(path) if kept else settings)
     infinity.close(infinity.resume(build(), settings))
     flip(path / HEADER_NAME)
     before = headers([path])
-    with pytest.raises(ResumeError, match="without checksums nobody can tell"):
+    with pytest.raises(ResumeError, match=f"only checksums can tell.*{advice}"):
         infinity.resume(build(), settings)
     assert headers([path]) == before
+    if kept:
+        infinity.close(infinity.resume(build(), config(path)))
+    else:
+        with pytest.raises(ResumeError, match=advice):
+            infinity.resume(build(), config(path))
 
 
 def test_a_store_updated_in_place_is_never_resumed(tmp_path: Path, made: Run) -> None:
@@ -212,6 +362,38 @@ def test_the_command_line_works_beside_a_damaged_header(
     assert "cannot be rebuilt: no generation is beside it" in capsys.readouterr().err
     assert main(["checkpoint", "remove", *paths]) == 0
     assert not any(name.endswith("infinity") for disk in disks for name in os.listdir(disk))
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
+def test_a_part_of_a_store_is_not_removed_alone(damage: Any, disks: list[Path], capsys: Any) -> None:
+    damage(disks[1] / HEADER_NAME)
+    for disk in disks:
+        assert main(["checkpoint", "remove", str(disk)]) == 2
+        assert "directories" in capsys.readouterr().err
+        assert (disk / SWAP_NAME).exists()
+    infinity.close(infinity.resume(build(), config(*disks)))
+    damage(disks[1] / HEADER_NAME)
+    assert main(["checkpoint", "remove", *map(str, disks)]) == 0
+    assert not any((disk / SWAP_NAME).exists() for disk in disks)
+
+
+@pytest.mark.parametrize(("version", "message"), [(1, "has a wrong value: more"), (2, "written by a newer infinity")])
+def test_a_store_whose_header_is_not_understood_is_not_removed(
+    version: int, message: str, disks: list[Path], capsys: Any
+) -> None:
+    rewrite(disks[1] / HEADER_NAME, "store", 1, version)
+    assert main(["checkpoint", "remove", *map(str, disks)]) == 2
+    assert message in capsys.readouterr().err
+    assert all((disk / SWAP_NAME).exists() for disk in disks)
+
+
+def test_no_store_among_those_to_remove_is_an_error_before_any_is_removed(
+    disks: list[Path], tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert main(["checkpoint", "remove", *map(str, disks), str(tmp_path / "empty")]) == 2
+    assert "holds no store" in capsys.readouterr().err
+    assert all((disk / SWAP_NAME).exists() for disk in disks)
 
 
 def test_a_new_run_does_not_take_a_disk_whose_header_is_damaged(disks: list[Path]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity.errors import ManifestError
+from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
 from infinity.io.manifest import ExtentRecord, Manifest, StoreRecord, read_manifest, write_manifest
 
@@ -30,9 +30,9 @@ def rows() -> list[dict[str, Any]]:
     return [extent._asdict() for extent in EXTENTS]
 
 
-def written(value: dict[str, Any], directory: Path) -> Path:
+def written(value: dict[str, Any], directory: Path, version: int = 2) -> Path:
     path = directory / "manifest"
-    path.write_bytes(b"".join(document.write("generation", value)))
+    path.write_bytes(b"".join(document.write("generation", value, version)))
     return path
 
 
@@ -44,10 +44,17 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     assert b"".join(write_manifest(MANIFEST)) == written(plain(), tmp_path).read_bytes()
 
 
-def test_a_manifest_of_rows_is_read_as_well(tmp_path: Path) -> None:
-    value = plain() | {"extents": rows()}
+@pytest.mark.parametrize("extents", [rows(), plain()["extents"]], ids=["rows", "columns"])
+def test_manifests_of_version_1_are_read_as_well(extents: Any, tmp_path: Path) -> None:
+    value = plain() | {"extents": extents}
+    assert read_manifest(written(value, tmp_path, 1)) == MANIFEST
     del value["store"]
-    assert read_manifest(written(value, tmp_path)) == MANIFEST.model_copy(update={"store": None})
+    assert read_manifest(written(value, tmp_path, 1)) == MANIFEST.model_copy(update={"store": None})
+
+
+def test_a_manifest_of_a_newer_version_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(NewerVersionError, match=f"{tmp_path}/manifest was written by a newer infinity"):
+        read_manifest(written(plain() | {"more": 1}, tmp_path, 3))
 
 
 WRONG = [
@@ -99,6 +106,7 @@ def test_extents_in_no_known_form_are_refused(extents: Any, tmp_path: Path) -> N
         {"store": dict(STORE) | {"shares": [0, 1]}},
         {"store": dict(STORE) | {"members": []}},
         {"store": dict(STORE) | {"stripe_bytes": 1000}},
+        {"store": dict(STORE) | {"stripe_bytes": 0}},
         {"store": dict(STORE) | {"run": "r"}},
     ],
     ids=str,
