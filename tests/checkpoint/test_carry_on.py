@@ -15,6 +15,7 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.checkpoint.generation import CHUNK_NUMEL
+from infinity.io import document
 from infinity.state.int8 import put_scales_back, scales_of
 from tests.checkpoint.runs import STEPS, Config, go_on, stored, tensors_in, train
 from tests.conftest import states_of, weights_of
@@ -234,6 +235,13 @@ def test_what_is_no_copy_is_refused(copy: Path, config: Config, tmp_path: Path) 
     with pytest.raises(infinity.ResumeError, match="no portable copy of a run .*infinity checkpoint export"):
         infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_training_state_has_the_form_that_older_versions_read(copy: Path) -> None:
+    """They refuse a field that they do not know, so a new one needs a new version."""
+    fields = document.read(copy / "training-state.infinity", "training state", 1)
+    assert fields.keys() == {"run", "step", "created", "extents", "sums", "facts", "body"}
+    assert fields["extents"] == []
 
 
 def test_a_damaged_training_state_is_refused(copy: Path, config: Config) -> None:
