@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from infinity.errors import ManifestError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
 from infinity.io.engine import Transfer
 from infinity.io.manifest import (
@@ -232,6 +232,7 @@ class Generations:
         self._given_up = [path for number, path in found.items() if number > chosen.step]
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, manifest in read_kept(older, self._store.run):
+            _require_readable(manifest)
             try:
                 if isinstance(manifest, ManifestError):
                     raise manifest
@@ -276,6 +277,7 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
         raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
     problems: list[str] = []
     for number, manifest in read_kept(found if step is None else {step: found[step]}, store.run):
+        _require_readable(manifest)
         try:
             if isinstance(manifest, ManifestError):
                 raise manifest
@@ -286,6 +288,16 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def _require_readable(manifest: Manifest | ManifestError) -> None:
+    """Raises ResumeError for one that is there and cannot be read now: it may be whole, and would be given up."""
+    if isinstance(manifest, ManifestError) and isinstance(manifest.__cause__, OSError):
+        if isinstance(manifest, DamagedFileError):
+            return  # it is gone
+        raise ResumeError(
+            f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
+        ) from manifest
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:

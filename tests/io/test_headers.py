@@ -154,18 +154,38 @@ def test_a_header_that_is_not_understood_stays(
 
 
 def test_a_header_that_cannot_be_read_now_stays(disks: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    before, read_bytes = headers(disks), Path.read_bytes
-
-    def fail(path: Path) -> bytes:
-        if path == disks[1] / HEADER_NAME:
-            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_bytes(path)
-
+    before = headers(disks)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fail)
+        fail_reading(disks[1] / HEADER_NAME, patch)
         with pytest.raises(ManifestError, match=f"{disks[1]}.*cannot be read: Input"):
             infinity.resume(build(), config(*disks))
     assert headers(disks) == before
+
+
+@pytest.mark.parametrize("which", range(1, STEPS + 1))
+def test_a_generation_whose_manifest_cannot_be_read_now_stays(
+    which: int, disks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = generations_in(disks[0])
+    with monkeypatch.context() as patch:
+        fail_reading(found[which], patch)
+        with pytest.raises(ResumeError, match=f"{found[which]} cannot be read: Input.*Try again.*remove the file"):
+            infinity.resume(build(), config(*disks))
+    assert generations_in(disks[0]) == found
+    infinity.close(infinity.resume(build(), config(*disks)))
+    assert generations_in(disks[0]) == found
+
+
+def fail_reading(which: Path, patch: pytest.MonkeyPatch) -> None:
+    """An I/O error for whoever reads this file."""
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path == which:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read_bytes(path)
+
+    patch.setattr(Path, "read_bytes", read)
 
 
 @pytest.mark.parametrize("headerless", [False, True])
