@@ -126,8 +126,22 @@ MUTANTS = [
     Mutant(
         "checksums prove a rebuilt header",
         "infinity/io/generations.py",
-        "            if not store.proven and (manifest.sums is None or not store.checksums):\n",
-        "            if False:\n",
+        "            _require_provable(store, manifest)\n",
+        "",
+        _HEADERS,
+    ),
+    Mutant(
+        "a rebuilt header goes only where some of the generation lies",
+        "infinity/io/store.py",
+        "        if unproven:\n",
+        "        if False:\n",
+        _HEADERS,
+    ),
+    Mutant(
+        "a manifest that cannot be read now is not given up",
+        "infinity/io/generations.py",
+        "        _require_readable(manifest)\n        try:\n",
+        "        try:\n",
         _HEADERS,
     ),
     Mutant(
@@ -154,15 +168,14 @@ MUTANTS = [
     Mutant(
         "all of a generation is checked before it is resumed",
         "infinity/io/generations.py",
-        "            damage = list(verify(self._store, self._extents, manifest, memory))\n",
-        "            list(verify(self._store, self._extents, manifest, memory))\n"
-        "            damage: list[Damage] = []\n",
+        "        damage = list(verify(self._store, self._extents, manifest, memory))\n",
+        "        list(verify(self._store, self._extents, manifest, memory))\n        damage: list[Damage] = []\n",
         (_CORRUPTION,),
     ),
     Mutant(
         "the checksum of a manifest",
         "infinity/io/document.py",
-        "    if data[:end] != _header(kind, json_bytes, data_bytes, digest):\n",
+        "    if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):\n",
         "    if False:\n",
         ("tests/io/test_document.py", _CORRUPTION),
     ),

@@ -1,0 +1,20 @@
+"""The list of mutants goes with the sources: what a mutant takes away is there, once, and so are the tests that must find
+it. Whether they do is `make mutation-test`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutation.mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_can_be_made_and_has_its_tests(mutant: Mutant) -> None:
+    assert (ROOT / mutant.path).read_text().count(mutant.old) == 1
+    files = [test.split("::")[0] for test in mutant.tests if test.startswith("tests/")]
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
