@@ -175,8 +175,8 @@ MUTANTS = [
     Mutant(
         "the checksum of a manifest",
         "infinity/io/document.py",
-        "    if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):\n",
-        "    if False:\n",
+        "    if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:]))",
+        "    if False",
         ("tests/io/test_document.py", _CORRUPTION),
     ),
     Mutant(

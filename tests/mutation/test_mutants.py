@@ -1,5 +1,5 @@
-"""The list of mutants goes with the sources: what a mutant takes away is there, once, and so are the tests that must find
-it. Whether they do is `make mutation-test`."""
+"""The list of mutants goes with the sources: what a mutant takes away is there, once, and so are the tests that must
+find it. Whether they find it is for `make mutation-test` to say."""
 
 from __future__ import annotations
 
