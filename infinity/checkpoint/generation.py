@@ -13,7 +13,7 @@ from infinity.config import NvmeConfig
 from infinity.errors import ManifestError
 from infinity.io.engine import open_engine
 from infinity.io.generations import extents_of, newest_usable, require_undamaged, verify
-from infinity.io.headers import header_in, headers_of
+from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
 from infinity.io.store import SwapStore
 from infinity.sizes import PAGE_BYTES, round_up
@@ -31,7 +31,7 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
     """The store in these directories, locked, for reading.
 
     Args:
-        directories: all of the store's, in its order; or one of them, and the store's header names the others.
+        directories: all of the store's, in its order; or one of them, which must be where the store was made.
         nvme: how the disks are driven.
 
     Raises:
@@ -39,9 +39,9 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
         StoreLockedError: a run is using it.
     """
     paths = [path.expanduser().absolute() for path in directories]
-    header = header_in(paths[0]).header if len(paths) == 1 else headers_of(paths)[0].header
     if len(paths) == 1:
-        paths = [paths[0] if index == header.member else Path(name) for index, name in enumerate(header.members)]
+        paths = members_of(paths[0])
+    header = headers_of(paths)[0].header
     engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
     try:
         store = SwapStore(paths, header.nbytes, engine, mode="resume")

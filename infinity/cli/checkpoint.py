@@ -59,7 +59,11 @@ def _list(path: Path) -> int:
         else:
             nbytes = sum(extent.nbytes for extent in found.extents)
             print(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states")
-    if not generations_in(path):
+    if header.member:
+        print(
+            f"part {header.member + 1} of {len(header.members)} of a store; its generations are in {header.members[0]}"
+        )
+    elif not generations_in(path):
         print("no generation was committed yet")
     return 1 if damaged else 0
 
@@ -127,4 +131,7 @@ def _require_all_named(path: Path, paths: list[Path]) -> None:
             ) from None
         return
     if len(paths) < len(members):
-        raise ConfigError(f"{path} is a part of a store; name all of its directories: {' '.join(members)}")
+        raise ConfigError(
+            f"{path} is a part of a store: name the directories of all its {len(members)} parts. Where the store was "
+            f"made they are {' '.join(members)}."
+        )

@@ -11,6 +11,7 @@ from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
+from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
 from infinity.state.records import parse_body
 
@@ -153,7 +154,7 @@ def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, 
         directory = config.nvme.paths[0]
     else:
         raise ConfigError("--resume needs the swap directory of the run: --resume DIR, or --config with nvme.paths")
-    problem = "no generation was committed there"
+    problem = _without_generations(directory.expanduser())
     for path in generations_in(directory.expanduser()).values():
         try:
             tracked = parse_body(read_manifest(path).body, path).tracked
@@ -167,6 +168,17 @@ def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, 
     return None
 
 
+def _without_generations(directory: Path) -> str:
+    """Why there are none in a directory."""
+    try:
+        header = header_in(directory).header
+    except ResumeError:
+        return "no generation was committed there"
+    if header.member:
+        return f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that one"
+    return "no generation was committed there"
+
+
 def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     """The options among what a run tracked. Raises ResumeError when it was not made by `infinity finetune`."""
     saved = tracked.get(NAME)
@@ -178,9 +190,13 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
 
 
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:
-    """The run's config. A directory that was named and is not where it was then was moved."""
+    """The run's config. A directory that was named and is not where it was then was moved.
+
+    Raises:
+        ResumeError: it is one of several, so that nobody says where the others are now.
+    """
     values = dict(saved["config"])
-    paths = list(values["nvme"]["paths"])
-    if options.resume and len(paths) == 1:
-        values["nvme"] = values["nvme"] | {"paths": [str(Path(options.resume).expanduser().absolute())]}
+    if options.resume:
+        directory = Path(options.resume).expanduser().absolute()
+        values["nvme"] = values["nvme"] | {"paths": [str(path) for path in members_of(directory)]}
     return load_config(values)

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from infinity.errors import DamagedFileError, DirtyStoreError, ManifestError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
-from infinity.io.manifest import Header, read_header, read_kept, require_known
+from infinity.io.manifest import Header, Manifest, read_header, read_kept, require_known
+
+_INSTEAD = "a resumed run writes it again, rebuilt from"
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,30 @@ def header_in(path: Path) -> FoundHeader:
         DamagedFileError: the header is damaged and cannot be rebuilt.
         ManifestError: it, or the manifest it would be rebuilt from, cannot be read or understood.
     """
-    found = _read(path)
+    found = _read_beside_generations(path)
     return FoundHeader(found) if isinstance(found, Header) else _rebuild(path, 0, found, None)
+
+
+def members_of(path: Path) -> list[Path]:
+    """All directories of the store that one of them is a part of, in the store's order.
+
+    Raises:
+        ResumeError: there is no store; or the store was copied or moved, so that the other parts which the header names
+            are not those of this one.
+        ManifestError: as header_in.
+    """
+    header = header_in(path).header
+    named = [Path(name) for name in header.members]
+    if len(named) == 1:
+        return [path]
+    there = named[header.member]
+    if there.resolve() != path.resolve():
+        raise ResumeError(
+            f"{path} was {there} when the store was made: it is a copy, or was moved, and the other parts of that store "
+            f"are not its own. Name the directories of all {len(named)} parts, copies of {', '.join(header.members)} in "
+            "this order: with `infinity checkpoint` one after the other, for a resume as nvme.paths of --config."
+        )
+    return named
 
 
 def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
@@ -47,7 +71,7 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
             understood; or the paths are not all of the store's, in its order.
         DirtyStoreError: the store was updated in place.
     """
-    read = [_read(path) for path in paths]
+    read = [_read_beside_generations(paths[0]), *(_read(path) for path in paths[1:])]
     source = next((header for header in read if isinstance(header, Header)), None)
     found: list[FoundHeader] = []
     for index, (path, header) in enumerate(zip(paths, read, strict=True)):
@@ -58,6 +82,23 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
             source = source or found[-1].header
     _require_one_store(paths, [each.header for each in found])
     return found
+
+
+def _read_beside_generations(path: Path) -> Header | DamagedFileError:
+    """As _read. One of another run than all generations beside it is no header of theirs: it was put there."""
+    found = _read(path)
+    if not isinstance(found, Header) or found.mode != "generations":
+        return found
+    runs = set()
+    for _, manifest in read_kept(generations_in(path)):
+        if isinstance(manifest, Manifest):
+            if manifest.run == found.run:
+                return found
+            runs.add(manifest.run)
+    if len(runs) != 1:
+        return found
+    problem = f"is of run {found.run[:8]}, and the generations beside it are of run {runs.pop()[:8]}"
+    return DamagedFileError(path / HEADER_NAME, problem)
 
 
 def _read(path: Path) -> Header | DamagedFileError:
@@ -78,7 +119,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
     """Raises DamagedFileError when there is nothing to rebuild it from."""
     if source is not None:
         header = source.model_copy(update={"member": member})
-        return FoundHeader(header, f"{damage}; it was rebuilt from the header of another part of the store")
+        return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
     require_known(generations_in(path).values())
     reasons = []  # newest generation first
     for number, manifest in read_kept(generations_in(path)):
@@ -88,7 +129,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
             reasons.append(f"generation {number} was written by an infinity that did not keep there what a header says")
         else:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
-            return FoundHeader(header, f"{damage}; it was rebuilt from generation {number}")
+            return FoundHeader(header, f"{damage}; {_INSTEAD} generation {number}")
     reason = reasons[0] if reasons else "no generation is beside it"
     raise DamagedFileError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
 

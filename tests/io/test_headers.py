@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
+from infinity.cli.job import _saved, _saved_config
 from infinity.cli.main import main
 from infinity.errors import (
     DirtyStoreError,
@@ -414,6 +416,49 @@ def test_no_store_among_those_to_remove_is_an_error_before_any_is_removed(
     assert main(["checkpoint", "remove", *map(str, disks), str(tmp_path / "empty")]) == 2
     assert "holds no store" in capsys.readouterr().err
     assert all((disk / SWAP_NAME).exists() for disk in disks)
+
+
+def test_a_copied_part_is_not_joined_with_the_originals_other_parts(made: Run, disks: list[Path], capsys: Any) -> None:
+    original = [made[0] / disk for disk in DISKS]
+    before = headers(original)
+    for disk in disks:
+        for act in (["verify"], ["export", "--output", str(disk.parent / "out")]):
+            assert main(["checkpoint", act[0], str(disk), *act[1:]]) == 2
+            assert "it is a copy, or was moved" in capsys.readouterr().err
+        with pytest.raises(ResumeError, match="Name the directories of all 2 parts"):
+            _saved_config({"config": config(*original)}, Namespace(resume=str(disk)))
+    assert main(["checkpoint", "verify", *map(str, disks)]) == 0
+    assert main(["checkpoint", "verify", str(original[0])]) == 0
+    assert _saved_config({"config": config(*original)}, Namespace(resume=str(original[0]))).nvme.paths == original
+    assert headers(original) == before
+
+
+def test_the_second_part_says_where_the_generations_are(disks: list[Path], made: Run, capsys: Any) -> None:
+    assert main(["checkpoint", "list", str(disks[1])]) == 0
+    assert f"part 2 of 2 of a store; its generations are in {made[0] / DISKS[0]}" in capsys.readouterr().out
+    with pytest.raises(ResumeError, match=f"part 2 of a store whose generations are in {made[0] / DISKS[0]}"):
+        _saved(Namespace(resume=str(disks[1]), from_checkpoint=None), None)
+
+
+@pytest.mark.parametrize("others", ["one path", "two paths"])
+def test_a_header_of_another_run_beside_the_generations_is_a_damaged_one(
+    others: str, disks: list[Path], made: Run, tmp_path: Path, capsys: Any
+) -> None:
+    paths = [tmp_path / "other"] if others == "one path" else [tmp_path / "other", tmp_path / "other2"]
+    trained(config(*paths), seed=9)
+    shutil.copy(paths[0] / HEADER_NAME, disks[0] / HEADER_NAME)
+    before = headers(disks)
+    assert main(["checkpoint", "list", str(disks[0])]) == 1
+    out = capsys.readouterr().out
+    assert "and the generations beside it are of run" in out
+    assert out.count("committed") == STEPS
+    assert main(["checkpoint", "remove", str(disks[0])]) == 2
+    assert "all its 2 parts" in capsys.readouterr().err
+    assert headers(disks) == before
+    net = infinity.resume(build(), config(*disks))
+    assert all(torch.equal(weight, made[1][name]) for name, weight in weights_of(net).items())
+    infinity.close(net)
+    assert headers(disks) == headers([made[0] / disk for disk in DISKS])
 
 
 def test_a_new_run_does_not_take_a_disk_whose_header_is_damaged(disks: list[Path]) -> None:
