@@ -56,9 +56,10 @@ def members_of(path: Path) -> list[Path]:
     there = named[header.member]
     if there.resolve() != path.resolve():
         raise ResumeError(
-            f"{path} was {there} when the store was made: it is a copy, or was moved, and the other parts of that store "
-            f"are not its own. Name the directories of all {len(named)} parts, copies of {', '.join(header.members)} in "
-            "this order: with `infinity checkpoint` one after the other, for a resume as nvme.paths of --config."
+            f"{path} was {there} when the store was made: it is a copy, or was moved, and the other parts of that "
+            f"store are not its own. Name the directories of all {len(named)} parts, where {', '.join(header.members)} "
+            "are now, in this order: one after the other for `infinity checkpoint`, as nvme.paths of --config for a "
+            "resume."
         )
     return named
 
