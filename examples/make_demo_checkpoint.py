@@ -7,7 +7,6 @@ The text is the Python standard library: its sources are on every machine that c
 from __future__ import annotations
 
 import argparse
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -58,8 +57,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     options = parser.parse_args()
-    if options.directory.exists():
-        shutil.rmtree(options.directory)
+    if options.hidden % 64 or options.hidden < 64:
+        parser.error(f"--hidden {options.hidden}: use a multiple of 64, the width of an attention head")
+    if options.directory.exists() and any(options.directory.iterdir()):
+        parser.error(f"{options.directory} is not empty; name another directory, or remove this one first")
     text = options.directory / "text"
     collect_text(text, 6 << 20)
     tokenizer = train_tokenizer(text)

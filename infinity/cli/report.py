@@ -104,8 +104,8 @@ class Report:
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
             (
                 "moved per parameter",
-                f"{self.bytes_per_parameter:.1f} B per step, counted; planned, were no weights "
-                f"kept between passes, {self.planned_bytes_per_parameter:.1f} B",
+                f"{self.bytes_per_parameter:.1f} B per step, counted; planned upper bound (no weights cached "
+                f"between passes, no update begun for nothing) {self.planned_bytes_per_parameter:.1f} B",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
