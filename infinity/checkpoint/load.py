@@ -17,7 +17,7 @@ from torch import nn
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
-from infinity.errors import ModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.io.directory import generations_in
 from infinity.runtime.offload import offload
 from infinity.runtime.offload import resume as continue_run
@@ -109,13 +109,23 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _scratch(config: SwapConfig) -> Iterator[str]:
-    """A directory for the tensors transformers has to convert on loading; on the swap disk, which has room for them."""
+    """A directory for the tensors transformers has to convert on loading; on the swap disk, which has room for them.
+
+    Raises:
+        ConfigError: nothing can be written where nvme.paths would be.
+    """
     parent = config.nvme.paths[0].expanduser().absolute() if config.nvme.paths else None
     while parent is not None and not parent.exists():
         parent = parent.parent
     if parent is not None and not os.access(parent, os.W_OK):
         parent = None
-    directory = tempfile.mkdtemp(prefix="infinity-load-", dir=parent)
+    try:
+        directory = tempfile.mkdtemp(prefix="infinity-load-", dir=parent)
+    except OSError as error:
+        raise ConfigError(
+            f"nvme.paths: {config.nvme.paths[0] if config.nvme.paths else 'none'}: nothing can be written in {parent}: "
+            f"{error.strerror}. Name a directory on a disk that you may write to."
+        ) from error
     try:
         yield directory
     finally:

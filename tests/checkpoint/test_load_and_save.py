@@ -142,6 +142,12 @@ def test_a_missing_model_is_named(loaded: Any, tmp_path: Path) -> None:
         loaded(tmp_path / "nowhere")
 
 
+def test_a_swap_directory_that_cannot_be_made_is_named(swap_config: Any, tmp_path: Path) -> None:
+    llama()[0].save_pretrained(tmp_path / "model")
+    with pytest.raises(infinity.ConfigError, match=r"nvme\.paths: /proc/swap: nothing can be written in /proc: "):
+        infinity.load_pretrained(tmp_path / "model", swap_config(nvme={"paths": ["/proc/swap"]}))
+
+
 def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
     plain, batch = t5()
     plain.save_pretrained(tmp_path / "in")
