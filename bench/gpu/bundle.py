@@ -13,7 +13,7 @@ from gpu.environment import BUILD, IMPORT
 
 FOLDER = ".bundle"
 LIMIT_BYTES = 64 << 20
-"""Of the bundle and the working tree together: what travels to a lent machine."""
+"""Of the bundle and the working tree together: what travels to a machine without a network."""
 
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)),
