@@ -19,7 +19,8 @@ LOWER = _EDGES + random.Random(sampling.SEED).sample(_OTHERS, len(_OTHERS))
 def all_patterns() -> Iterator[np.ndarray]:
     """CHUNK patterns at a time: every upper half with every lower half, or with few of them in a sample."""
     each = CHUNK >> 16
-    lower = np.array(LOWER[: sampling.number(each, 1 << 16)], np.uint32)
+    chunks = -(-sampling.number(each, 1 << 16) // each)
+    lower = np.array(LOWER[: chunks * each], np.uint32)
     upper = np.arange(1 << 16, dtype=np.uint32)[:, None] << 16
     for start in range(0, len(lower), each):
         yield (upper | lower[start : start + each]).ravel()
