@@ -227,14 +227,14 @@ def test_whatever_ends_it_nothing_is_left_behind(number: signal.Signals, tmp_pat
 
 
 def opened_in(directory: Path, pid: int) -> list[Path]:
-    """What a process has open there."""
+    """What a process has open there that has no name any more: it has one until its maker has taken that away."""
     found = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            name = os.readlink(descriptor)
+            name, names = os.readlink(descriptor), descriptor.stat().st_nlink
         except OSError:
             continue
-        if name.startswith(str(directory)):
+        if name.startswith(str(directory)) and names == 0:
             found.append(descriptor)
     return found
 
