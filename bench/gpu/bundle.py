@@ -75,15 +75,20 @@ def folder_bytes(folder: Path) -> int:
 
 
 def tree_bytes(root: Path) -> int:
-    """Of the files that git knows or does not ignore."""
+    """Of the files that travel."""
+    return sum((root / name).lstat().st_size for name in tree_files(root))
+
+
+def tree_files(root: Path) -> list[str]:
+    """The files that git knows or does not ignore, by their path below `root`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
         capture_output=True,
         check=True,
     ).stdout
-    files = [root / name.decode() for name in listed.split(b"\0") if name]
-    return sum(file.lstat().st_size for file in files if file.is_file())
+    names = [name.decode() for name in listed.split(b"\0") if name]
+    return [name for name in names if (root / name).is_file()]
 
 
 def _misfits(wheels: Iterable[Path], python: str) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpu.bundle import FOLDER, BundleError
+from gpu.bundle import FOLDER, BundleError, tree_files
 
 _TORCH_ALONE = """
 import importlib.metadata as metadata, json, re
@@ -102,17 +102,8 @@ def prove(root: Path, python: Path) -> int:
 
 def _copy_tree(root: Path, tree: Path) -> None:
     """What travels: the files that git does not ignore, and the bundle."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=root,
-        capture_output=True,
-        check=True,
-    ).stdout
-    files = [name for name in listed.split(b"\0") if name and (root / name.decode()).is_file()]
     tree.mkdir()
-    subprocess.run(
-        ["cp", "-r", "--parents", "-t", str(tree), *[name.decode() for name in files], FOLDER], cwd=root, check=True
-    )
+    subprocess.run(["cp", "-r", "--parents", "-t", str(tree), *tree_files(root), FOLDER], cwd=root, check=True)
 
 
 def _programs(folder: Path) -> Path:
