@@ -36,6 +36,7 @@ from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
 from infinity.optim.sgd import SGD
+from infinity.runtime.gathered import gathered, state_dict
 from infinity.runtime.no_sync import no_sync
 from infinity.runtime.offload import close, offload, resume, synchronize
 from infinity.runtime.statistics import Statistics, statistics
@@ -72,6 +73,7 @@ __all__ = [
     "close",
     "commit",
     "export_checkpoint",
+    "gathered",
     "load_config",
     "load_pretrained",
     "no_sync",
@@ -79,6 +81,7 @@ __all__ = [
     "offload_from_checkpoint",
     "resume",
     "save_pretrained",
+    "state_dict",
     "statistics",
     "synchronize",
     "trace",

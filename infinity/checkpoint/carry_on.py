@@ -19,6 +19,7 @@ from infinity.schedule import registry
 from infinity.schedule.ingest import Source
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.moments import GivenMoment, MomentSource, fill_moments
+from infinity.schedule.restore import go_on_from
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
 
@@ -104,7 +105,7 @@ def carry_on(
         _require_trained(ledger, copy)
         fill_moments(ledger, _moments_of(copy, shapes))
         buffers.restore(model, copy.body.buffers)
-        ledger.resume_at(copy.manifest)
+        go_on_from(ledger, copy.manifest)
     except BaseException:
         close(model)
         raise

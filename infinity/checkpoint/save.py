@@ -38,6 +38,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """
     ledger = registry.ledger_of(model)
     ledger.require_usable()
+    ledger.residents.require_untouched()
     target = Path(directory).expanduser().absolute()
     with written_aside(target, "saving to") as aside:
         parts = _Parts(model, ledger)
@@ -97,11 +98,8 @@ class _Parts:
 
     def values(self) -> Iterator[Tensors]:
         for record in self._ledger.records:
-            self._ledger.acquire(record.unit.index)
-            try:
+            with self._ledger.readers.taking([record.unit.index]):
                 yield self._revert({name: parameter.detach() for name, parameter in record.parameters.items()})
-            finally:
-                self._ledger.release(record.unit.index)
         yield from self._buffers(lambda buffer: buffer)
 
     def _buffers(self, form: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Tensors]:

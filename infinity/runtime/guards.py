@@ -1,5 +1,5 @@
 """What would pass placeholders on as if they were weights raises instead: state_dict, load_state_dict, deepcopy,
-pickling."""
+pickling. In infinity.gathered the first two work."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import ReleasedParameterError
+from infinity.schedule.released import ReleasedParameter
 
 
 def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} of an offloaded model would see placeholders: its weights are in the store. To write it, use "
-        "infinity.save_pretrained(model, directory); to change or copy weights, do it before infinity.offload or "
-        "load what "
-        "save_pretrained wrote."
+        "infinity.save_pretrained(model, directory); to read or change weights use infinity.state_dict(model) or "
+        "`with infinity.gathered(model, module):`; a copy of the model is made before infinity.offload."
     )
 
 
@@ -30,13 +30,18 @@ class Guard:
 
 
 class _StateDictGuard(Guard):
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("state_dict()")
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _require_gathered(module, "state_dict()")
 
 
 class _LoadGuard(Guard):
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("load_state_dict()")
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _require_gathered(module, "load_state_dict()")
+
+
+def _require_gathered(module: nn.Module, what: str) -> None:
+    if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
+        _refuse(what)
 
 
 def guard(model: nn.Module) -> None:

@@ -26,11 +26,7 @@ from infinity.schedule.gradient_handle import GradientHandle
 from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import whole
 from infinity.schedule.ledger import Ledger
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+from infinity.schedule.released import in_backward
 
 
 class Structure:
@@ -126,6 +122,7 @@ class Scope:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
+        self._ledger.readers.forward_begins()
         for index in self._residents:
             self._ledger.acquire(index)
 
@@ -136,6 +133,7 @@ class Scope:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._residents:
             self._ledger.release(index)
+        self._ledger.readers.forward_ends()
 
     def _alive(self) -> bool:
         frame: FrameType | None = sys._getframe(1)
@@ -211,6 +209,7 @@ class SiteLeave(Guard):
             for index in self._units:
                 self._ledger.timeline.end("forward", self._ledger.records[index].unit.name)
                 self._ledger.release(index)
+            self._ledger.readers.site_left()
         if output is None:
             return None
         output = self._without_aliases(output)
@@ -328,6 +327,8 @@ class BackwardEnds:
         if not self._tasks:
             self._ledger.timeline.end_all("backward")
         self._ledger.end_backward(outermost=not self._tasks)
+        if not self._tasks:
+            self._ledger.readers.backward_ends()
 
     def _put_back(self) -> None:
         """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but

@@ -99,6 +99,7 @@ class Commits:
         self._every = backing.plan.commit_every
         self._begun: int | None = None
         self._owed = False
+        self._touched = False  # states were written since the newest generation was begun, by no step
         self._sync: Transfer | None = None
         self._body: dict[str, Any] | None = None
         self.tracking = Tracking(self._around)
@@ -182,7 +183,7 @@ class Commits:
         if self._begun == step:
             return
         self.tracking.step_ended()
-        self._begun, self._owed = step, False
+        self._begun, self._owed, self._touched = step, False, False
         self._sync = self._body = None
 
     def written(self) -> None:
@@ -314,6 +315,10 @@ class Commits:
         optimizers = [optimizer.checkpoint().model_dump() for optimizer in self._optimizers]
         return {"optimizers": optimizers, "buffers": self.buffers()}
 
+    def touched(self) -> None:
+        """States were written between two steps: the newest generation of this step has the old ones."""
+        self._touched = self.newest is not None
+
     def commit(self, step: int) -> None:
         """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
         self.begin(step)
@@ -326,7 +331,7 @@ class Commits:
         Args:
             broken: the loop may have been left in the middle of an iteration: only what is known to be its top counts.
         """
-        if self._backing.generations is None or step == (self.newest or 0):
+        if self._backing.generations is None or (step == (self.newest or 0) and not self._touched):
             return
         if not broken:
             self.commit(step)

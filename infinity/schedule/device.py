@@ -40,11 +40,8 @@ class Slot(Protocol):
     def outstanding(self) -> bool:
         """Whether anything but the slot and `expected` parameter views refers to the memory."""
 
-    def expect(self) -> None:
-        """Take the present references as those that count for nothing (the parameters' own views)."""
-
-    def expect_none(self) -> None:
-        """No parameter is a view of it any more."""
+    def expect(self, views: int) -> None:
+        """So many references count for nothing: the parameters' own views."""
 
     def free(self) -> None: ...
 
@@ -64,11 +61,8 @@ class HostSlot:
     def wait(self) -> None:
         return
 
-    def expect(self) -> None:
-        self._expected = _references(self.tensor)
-
-    def expect_none(self) -> None:
-        self._expected = self._own
+    def expect(self, views: int) -> None:
+        self._expected = self._own + views
 
     def outstanding(self) -> bool:
         return _references(self.tensor) > self._expected
@@ -102,11 +96,8 @@ class CudaSlot:
             self.tensor.record_stream(stream)
         self._waited.add(stream)
 
-    def expect(self) -> None:
-        self._expected = _references(self.tensor)
-
-    def expect_none(self) -> None:
-        self._expected = self._own
+    def expect(self, views: int) -> None:
+        self._expected = self._own + views
 
     def outstanding(self) -> bool:
         return _references(self.tensor) > self._expected

@@ -91,12 +91,12 @@ def _place(
         return
     if states.master == "split16":
         if value.dtype != torch.bfloat16:
-            _write_state(ledger, states.residual, group, spec, 2, _residual_of, value)
+            _write_state(ledger, states.residual, group, spec, 2, residual_of, value)
         return
     _write_state(ledger, states.residual, group, spec, 4, lambda part: part.float().view(torch.uint8), value)
 
 
-def _residual_of(part: torch.Tensor) -> torch.Tensor:
+def residual_of(part: torch.Tensor) -> torch.Tensor:
     """int16 rest of split16, as uint8."""
     high, rest = torch.empty(part.numel(), dtype=torch.int16), torch.empty(part.numel(), dtype=torch.int16)
     _native.encode_split16(_bytes(part.float()), high.numpy(), rest.numpy())

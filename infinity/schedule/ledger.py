@@ -14,19 +14,18 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.errors import InfinityError, SwapIOError, SwapTimeoutError
 from infinity.io.fork import in_forked_child, refuse_in_forked_child
-from infinity.io.manifest import Manifest
-from infinity.schedule import rng
 from infinity.schedule.arrivals import Arrivals
 from infinity.schedule.backing import Backing
-from infinity.schedule.commits import Commits, Resumed
+from infinity.schedule.commits import Commits
 from infinity.schedule.gradients import Gradients, GroupGradients, Place
 from infinity.schedule.guesses import Guesses
 from infinity.schedule.interrupt import interruptible, whole
+from infinity.schedule.readers import Readers
+from infinity.schedule.released import released_class
 from infinity.schedule.residents import Residency, Residents, UnitRecord
 from infinity.schedule.timeline import Timeline
-from infinity.schedule.update import GroupUpdate, Milestone
-from infinity.schedule.updates import UnitRequest, UnitUpdate, Updates
-from infinity.state.records import Body, parse_body
+from infinity.schedule.update import GroupUpdate, Milestone, is_clipped
+from infinity.schedule.updates import UnitUpdate, Updates
 from infinity.state.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -54,8 +53,10 @@ class Ledger:
         self._staying = frozenset(unit.index for unit in units if unit.resident)
         self.arrivals = Arrivals(units)
         self.updates = Updates(units, backing, self.gradients)
+        self.readers = Readers(units, parameters, self.acquire, self.release, self.locked)
+        released = released_class(self.readers)
         self.residents = Residents(
-            units, parameters, backing, self.updates, self.timeline, self._take_in, self._free_slot
+            units, parameters, backing, self.updates, self.timeline, self._take_in, self._free_slot, released
         )
         self.guesses = Guesses(backing.plan.overlap)
         self.commits = Commits(backing)
@@ -129,6 +130,12 @@ class Ledger:
                 self.gradients.backward_begins(indices, self._staying)
             for index in indices:
                 self._bring(self.records[index])
+
+    @contextmanager
+    def locked(self) -> Iterator[Residents]:
+        """The units, for changes of more than one thing."""
+        with self._lock:
+            yield self.residents
 
     @contextmanager
     def _timeouts(self) -> Iterator[None]:
@@ -217,6 +224,7 @@ class Ledger:
             SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
         """
         self.require_usable()
+        self.readers.require_none_gathering()
         self.residents.require_untouched()
         with self._lock, self._timeouts(), self.timeline.stall("gradient"):
             self.backing.device.idle_begins()
@@ -232,8 +240,8 @@ class Ledger:
             self.backing.device.synchronize_uploads()
 
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
-        """The step is decided: what is to be done to which (unit, group). Early updates that guessed it go on; the
-        others are undone, and what is not under way begins. Units wait for their own update when they are used next.
+        """The step is decided: what is to be done to which (unit, group). Early updates that guessed it go on, others
+        are undone, what is not under way begins. A unit's next use waits for its own update.
 
         Raises:
             InfinityError: the step was begun and not finished; every later call raises.
@@ -242,7 +250,9 @@ class Ledger:
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
         with self._lock:
-            wrong, clipped = self._judged(by_unit)
+            optimizer = self.commits.sole_optimizer
+            wrong = {index for index, guess in self.updates.guesses.items() if guess.wanted != by_unit.get(index)}
+            clipped = is_clipped(by_unit, 1.0 if optimizer is None else optimizer.guessed_scale)
             self.residents.end_iteration(training=True)
             committed = self.commits.due(self.steps + 1)
             try:
@@ -290,14 +300,6 @@ class Ledger:
             with self._timeouts():
                 self.residents.prefetch()
             self.backing.device.idle_ends()
-
-    def _judged(self, requests: Mapping[int, UnitRequest]) -> tuple[set[int], bool]:
-        """The guesses of this step that were wrong, and whether any would have been for clipping."""
-        guesses, optimizer = self.updates.guesses, self.commits.sole_optimizer
-        wrong = {index for index, guess in guesses.items() if guess.wanted != requests.get(index)}
-        scale = 1.0 if optimizer is None else optimizer.guessed_scale
-        clipped = any(group.grad_scale != scale for request in requests.values() for group in request.values())
-        return wrong, clipped
 
     # -- updates that overlap -----------------------------------------------------------------------------------------
 
@@ -381,11 +383,7 @@ class Ledger:
 
     @whole
     def fence(self) -> None:
-        """Wait until the states are those after the last step.
-
-        Raises:
-            InfinityError: an update or a commit failed.
-        """
+        """Wait until the states are those after the last step. Raises InfinityError: an update or a commit failed."""
         self.require_usable()
         with self._lock:
             self._land_updates()
@@ -428,25 +426,26 @@ class Ledger:
     def commit(self) -> None:
         """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
         with self._lock, self._committing():
-            self._land_updates()
-            self._drop_guesses()  # they write where this commit may write
-            self.settle()
+            self._come_to_rest()
             self.commits.commit(self.steps)
+
+    @whole
+    def prepare_writing(self) -> None:
+        """States may be written to their destinations: nothing else is under way. Raises as finish_commit."""
+        self.require_usable()
+        with self._lock, self._committing():
+            self._finish_commit()
+            self._come_to_rest()
+
+    def _come_to_rest(self) -> None:
+        self._land_updates()
+        self._drop_guesses()  # they write where others may write now
+        self.settle()
 
     def settle(self) -> None:
         """Something is about to be written: the generations that were given up for the one resumed go."""
         if self.backing.generations is not None:
             self.backing.generations.settle()
-
-    def resume_at(self, manifest: Manifest) -> Body:
-        """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
-        self.steps = manifest.step
-        if self.backing.store is not None:
-            self.backing.store.step = self.steps
-        body = parse_body(manifest.body, f"generation {manifest.step}")
-        self.commits.resumed = Resumed(manifest.step, body)
-        rng.restore(body.rng)
-        return body
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
@@ -471,10 +470,10 @@ class Ledger:
     @whole
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
         """Commit what is not committed and release everything; the swap file is removed unless it has generations.
+        Idempotent; does nothing in a forked child.
 
-        While an exception is on its way only what is known to be the top of the loop is committed: the loop may have
-        stopped between its optimizer and its scheduler, and a generation of that would not be one of a run that never
-        stopped. Idempotent; does nothing in a forked child.
+        While an exception is on its way only what is known to be the top of the loop is committed: a loop that stopped
+        between its optimizer and its scheduler would give a generation that no uninterrupted run has.
 
         Args:
             discard: commit nothing and remove the generations, too.

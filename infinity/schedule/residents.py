@@ -8,10 +8,12 @@
 
 An UPDATING unit's slot is where its update works, or reads; its parameters are placeholders, as those of a released
 one. A released parameter is a stride-0 NaN of its true shape and dtype; a resident one is a view of the unit's slot.
-After its forward a unit is
-only evictable: it goes when room is needed, the one with the farthest next use first. A unit is evictable when no
-forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters refers to the
-slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
+The class of a parameter says whether it may be read now (released.py): a unit is OPEN from where a forward, a backward
+or a gathering brings it to where that ends, or to its eviction.
+
+After its forward a unit is only evictable: it goes when room is needed, the one with the farthest next use first. It is
+evictable when no forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters
+refers to the slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
 
 `version` counts the updates of a unit's weights. What was saved for backward names the version it saw.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,6 +34,7 @@ from infinity.schedule.backing import Backing
 from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import interruptible
+from infinity.schedule.released import ReleasedParameter
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
 from infinity.schedule.timeline import Timeline
 from infinity.schedule.trace import Trace
@@ -54,11 +57,16 @@ class UnitRecord:
     unit: Unit
     parameters: dict[str, nn.Parameter]
     placeholders: dict[str, torch.Tensor] = field(default_factory=dict)
+    classes: dict[str, type[nn.Parameter]] = field(default_factory=dict)
     residency: Residency = Residency.RELEASED
     fetch: Fetch | None = None
     slot: Slot | None = None
     uses: int = 0
     held: bool = False
+    open: bool = False
+    """The parameters have their own class, not the released one."""
+    gathered: set[str] = field(default_factory=set)
+    """Parameters whose data is a copy of their values that somebody asked for."""
     stale: bool = False
     """UPDATING, and the new weights will not be in the slot."""
     version: int = 0
@@ -69,7 +77,7 @@ class UnitRecord:
 class Residents:
     """The units of a model. Its methods are called under the ledger's lock.
 
-    Invariant: `parameter.data` is the placeholder, or a view of the slot of a RESIDENT unit; nothing else.
+    Invariant: `parameter.data` is the placeholder, a view of the slot of a RESIDENT unit, or a gathered copy.
 
     Attributes:
         records: in the order of the units.
@@ -78,6 +86,7 @@ class Residents:
 
     Args:
         take_in, free_slot: wait for a unit's decided update, if there is one, as the methods of Updates do.
+        released: the class of parameters that may not be read.
     """
 
     def __init__(
@@ -89,6 +98,7 @@ class Residents:
         timeline: Timeline,
         take_in: Callable[[int], None],
         free_slot: Callable[[int], None],
+        released: type[ReleasedParameter],
     ) -> None:
         self._backing = backing
         self._updates = updates
@@ -102,12 +112,15 @@ class Residents:
         forward = [unit.index for unit in units if not unit.resident]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self.training = True
+        self._released = released
 
     def adopt(self, record: UnitRecord) -> None:
         """Take over parameters whose values are at home now: from here on they are placeholders."""
         device = self._backing.device.device
         for name, parameter in record.parameters.items():
             record.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
+            record.classes[name] = type(parameter)
+        record.open = True
         self._hide(record)
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
@@ -151,15 +164,16 @@ class Residents:
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
-        for record in self.records:
-            for name, parameter in record.parameters.items():
-                if (parameter.data_ptr(), parameter._version) != record.marks[name]:
-                    raise ModelError(
-                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
-                        f".half(), "
-                        ".data, load_state_dict or an in-place operation); the change would be lost. Do it before "
-                        "infinity.offload, or on the saved model."
-                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            for record in self.records:
+                for name, parameter in record.parameters.items():
+                    if (parameter.data_ptr(), parameter._version) != record.marks[name] and name not in record.gathered:
+                        raise ModelError(
+                            f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
+                            ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
+                            "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
+                            "on the saved model."
+                        )
 
     # -- transitions --------------------------------------------------------------------------------------------------
 
@@ -182,6 +196,7 @@ class Residents:
                 self._finish(record)
         if record.slot is not None:
             record.slot.wait()
+        self._open(record)
         self._backing.device.idle_ends()
 
     def update_decided(self, record: UnitRecord, update: UnitUpdate) -> None:
@@ -319,18 +334,71 @@ class Residents:
             self._show(record, slot)
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
-        for group in record.unit.groups:
-            for spec in group.specs:
-                start, end = group.byte_range(spec)
-                parameter = record.parameters[spec.name]
-                parameter.data = slot.tensor[start:end].view(group.dtype).view(spec.shape)
-                record.marks[spec.name] = (parameter.data_ptr(), parameter._version)
-        slot.expect()
+        own = [name for name in record.parameters if name not in record.gathered]
+        with torch._C.DisableTorchFunctionSubclass():
+            for name in own:
+                parameter = record.parameters[name]
+                parameter.data = self.value_in(record, slot, name)
+                record.marks[name] = (parameter.data_ptr(), parameter._version)
+        slot.expect(len(own))
+
+    @staticmethod
+    def value_in(record: UnitRecord, slot: Slot, name: str) -> torch.Tensor:
+        """The view of a unit's slot that has the values of a parameter."""
+        group, spec = record.unit.find(name)
+        start, end = group.byte_range(spec)
+        return slot.tensor[start:end].view(group.dtype).view(spec.shape)
 
     def _hide(self, record: UnitRecord) -> None:
-        for name, parameter in record.parameters.items():
-            parameter.data = record.placeholders[name]
-            record.marks[name] = (parameter.data_ptr(), parameter._version)
+        self._close(record)
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter in record.parameters.items():
+                if name not in record.gathered:
+                    parameter.data = record.placeholders[name]
+                    record.marks[name] = (parameter.data_ptr(), parameter._version)
+
+    def _open(self, record: UnitRecord) -> None:
+        if not record.open:
+            record.open = True
+            for name, parameter in record.parameters.items():
+                parameter.__class__ = record.classes[name]
+
+    def _close(self, record: UnitRecord) -> None:
+        if record.open:
+            record.open = False
+            for name, parameter in record.parameters.items():
+                if name not in record.gathered:
+                    parameter.__class__ = self._released
+
+    # -- gathering ----------------------------------------------------------------------------------------------------
+
+    def gather(self, record: UnitRecord, values: Mapping[str, torch.Tensor]) -> None:
+        """These parameters have these tensors as their data, whatever becomes of the unit, until they are scattered."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, value in values.items():
+                record.gathered.add(name)
+                record.parameters[name].data = value
+                record.parameters[name].__class__ = record.classes[name]
+        if record.slot is not None and record.residency is Residency.RESIDENT:
+            record.slot.expect(len(record.parameters) - len(record.gathered))
+
+    def scatter(self, record: UnitRecord, names: Collection[str]) -> None:
+        """Parameters that were gathered are the unit's again."""
+        record.gathered.difference_update(names)
+        slot = record.slot if record.residency is Residency.RESIDENT else None
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name in names:
+                parameter = record.parameters[name]
+                parameter.data = record.placeholders[name] if slot is None else self.value_in(record, slot, name)
+                record.marks[name] = (parameter.data_ptr(), parameter._version)
+                parameter.__class__ = record.classes[name] if record.open else self._released
+        if slot is not None:
+            slot.expect(len(record.parameters) - len(record.gathered))
+
+    def close_all(self) -> None:
+        """Nobody may read any parameter from now on."""
+        for record in self.records:
+            self._close(record)
 
     def _evict(self, record: UnitRecord) -> None:
         if record.residency is Residency.FETCHING:
@@ -348,7 +416,7 @@ class Residents:
         if slot is None:
             return
         del self.at[slot.tensor.data_ptr()]
-        slot.expect_none()
+        slot.expect(0)
         if slot.outstanding():
             self._viewed.append(slot)
         else:

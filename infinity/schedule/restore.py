@@ -5,7 +5,8 @@ from __future__ import annotations
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
-from infinity.schedule.commits import facts_of
+from infinity.schedule import rng
+from infinity.schedule.commits import Resumed, facts_of
 from infinity.schedule.ledger import Ledger
 from infinity.state.records import Body, parse_body
 
@@ -39,7 +40,18 @@ def restore(ledger: Ledger, step: int | None = None) -> Body:
         home.dirty = False
     for record in ledger.records:
         ledger.residents.adopt(record)
-    return ledger.resume_at(manifest)
+    return go_on_from(ledger, manifest)
+
+
+def go_on_from(ledger: Ledger, manifest: Manifest) -> Body:
+    """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
+    ledger.steps = manifest.step
+    if ledger.backing.store is not None:
+        ledger.backing.store.step = ledger.steps
+    body = parse_body(manifest.body, f"generation {manifest.step}")
+    ledger.commits.resumed = Resumed(manifest.step, body)
+    rng.restore(body.rng)
+    return body
 
 
 def _check(manifest: Manifest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
@@ -64,6 +64,11 @@ class WeightsPlace:
 Milestone = Literal["computed", "weights", "written"]
 """Of an update: its new values are computed, so that those in memory are there and the gradients are free; new weights
 are where they go; everything is."""
+
+
+def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:
+    """Whether gradients are multiplied by anything but `scale`."""
+    return any(group.grad_scale != scale for request in requests.values() for group in request.values())
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,13 @@
 """Finding the units of a model, and the modules whose forward needs them.
 
-Blocks are the children of the outermost `ModuleList`s (of `Sequential`s where a model has no list). What is outside
-the blocks is cut at
-the largest modules that contain no block: an embedding, the head, or anything of 1 MiB and more is a unit of its
-own; the small rest is one unit that stays on the device while the model runs.
+Blocks are the children of the outermost `ModuleList`s (of `ModuleDict`s, else of `Sequential`s, where a model has no
+list). A child that is itself a container without a forward (a list of lists) cannot be called: its children are the
+blocks. What is outside the blocks is cut at the largest modules that contain no block: an embedding, the head,
+or anything of 1 MiB and more is a unit of its own; the small rest is one unit that stays on the device while the model
+runs.
+
+Hooks see calls of modules. A weight that is read in another way (a block that is called by a method other than
+`forward`, `F.linear(x, other.weight)`) is brought when it is read (schedule/released.py).
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32") -> Discove
 class _Cut:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._blocks = _find_blocks(model, nn.ModuleList) or _find_blocks(model, nn.Sequential)
+        kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+        self._blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set())
         self._parents = _ancestors(model, self._blocks)
         self._found: list[UnitParameters] = []
         self._remainder = UnitParameters(REMAINDER, resident=True)
@@ -144,14 +149,27 @@ def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if isinstance(module, container):
-            blocks.update(child for child in module.children() if next(child.parameters(), None) is not None)
-            return
         for child in module.children():
-            visit(child)
+            if isinstance(module, container):
+                add(child)
+            else:
+                visit(child)
+
+    def add(child: nn.Module) -> None:
+        if _has_forward(child):
+            if next(child.parameters(), None) is not None:
+                blocks.add(child)
+            return
+        for grandchild in child.children():
+            add(grandchild)
 
     visit(model)
     return blocks
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for containers, which cannot be called."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _ancestors(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -90,6 +91,14 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(spec.numel for group in self.groups for spec in group.specs)
+
+    def find(self, name: str) -> tuple[Group, ParameterSpec]:
+        """A parameter's group and place in it."""
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, tuple[Group, ParameterSpec]]:
+        return {spec.name: (group, spec) for group in self.groups for spec in group.specs}
 
     @property
     def trainable_groups(self) -> tuple[Group, ...]:

@@ -1,0 +1,110 @@
+"""infinity.gathered and infinity.state_dict: the weights of an offloaded model for other eyes and hands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, ModelError
+from infinity.schedule import registry
+from infinity.schedule.gathering import gather
+from infinity.schedule.ledger import Ledger
+from infinity.schedule.released import in_backward
+
+
+def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False) -> AbstractContextManager[None]:
+    """The weights of these modules have their values in this context, as if the model were not offloaded: `.data`,
+    state_dict, norms, and code that knows nothing of infinity (EMA, weight logging, sending weights to an inference
+    engine, peft's merge_and_unload):
+
+        with infinity.gathered(model, model.lm_head):
+            norm = model.lm_head.weight.norm()
+
+        for module in model.model.layers:  # a model larger than memory, one block after the other
+            with infinity.gathered(model, module, write=True):
+                module.mlp.down_proj.weight.mul_(0.5)
+
+    They are copies, on the device of the model, beside what the plan counts. A parameter of another module is brought
+    while an operation reads it; its `.data` raises.
+
+    Args:
+        model: what infinity.offload or load_pretrained returned.
+        modules: modules or parameters of it; none: all of it.
+        write: keep what is changed: at the end, parameters whose bits changed are written to the store, with a master
+            of exactly these values; their moments stay. Without it every change ends with the context, and a warning
+            names one. An exception in the context drops all changes.
+
+    Raises:
+        PlanError: there is no memory for the copies.
+        ModelError: the model is not offloaded; a module is not of it; `write` in a forward or backward pass, or for
+            what an outer context gathered; at the end: a shape or dtype changed, or a frozen weight that generations
+            of the run share.
+        InfinityError, SwapIOError: as a forward pass; at the end: the store could not be written.
+    """
+    ledger = registry.ledger_of(model)
+    ledger.require_usable()
+    if write and (ledger.readers.in_forward or in_backward()):
+        raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
+    wanted: dict[int, list[str]] = {}
+    for module in modules or (model,):
+        for parameter in _parameters_of(module):
+            index, name = _find(ledger, parameter, module)
+            names = wanted.setdefault(index, [])
+            if name not in names:
+                names.append(name)
+    return gather(ledger, wanted, write=write)
+
+
+def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:
+    if isinstance(module, nn.Module):
+        return list(module.parameters())
+    if isinstance(module, nn.Parameter):
+        return [module]
+    raise ConfigError(f"infinity.gathered takes modules and parameters of the model, not {type(module).__name__}")
+
+
+def _find(ledger: Ledger, parameter: nn.Parameter, module: nn.Module | nn.Parameter) -> tuple[int, str]:
+    found = registry.find(parameter)
+    if found is None or found[0] is not ledger:
+        raise ModelError(
+            f"infinity.gathered: a parameter of {type(module).__name__} {tuple(parameter.shape)} does not belong to "
+            "this offloaded model"
+        )
+    return found[1].unit.index, found[1].spec.name
+
+
+def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values as of `model.state_dict()`, one after the other, so that a model larger than memory passes
+    through: a copy on the device of the model for each parameter and persistent buffer, which goes when the caller
+    drops it. Names that share a parameter come each with a copy. `get_extra_state` is not called.
+
+        for name, tensor in infinity.state_dict(model):
+            client.update(name, tensor)
+
+    Raises:
+        ModelError: the model is not offloaded.
+        SwapIOError: the store could not be read.
+    """
+    ledger = registry.ledger_of(model)
+    ledger.require_usable()
+    return _tensors(model, ledger)
+
+
+def _tensors(model: nn.Module, ledger: Ledger) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                index, _ = _find(ledger, parameter, module)
+                with ledger.readers.taking([index]), torch.no_grad():
+                    value = parameter.detach().clone()
+                yield _join(prefix, name), value
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield _join(prefix, name), buffer.detach().clone()
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

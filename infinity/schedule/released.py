@@ -1,0 +1,224 @@
+"""The class that a parameter has while its values are not to be read.
+
+[Note: never a silent NaN]
+The storage of a released parameter holds one NaN, and torch computes with it without a word. So, while nobody may read
+a parameter, its `__class__` is a subclass of `nn.Parameter` whose `__torch_function__` sees every use of it from
+Python:
+
+    metadata (shape, dtype, device, grad, requires_grad, hooks, …)            answered
+    `.data`                                                                   raises: writes through it cannot be seen
+    anything else, in the model's forward, a backward or infinity.gathered    the values are brought, then the call runs
+    anything else, elsewhere                                                  raises, and says what to do
+
+A unit that is still on the device after its forward is closed in the same way, so a script does not depend on what
+happened to fit. `torch.tensor(p)`, `torch.as_tensor(p)`, `torch.utils.dlpack.to_dlpack(p)` and C++ extensions do not
+ask the class, and see NaN.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from infinity.errors import ReleasedParameterError
+
+USE_GATHERED = (
+    "Read it inside the model's forward, or in `with infinity.gathered(model, module):`, where the weights of a module "
+    "have their values; infinity.state_dict(model) goes through all of them one by one, and "
+    "infinity.save_pretrained(model, directory) writes them."
+)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Lender(Protocol):
+    """Who can bring the values of released parameters."""
+
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
+        """They have their values, and their own class, in this context.
+
+        Raises:
+            ReleasedParameterError: they may not be read now; says that `use` was tried.
+        """
+
+    def name_of(self, parameter: nn.Parameter) -> str: ...
+
+
+class ReleasedParameter(nn.Parameter):
+    """See [Note: never a silent NaN]. Made by `released_class`, never constructed."""
+
+    _lender: weakref.ref[Lender]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if isinstance(args[0], ReleasedParameter):
+            answer = _ANSWERS.get(func, _with_values)
+        else:
+            answer = _as_pattern if func in _PATTERN_USES else _with_values
+        return answer(func, *args, **kwargs)
+
+
+def released_class(lender: Lender) -> type[ReleasedParameter]:
+    """The class for the parameters of one offloaded model, which it does not keep alive."""
+
+    class Released(ReleasedParameter):
+        _lender = weakref.ref(lender)
+
+    return Released
+
+
+def lender_of(parameter: ReleasedParameter) -> Lender:
+    """Raises ReleasedParameterError when the model is gone."""
+    lender = type(parameter)._lender()
+    if lender is None:
+        raise ReleasedParameterError("the values of this parameter are gone, with the offloaded model it belonged to")
+    return lender
+
+
+def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    by_lender: dict[Lender, list[nn.Parameter]] = {}
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, ReleasedParameter):
+            by_lender.setdefault(lender_of(leaf), []).append(leaf)
+    with ExitStack() as lent:
+        for lender, parameters in by_lender.items():
+            lent.enter_context(lender.lend(parameters, _name(func)))
+        return func(*args, **kwargs)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """As the user wrote it: an attribute's getter is named after the attribute."""
+    name = str(getattr(func, "__name__", func))
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f".{attribute}" if attribute and name in ("__get__", "__set__") else name
+
+
+# -- answers without values -------------------------------------------------------------------------------------------
+
+
+def _refuse_data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -> None:
+    if value and value[0] is parameter:
+        return  # as Module.to() does when it changes nothing
+    raise ReleasedParameterError(
+        f"`.data` of parameter '{lender_of(parameter).name_of(parameter)}' is not there: its values are in the store, "
+        "and what is written through `.data` cannot be seen. Inside the forward use the parameter itself (or "
+        "`.detach()`); elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
+    )
+
+
+def _refuse_copy(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> NoReturn:
+    what = "pickling" if "reduce" in _name(func) else "deepcopy"
+    raise ReleasedParameterError(
+        f"{what} of parameter '{lender_of(parameter).name_of(parameter)}' would copy a placeholder: its values are in "
+        f"the store. {USE_GATHERED}"
+    )
+
+
+def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+    """`.to()` and its like: harmless where nothing changes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        converted = func(probe, *args, **kwargs)
+    if converted is probe:
+        return parameter
+    if isinstance(converted, str):  # type() without a type
+        return converted
+    return _with_values(func, parameter, *args, **kwargs)
+
+
+def _like(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+    kwargs.setdefault("memory_format", torch.contiguous_format)  # a placeholder has no strides to preserve
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(parameter, *args, **kwargs)
+
+
+def _layout(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+    """Strides of the values, not of the placeholder."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *args, **kwargs)
+
+
+def _as_pattern(func: Callable[..., Any], tensor: torch.Tensor, parameter: Any, *args: Any, **kwargs: Any) -> Any:
+    """`x.to(parameter)` and its like ask for its dtype, device or shape only."""
+    if not isinstance(parameter, ReleasedParameter):
+        return _with_values(func, tensor, parameter, *args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        empty = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        return func(tensor, empty, *args, **kwargs)
+
+
+def _describe(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        facts = f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}"
+        name = lender_of(parameter).name_of(parameter)
+        return f"Parameter '{name}' ({facts}, requires_grad={parameter.requires_grad}), values in the store"
+
+
+def _found(names: str, *owners: Any) -> list[Callable[..., Any]]:
+    """Functions by name, those that this torch has."""
+    return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
+
+
+def _accessors(names: str, *kinds: str) -> list[Callable[..., Any]]:
+    found = _found(names, torch.Tensor)
+    return [getattr(attribute, kind) for attribute in found for kind in kinds if hasattr(attribute, kind)]
+
+
+_METADATA = frozenset(
+    [
+        *_accessors(
+            "shape dtype device layout is_leaf grad_fn _version name names ndim itemsize nbytes output_nr retains_grad "
+            "_backward_hooks _post_accumulate_grad_hooks is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized "
+            "is_mkldnn is_nested is_xpu is_mps is_hpu is_xla is_ipu is_maia is_mtia is_vulkan is_ort grad_dtype",
+            "__get__",
+        ),
+        *_accessors("requires_grad grad _grad _backward_hooks _post_accumulate_grad_hooks", "__get__", "__set__"),
+        *_accessors("grad", "__delete__"),
+        *_found(
+            "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed "
+            "is_inference is_same_size is_conj is_neg is_distributed __len__ __hash__ __dir__ requires_grad_ "
+            "register_hook register_post_accumulate_grad_hook retain_grad _has_compatible_shallow_copy_type "
+            "has_names new_empty new_zeros new_ones new_full new_tensor new_empty_strided",
+            torch.Tensor,
+        ),
+        *_found(
+            "numel is_floating_point is_complex is_same_size is_tensor is_inference is_conj is_neg get_device "
+            "result_type",
+            torch,
+        ),
+        torch._has_compatible_shallow_copy_type,
+        torch.autograd.grad,
+        torch.autograd.backward,
+    ]
+)
+"""What says nothing of the values."""
+
+_PATTERN_USES = frozenset(_found("to type_as expand_as view_as reshape_as", torch.Tensor))
+
+_ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **dict.fromkeys(_accessors("data", "__get__", "__set__"), _refuse_data),
+    **dict.fromkeys(
+        _found("__deepcopy__ __reduce_ex__ __reduce__ __setstate__ share_memory_", torch.Tensor), _refuse_copy
+    ),
+    **dict.fromkeys(_found("to type float double half bfloat16 cpu cuda", torch.Tensor), _convert),
+    **dict.fromkeys(
+        _found("empty_like zeros_like ones_like full_like rand_like randn_like randint_like", torch), _like
+    ),
+    **dict.fromkeys(_found("stride is_contiguous", torch.Tensor), _layout),
+    **dict.fromkeys(_found("__repr__ __format__", torch.Tensor), _describe),
+}
