@@ -108,9 +108,8 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The current weights of an offloaded model, by first name."""
     ledger, result = registry.ledger_of(model), {}
     for record in ledger.records:
-        ledger.acquire(record.unit.index)
-        result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
-        ledger.release(record.unit.index)
+        with ledger.readers.taking([record.unit.index]):
+            result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
     return result
 
 

@@ -221,8 +221,8 @@ class SiteLeave(Guard):
 
     def _without_aliases(self, output: Any) -> Any:
         """Outputs that are views of a slot are cloned: the slot will be another unit's."""
-        pointers = {
-            record.slot.tensor.data_ptr()
+        storages = {
+            record.slot.tensor.untyped_storage()._cdata
             for record in (self._ledger.records[index] for index in self._units)
             if record.slot is not None
         }
@@ -232,7 +232,7 @@ class SiteLeave(Guard):
                 isinstance(leaf, torch.Tensor)
                 and leaf.layout == torch.strided
                 and leaf.device.type != "meta"
-                and leaf.untyped_storage().data_ptr() in pointers
+                and leaf.untyped_storage()._cdata in storages
             )
 
         if any(aliases(leaf) for leaf in tree_leaves(output)):

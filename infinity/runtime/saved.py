@@ -16,6 +16,7 @@ import torch
 
 from infinity.errors import ReleasedParameterError, StaleWeightsError
 from infinity.schedule.ledger import Ledger
+from infinity.schedule.released import USE_GATHERED
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,19 @@ class SavedTensors:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._placeholders = {
-            tensor.untyped_storage().data_ptr(): name
+            tensor.untyped_storage()._cdata: name
             for record in ledger.records
             for name, tensor in record.placeholders.items()
         }
 
     def pack(self, tensor: torch.Tensor) -> _SavedWeight | _SavedTensor:
-        pointer = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-        if pointer in self._placeholders:
+        storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+        if storage in self._placeholders:
             raise ReleasedParameterError(
-                f"parameter '{self._placeholders[pointer]}' is used outside the forward of the module that owns it, "
-                f"while its "
-                "values are in the store. Call the module instead of reading its parameter, or move the use into its "
-                "forward."
+                f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are in "
+                f"the store. {USE_GATHERED}"
             )
-        record = self._ledger.residents.at.get(pointer)
+        record = self._ledger.residents.at.get(storage)
         if record is not None:
             offset = int(tensor.storage_offset()) * tensor.itemsize
             return _SavedWeight(record.unit.index, record.version, tensor.dtype, tensor.size(), tensor.stride(), offset)

@@ -11,8 +11,14 @@ Python:
     anything else, elsewhere                                                  raises, and says what to do
 
 A unit that is still on the device after its forward is closed in the same way, so a script does not depend on what
-happened to fit. `torch.tensor(p)`, `torch.as_tensor(p)`, `torch.utils.dlpack.to_dlpack(p)` and C++ extensions do not
-ask the class, and see NaN.
+happened to fit.
+
+Some entries to torch's C++ do not ask the class of their argument. What writes there, or asks for an address that it
+could write to (to_dlpack, most C++ extensions), gets an error of torch's from the placeholder's storage. What only
+reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p), and torch.as_tensor
+and torch.asarray to another dtype; p.as_subclass; torch.func's and torch.vmap's transforms with p as their argument;
+`other.data = p` and other.set_(p); p as a gradient given to backward() or autograd.grad;
+torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
 """
 
 from __future__ import annotations
@@ -66,7 +72,9 @@ class ReleasedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if isinstance(args[0], ReleasedParameter):
+        if func is torch.autograd.grad:
+            answer = _differentiate
+        elif args and isinstance(args[0], ReleasedParameter):
             answer = _ANSWERS.get(func, _with_values)
         else:
             answer = _as_pattern if func in _PATTERN_USES else _with_values
@@ -141,6 +149,14 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
     return _with_values(func, parameter, *args, **kwargs)
 
 
+def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
+    """torch.autograd.grad: released parameters are good as what is differentiated by."""
+    if any(isinstance(leaf, ReleasedParameter) for leaf in tree_leaves((outputs, grad_outputs))):
+        return _with_values(func, outputs, inputs, grad_outputs, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(outputs, inputs, grad_outputs, **kwargs)
+
+
 def _like(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
     kwargs.setdefault("memory_format", torch.contiguous_format)  # a placeholder has no strides to preserve
     with torch._C.DisableTorchFunctionSubclass():
@@ -202,8 +218,6 @@ _METADATA = frozenset(
             torch,
         ),
         torch._has_compatible_shallow_copy_type,
-        torch.autograd.grad,
-        torch.autograd.backward,
     ]
 )
 """What says nothing of the values."""

@@ -70,8 +70,12 @@ class UnitRecord:
     stale: bool = False
     """UPDATING, and the new weights will not be in the slot."""
     version: int = 0
-    marks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """For each parameter the (data pointer, version) infinity left it with."""
+    marks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """For each parameter the (storage, offset, version) infinity left it with."""
+
+
+def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
+    return parameter.untyped_storage()._cdata, int(parameter.storage_offset()), parameter._version
 
 
 class Residents:
@@ -81,7 +85,7 @@ class Residents:
 
     Attributes:
         records: in the order of the units.
-        at: by the address of the slot, those that have one.
+        at: by the storage of the slot (its `_cdata`), those that have one.
         training: which trace the visits belong to.
 
     Args:
@@ -167,7 +171,7 @@ class Residents:
         with torch._C.DisableTorchFunctionSubclass():
             for record in self.records:
                 for name, parameter in record.parameters.items():
-                    if (parameter.data_ptr(), parameter._version) != record.marks[name] and name not in record.gathered:
+                    if _mark(parameter) != record.marks[name] and name not in record.gathered:
                         raise ModelError(
                             f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
                             ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
@@ -330,7 +334,7 @@ class Residents:
                 raise
             self._timeline.end("fetch", record.unit.name)
             record.fetch, record.slot, record.residency = None, slot, Residency.RESIDENT
-            self.at[slot.tensor.data_ptr()] = record
+            self.at[slot.tensor.untyped_storage()._cdata] = record
             self._show(record, slot)
 
     def _show(self, record: UnitRecord, slot: Slot) -> None:
@@ -339,7 +343,7 @@ class Residents:
             for name in own:
                 parameter = record.parameters[name]
                 parameter.data = self.value_in(record, slot, name)
-                record.marks[name] = (parameter.data_ptr(), parameter._version)
+                record.marks[name] = _mark(parameter)
         slot.expect(len(own))
 
     @staticmethod
@@ -355,7 +359,7 @@ class Residents:
             for name, parameter in record.parameters.items():
                 if name not in record.gathered:
                     parameter.data = record.placeholders[name]
-                    record.marks[name] = (parameter.data_ptr(), parameter._version)
+                    record.marks[name] = _mark(parameter)
 
     def _open(self, record: UnitRecord) -> None:
         if not record.open:
@@ -390,7 +394,7 @@ class Residents:
             for name in names:
                 parameter = record.parameters[name]
                 parameter.data = record.placeholders[name] if slot is None else self.value_in(record, slot, name)
-                record.marks[name] = (parameter.data_ptr(), parameter._version)
+                record.marks[name] = _mark(parameter)
                 parameter.__class__ = record.classes[name] if record.open else self._released
         if slot is not None:
             slot.expect(len(record.parameters) - len(record.gathered))
@@ -415,7 +419,7 @@ class Residents:
         record.residency, record.stale = Residency.RELEASED, False
         if slot is None:
             return
-        del self.at[slot.tensor.data_ptr()]
+        del self.at[slot.tensor.untyped_storage()._cdata]
         slot.expect(0)
         if slot.outstanding():
             self._viewed.append(slot)

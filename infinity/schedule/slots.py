@@ -199,6 +199,10 @@ def open_slots(backing: Backing) -> SlotPool:
 
 
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a released parameter holds: one NaN, expanded to the true shape and dtype."""
+    """What a released parameter holds: one NaN, expanded to the true shape and dtype. Its storage gives nobody an
+    address to write to."""
     with torch.inference_mode(False):
-        return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        if hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
+            torch._C._set_throw_on_mutable_data_ptr(nan)
+        return nan.expand(shape)
