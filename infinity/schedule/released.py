@@ -72,6 +72,7 @@ class ReleasedParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        answer: Callable[..., Any]
         if func is torch.autograd.grad:
             answer = _differentiate
         elif args and isinstance(args[0], ReleasedParameter):
