@@ -28,6 +28,8 @@ class Mutant:
 
 _RESUME = "tests/runtime/test_resume.py"
 _LOOPS = "tests/runtime/test_loops.py"
+_GATHERED = "tests/runtime/test_gathered.py"
+_RELEASED = "tests/runtime/test_released.py"
 _OVERLAP = "tests/runtime/test_overlap.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
@@ -284,7 +286,7 @@ MUTANTS = [
     Mutant(
         "a commit undoes what was begun early",
         "infinity/schedule/ledger.py",
-        "            self._drop_guesses()  # they write where this commit may write\n",
+        "        self._drop_guesses()  # they write where others may write now\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),
@@ -301,5 +303,40 @@ MUTANTS = [
         "        update.viewed = moves and self._is_viewed(record.slot)\n",
         "        update.viewed = moves and record.slot.outstanding()\n",
         (_OVERLAP, "-k", "view_of_weights"),
+    ),
+    Mutant(
+        "a written weight has a master of its value",
+        "infinity/schedule/gathering.py",
+        "            _replace(backing, states.residual, fresh)\n",
+        "            pass\n",
+        (_GATHERED, "-k", "master_of_exactly"),
+    ),
+    Mutant(
+        "what is written by hand goes where no generation is",
+        "infinity/schedule/gathering.py",
+        "    slot = backing.destination(extent)\n",
+        "    slot = extent.slot\n",
+        (_GATHERED, "-k", "crash"),
+    ),
+    Mutant(
+        "what was written by hand after a commit is committed at the end",
+        "infinity/schedule/commits.py",
+        "        self._touched = self.newest is not None\n",
+        "",
+        (_GATHERED, "-k", "resumed"),
+    ),
+    Mutant(
+        "parameters are closed when the forward ends",
+        "infinity/runtime/hooks.py",
+        "        self._ledger.readers.forward_ends()\n",
+        "        self._ledger.readers._in_forward = False\n",
+        (_RELEASED, "-k", "outside"),
+    ),
+    Mutant(
+        "a weight is lent to those only who may read",
+        "infinity/schedule/readers.py",
+        "        if not self._may_read:\n",
+        "        if False:\n",
+        (_RELEASED, "-k", "outside"),
     ),
 ]

@@ -209,6 +209,24 @@ def test_a_model_is_resumed_with_what_was_written_last(offload: Any, swap_config
     infinity.close(again)
 
 
+def test_a_crash_after_writing_resumes_the_generation_before_it(offload: Any, swap_config: Any) -> None:
+    model, batch = llama()
+    config = swap_config("nvme", memory=TIGHT, commit_every=1)
+    model = offload(model.bfloat16().train(), memory=TIGHT, commit_every=1)
+    step(model, batch, infinity.AdamW(model.parameters(), lr=1e-2))
+    infinity.commit(model)
+    expected = weights(model)
+    with infinity.gathered(model, write=True):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+    registry.ledger_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
+    infinity.close(model)
+    again, _ = llama()
+    again = infinity.resume(again.bfloat16().train(), config)
+    assert_same(weights(again), expected)
+    infinity.close(again)
+
+
 def test_gradients_in_the_context_are_those_of_the_values(offload: Any) -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     plain = copy.deepcopy(model)
