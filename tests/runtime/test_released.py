@@ -269,17 +269,18 @@ def outcome(use: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_outside_the_forward_every_use_raises(mode: str, reader: Reader) -> None:
-    weight = reader.blocks[5].weight
+@pytest.mark.parametrize("block", [5, 0], ids=["not called", "called"])
+def test_outside_the_forward_every_use_raises(block: int, mode: str, reader: Reader) -> None:
+    weight = reader.blocks[block].weight
     for way, use in (READS | WRITES).items():
         with MODES[mode]():
             answer = outcome(lambda use=use: use(weight))
         if way in ("repr", "format"):
-            assert "'blocks.5.weight'" in answer
+            assert f"'blocks.{block}.weight'" in answer
             assert "values in the store" in answer
         else:
             assert isinstance(answer, infinity.ReleasedParameterError), (way, answer)
-            assert "'blocks.5.weight'" in str(answer), way
+            assert f"'blocks.{block}.weight'" in str(answer), way
     assert reader(torch.ones(2, WIDTH)).isfinite()
 
 
