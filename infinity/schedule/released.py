@@ -30,6 +30,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import ReleasedParameterError
@@ -69,7 +70,7 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in _METADATA or CompileContext.try_get() is not None:  # torch.compile looks, and reads no values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         answer: Callable[..., Any]

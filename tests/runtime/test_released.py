@@ -374,3 +374,19 @@ def test_a_parameter_of_a_model_that_is_gone_says_so(swap_config: Any) -> None:
     with pytest.raises(infinity.InfinityError, match="outside the model's forward"):
         weight.norm()
     assert registry.find(weight) is not None
+
+
+def test_torch_compile_looks_at_released_parameters_and_computes_with_their_values(offload: Any) -> None:
+    """Dynamo asks for everything that a tensor has while it traces, and reads no values."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain_model = copy.deepcopy(model)
+    model = offload(model, memory={"device": "8KiB", "host": "64MiB"})
+    optims = infinity.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain_model.parameters(), lr=0.1)
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(2, WIDTH)
+    for _ in range(2):
+        losses = [each(x).square().sum() for each in (compiled, plain_model)]
+        assert losses[0].item() == losses[1].item()
+        for loss, optim in zip(losses, optims, strict=True):
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
