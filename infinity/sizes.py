@@ -29,5 +29,14 @@ def format_bytes(nbytes: float) -> str:
     return f"{int(nbytes)} B"
 
 
+def exact_bytes(nbytes: int) -> str:
+    """As a swap config takes it, in whole pages: 135168 → '132KiB', 2097152 → '2MiB'."""
+    nbytes = round_up(nbytes, PAGE_BYTES)
+    unit, size = next(
+        (unit, size) for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes % size == 0
+    )
+    return f"{nbytes // size}{unit}"
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

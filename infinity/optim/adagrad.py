@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from infinity.errors import ConfigError
-from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.optim.hyperparameters import TorchOptions, require_range
+from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.schedule.ledger import Ledger
 from infinity.state.moments import Moment
 
@@ -39,6 +41,7 @@ class Adagrad(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
         accumulation_steps: int | None = None,
+        **torchs: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -54,6 +57,7 @@ class Adagrad(OffloadedOptimizer):
             maximize=maximize,
             seed=seed,
             accumulation_steps=accumulation_steps,
+            torchs=torchs,
         )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
@@ -67,7 +71,7 @@ class Adagrad(OffloadedOptimizer):
                 "stand still. Set moments: bf16 or fp32."
             )
 
-    def check(self, group: dict[str, Any]) -> None:
+    def check(self, group: Mapping[str, Any]) -> None:
         positive = (0, float("inf"))
         require_range(
             group,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from infinity.errors import ConfigError
-from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
+from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import STORED, Moment
 
 _INFINITE = float("inf")
@@ -35,6 +37,7 @@ class Adam(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
         accumulation_steps: int | None = None,
+        **torchs: Unpack[TorchOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         super().__init__(
@@ -44,18 +47,24 @@ class Adam(OffloadedOptimizer):
             maximize=maximize,
             seed=seed,
             accumulation_steps=accumulation_steps,
+            torchs=torchs,
         )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {name: name for name in STORED[self._rule]}
 
-    def check(self, group: dict[str, Any]) -> None:
+    def check(self, group: Mapping[str, Any]) -> None:
         require_range(group, lr=(0, _INFINITE), betas=(0, 1), eps=(0, _INFINITE), weight_decay=(0, _INFINITE))
+        require_flags(group, "amsgrad")
         if group["amsgrad"]:
             raise ConfigError(
                 "amsgrad is not available: it keeps a third moment, which costs 8 bytes of NVMe traffic per parameter "
                 "and step. Use amsgrad=False."
             )
+        decoupled = self._rule == "adamw"
+        if bool(group.get("decoupled_weight_decay", decoupled)) != decoupled:
+            other = "Adam" if decoupled else "AdamW"
+            raise ConfigError(f"decoupled_weight_decay={not decoupled} is infinity.{other}: use that")
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
@@ -76,10 +85,11 @@ class AdamW(Adam):
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `eps`, `weight_decay`.
         lr: learning rate; a float or a one-element tensor; LR schedulers work as usual.
         betas, eps, weight_decay, maximize: as torch.optim.AdamW.
-        amsgrad: refused.
+        amsgrad: refused when True.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
         seed: of stochastic rounding, see OffloadedOptimizer.
         accumulation_steps: backward passes before each step; None: as many as the last time.
+        torchs: torch's foreach, fused, capturable, differentiable (TorchOptions).
 
     Raises:
         ModelError: a parameter is not offloaded, or they are of several models.
@@ -101,6 +111,7 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
         seed: int = 0,
         accumulation_steps: int | None = None,
+        **torchs: Unpack[TorchOptions],
     ) -> None:
         super().__init__(
             params,
@@ -113,4 +124,5 @@ class AdamW(Adam):
             max_grad_norm=max_grad_norm,
             seed=seed,
             accumulation_steps=accumulation_steps,
+            **torchs,
         )

@@ -1,11 +1,13 @@
-"""What `state_dict()` says instead of gigabytes: where a state is."""
+"""What `state_dict()` says instead of gigabytes: where a state is. And what `load_state_dict()` may be given."""
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from infinity.errors import ReleasedParameterError
+from infinity.errors import ConfigError, ReleasedParameterError
 
 
 @dataclass(frozen=True)
@@ -30,3 +32,39 @@ class StateHandle:
             f"'{self.parameter}' is in the swap store), so saving it would lose the states. With commit_every they are "
             "in the run's generations (infinity.resume), and `infinity checkpoint export` copies them."
         )
+
+
+def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:
+    """The param groups and the states of an optimizer's state_dict.
+
+    Args:
+        sizes: parameters in each param group of the optimizer that takes it.
+
+    Raises:
+        ConfigError: it is no state_dict of an optimizer, or its param groups are others.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise ConfigError(f"{reprlib.repr(state_dict)} is no state_dict of an optimizer")
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    if not isinstance(groups, list | tuple) or not all(_is_group(group) for group in groups):
+        raise ConfigError("this is no state_dict of an optimizer: its 'param_groups' are not a list of param groups")
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise ConfigError("this is no state_dict of an optimizer: its 'state' is not one dict for each parameter")
+    found = [len(group["params"]) for group in groups]
+    if found != list(sizes):
+        raise ConfigError(
+            f"the state_dict is of an optimizer whose param groups have {_counts(found)} parameters; those of this one "
+            f"have {_counts(sizes)}. Make the same groups."
+        )
+    return list(groups), states
+
+
+def _is_group(group: Any) -> bool:
+    """Its "params" number the parameters, or name them."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+        return False
+    return all(isinstance(key, int | str) for key in group["params"])
+
+
+def _counts(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes)) or "no"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.optim.hyperparameters import TorchOptions, require_range
+from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import Moment
 
 
@@ -37,6 +39,7 @@ class Lion(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
         accumulation_steps: int | None = None,
+        **torchs: Unpack[TorchOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(
@@ -46,12 +49,13 @@ class Lion(OffloadedOptimizer):
             maximize=maximize,
             seed=seed,
             accumulation_steps=accumulation_steps,
+            torchs=torchs,
         )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"exp_avg": "exp_avg"}
 
-    def check(self, group: dict[str, Any]) -> None:
+    def check(self, group: Mapping[str, Any]) -> None:
         require_range(group, lr=(0, float("inf")), betas=(0, 1), weight_decay=(0, float("inf")))
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:

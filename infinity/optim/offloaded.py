@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
-from infinity.optim.handles import StateHandle
+from infinity.optim.groups import GroupedOptimizer
+from infinity.optim.handles import StateHandle, parts_of
+from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, loss_scale
-from infinity.schedule import registry
-from infinity.schedule.arrivals import require_accumulation_steps
 from infinity.schedule.gradient_handle import GradientHandle
 from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import interrupts_deferred, whole
-from infinity.schedule.ledger import Ledger
 from infinity.schedule.update import GroupUpdate, SegmentRequest
 from infinity.state.moments import Moment
 from infinity.state.records import OptimizerRecord, ParameterProgress
@@ -28,9 +27,10 @@ from infinity.state.records import OptimizerRecord, ParameterProgress
 logger = logging.getLogger(__name__)
 
 _SKIPS_IN_A_ROW_MAX = 5
+_NAMES = ("params", "param_names")  # of a param group: what it is of; the rest are hyperparameters
 
 
-class OffloadedOptimizer(torch.optim.Optimizer, ABC):
+class OffloadedOptimizer(GroupedOptimizer):
     """An optimizer whose states are where the swap config says.
 
     The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half up
@@ -48,6 +48,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
             random bits, so a run can be repeated to the bit.
         accumulation_steps: backward passes before each step, so that updates begin during the last one; None: as many
             as the last time. A wrong number costs time, never a bit.
+        torchs: options of torch's optimizers that say how to compute (TorchOptions).
 
     Attributes:
         last_grad_norm: global norm of the last step's gradients, unscaled, before clipping.
@@ -56,108 +57,23 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
     Raises:
         ModelError: a parameter is not offloaded, they are of several models, or the model was offloaded for an
             optimizer that keeps less.
-        ConfigError: a hyperparameter is out of range.
+        ConfigError: a hyperparameter is out of range, a parameter is given twice, or there is none.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls step() with scaled gradients, and says their scale
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        defaults: dict[str, Any],
-        *,
-        max_grad_norm: float | None,
-        maximize: bool,
-        seed: int,
-        accumulation_steps: int | None,
-    ) -> None:
-        require_accumulation_steps(accumulation_steps)
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ConfigError(f"max_grad_norm must be positive or None, not {max_grad_norm}")
-        self._ledger: Ledger | None = None
-        self._places: dict[nn.Parameter, Place] = {}
-        self._members: dict[int, list[tuple[nn.Parameter, int]]] = {}  # by unit: parameters and their param group
-        self.max_grad_norm = max_grad_norm
-        self.accumulation_steps = accumulation_steps
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **options: Any) -> None:
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
         self._inverse_scale = 1.0  # of the last step that was taken
         self._unclaimed: dict[str, dict[str, Any]] = {}
-        super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
-        if self._ledger is not None:
-            self._ledger.commits.enter(self)
-
-    @abstractmethod
-    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
-
-    @abstractmethod
-    def check(self, group: dict[str, Any]) -> None:
-        """Raises ConfigError when a hyperparameter of a group is out of range."""
-
-    @abstractmethod
-    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The rule and what it needs, as _native.Segment takes them."""
+        super().__init__(params, defaults, **options)
+        self.ledger.commits.enter(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch, for offloaded parameters of the same model."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            self._enter(group)
-        except BaseException:
-            self.param_groups.pop()  # a group that was refused leaves no trace
-            raise
-
-    def _enter(self, group: dict[str, Any]) -> None:
-        places: dict[nn.Parameter, Place] = {}
-        self._check(group)
-        for parameter in group["params"]:
-            found = registry.find(parameter)
-            if found is None:
-                raise ModelError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before "
-                    f"infinity.{type(self).__name__}(model.parameters())"
-                )
-            ledger, place = found
-            if self._ledger is not None and ledger is not self._ledger:
-                raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
-            if parameter.requires_grad and not place.group.trainable:
-                raise ModelError(
-                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    f"states. Set "
-                    "requires_grad before infinity.offload."
-                )
-            self._ledger = ledger
-            places[parameter] = place
-        if self._ledger is not None:
-            self._require_room(self._ledger, group)
-        self._places |= places
-        for parameter, place in places.items():
-            self._members.setdefault(place.unit.index, []).append((parameter, len(self.param_groups) - 1))
-        self._claim(places)
-
-    def _check(self, group: dict[str, Any]) -> None:
-        self.check(group)
-        if not 0 <= group["seed"] < 2**64:
-            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {group['seed']}")
-
-    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
-        missing = set(self.moments(group).values()) - set(ledger.backing.plan.stored)
-        if missing:
-            name = type(self).__name__
-            raise ModelError(
-                f"this model was offloaded without room for {' and '.join(sorted(missing))}, which infinity.{name} "
-                f"needs. Give optimizer='{name.lower()}' to infinity.offload or infinity.load_pretrained."
-            )
-
-    @property
-    def ledger(self) -> Ledger:
-        if self._ledger is None:
-            raise AssertionError("an optimizer without parameters")
-        return self._ledger
+        self._claim(self._places)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -184,6 +100,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
     def _step(self) -> None:
         ledger = self.ledger
         ledger.commits.require_entered(self)
+        self._require_sound()
         if self._unclaimed:
             raise ResumeError(
                 f"the run trained '{min(self._unclaimed)}', which is not among the parameters of this "
@@ -226,9 +143,8 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         return active
 
     def _clip_factor(self) -> float:
-        if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
+        norm = max_grad_norm_of(self.max_grad_norm)
+        return 1.0 if norm is None else min(1.0, norm / (self.last_grad_norm + 1e-6))
 
     @property
     def guessed_scale(self) -> float:
@@ -237,11 +153,16 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         return self._inverse_scale
 
     def guess(self, unit: int) -> dict[int, GroupUpdate]:
-        """What the next step wants of a unit's groups if nothing is clipped and nothing changes."""
+        """What the next step wants of a unit's groups if nothing is clipped and nothing changes; nothing where the step
+        will refuse what the groups have now."""
+        try:
+            self._require_in_range()
+        except ConfigError:
+            return {}
         active = [
             (parameter, self._places[parameter], self.param_groups[index])
-            for parameter, index in self._members.get(unit, ())
-            if parameter.grad is not None
+            for parameter, index in self._members.get(unit, {}).items()
+            if parameter.grad is not None and index < len(self.param_groups)
         ]
         requests, _ = self._requests(active, self.guessed_scale)
         return {group_index: request for (_, group_index), request in requests.items()}
@@ -312,7 +233,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         return OptimizerRecord(
             class_name=type(self).__name__,
             param_groups=[
-                {key: value for key, value in group.items() if key != "params"}
+                {key: value for key, value in group.items() if key not in _NAMES}
                 | {"params": [names[parameter] for parameter in group["params"]]}
                 for group in self.param_groups
             ],
@@ -358,9 +279,15 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
                 f"the param groups of infinity.{type(self).__name__} are not those of the run that is resumed: give "
                 "the same parameters in the same groups and order"
             )
-        for group, values in zip(self.param_groups, saved.param_groups, strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
-            self._check(group)
+        known = ({key: value for key, value in group.items() if key not in _NAMES} for group in saved.param_groups)
+        groups = [group | values for group, values in zip(self.param_groups, known, strict=True)]
+        try:
+            for index, group in enumerate(groups):
+                self._check(index, group)
+        except ConfigError as error:
+            raise ResumeError(f"the run that is resumed cannot go on: {error}") from error
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update(values)
 
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -386,23 +313,29 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             ModelError: the state_dict is of another run or step, or has tensors, which are not loaded here.
-            ConfigError: a hyperparameter is out of range.
+            ConfigError: it is no state_dict, one of other groups, or a hyperparameter is out of range.
         """
-        saved = dict(state_dict)
-        saved["param_groups"] = [self.defaults | group for group in state_dict["param_groups"]]
-        for group in saved["param_groups"]:
-            self._check(group)
+        sizes = [len(group["params"]) for group in self.param_groups]
+        groups, states = parts_of(state_dict, sizes)
+        groups = [{**self.defaults, **group} for group in groups]
+        for index, group in enumerate(groups):
+            self._check(index, group)
+        named = [key for group in groups for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        saved["state"] = {
-            index: self._own_state(parameters[int(index)], state) for index, state in state_dict["state"].items()
-        }
-        super().load_state_dict(saved)
+        own = dict(zip(named, parameters, strict=True))
+        for key in states:
+            if key not in own:
+                raise ModelError(
+                    f"the state_dict has a state of parameter {reprlib.repr(key)}, which none of its groups has"
+                )
+        state = {key: self._own_state(own[key], state) for key, state in states.items()}
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
 
-    def _own_state(self, parameter: nn.Parameter, saved: dict[str, Any]) -> dict[str, Any]:
+    def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The state a state_dict names, if it is the one in the store."""
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
-        for key in {*now.get("begun", {}), *saved} - {"step"}:
-            if saved.get(key) != StateHandle(name, key, now.get("step", 0)):
+        for key in dict.fromkeys([*now.get("begun", {}), *saved]):
+            if key != "step" and saved.get(key) != StateHandle(name, key, now.get("step", 0)):
                 raise ModelError(
                     f"cannot load {key} of '{name}': it is not the state that is in the swap store now. States come "
                     "back with infinity.resume, or from a copy with infinity.offload_from_checkpoint."
@@ -416,16 +349,3 @@ def _handle(parameter: nn.Parameter) -> GradientHandle:
     if not isinstance(parameter.grad, GradientHandle):
         raise AssertionError("an active parameter without a handle")
     return parameter.grad
-
-
-def require_range(group: dict[str, Any], **limits: tuple[float, float]) -> None:
-    """Raises ConfigError unless each named hyperparameter is a number with low <= value < high.
-
-    `betas` means both.
-    """
-    for name, (low, high) in limits.items():
-        values = group[name] if isinstance(group[name], tuple | list) else (group[name],)
-        for index, value in enumerate(values):
-            if not low <= float(value) < high:
-                label = f"{name}[{index}]" if len(values) > 1 else name
-                raise ConfigError(f"{label} = {value} is out of range: {low} <= {label} < {high}")

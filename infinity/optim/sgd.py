@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from infinity.errors import ConfigError
-from infinity.optim.offloaded import OffloadedOptimizer, require_range
+from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
+from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.state.moments import Moment
 
 
@@ -38,6 +40,7 @@ class SGD(OffloadedOptimizer):
         max_grad_norm: float | None = None,
         seed: int = 0,
         accumulation_steps: int | None = None,
+        **torchs: Unpack[TorchOptions],
     ) -> None:
         defaults = {
             "lr": lr,
@@ -53,15 +56,17 @@ class SGD(OffloadedOptimizer):
             maximize=maximize,
             seed=seed,
             accumulation_steps=accumulation_steps,
+            torchs=torchs,
         )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"momentum_buffer": "exp_avg"} if group["momentum"] else {}
 
-    def check(self, group: dict[str, Any]) -> None:
+    def check(self, group: Mapping[str, Any]) -> None:
         positive = (0, float("inf"))
         require_range(group, lr=positive, momentum=positive, weight_decay=positive)
         require_range(group, dampening=(-float("inf"), float("inf")))
+        require_flags(group, "nesterov")
         if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ConfigError("nesterov needs a momentum above 0 and a dampening of 0")
 

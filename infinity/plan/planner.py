@@ -15,8 +15,10 @@ from infinity.plan.early import EarlyUpdates, ahead_bytes, plan_early, shadow_wa
 from infinity.plan.machine import available_device_bytes, available_host_bytes, usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Budgets, Placement, place
 from infinity.plan.spilling import GradientPlacement, gradient_placements
+from infinity.plan.together import needed_at_once
 from infinity.plan.totals import Totals, total
-from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.sizes import PAGE_BYTES, exact_bytes, format_bytes, round_up
+from infinity.state.discover import HookSite
 from infinity.state.dtypes import master_format, native_name
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.plan import Plan
@@ -31,6 +33,7 @@ _STAGING_SHARE_OF_HOST = 1 / 8
 _TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 32
 _TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
+_NAMED_MAX = 6  # units in a message
 
 
 def make_plan(
@@ -41,21 +44,21 @@ def make_plan(
     can_recompute: bool,
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
+    sites: Sequence[HookSite] = (),
 ) -> Plan:
     """Place every state.
 
     Args:
-        accumulation_steps: backward passes before each step; None: not known, and one is counted.
-        optimizer: whose moments room is made for.
         can_recompute: the model can switch activation recomputation on.
+        optimizer: whose moments room is made for.
+        accumulation_steps: backward passes before each step; None: not known, and one is counted.
+        sites: which units each module needs; none: every unit has a module of its own.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
-    stored = STORED[optimizer]
-    totals = total(units, config, len(stored), accumulation_steps or 1)
-    budgets = _budgets(config, device)
+    totals, budgets = total(units, config, len(STORED[optimizer]), accumulation_steps or 1), _budgets(config, device)
     staging, placed, gradients = _place(config, totals, budgets)
     swap, host_bytes, early = _reserve_early(config, totals, budgets, staging, placed, gradients)
     read, written = _step_bytes(config, totals, placed, gradients, widens=not budgets.on_cpu)
@@ -70,7 +73,7 @@ def make_plan(
         activations=_activations(config, can_recompute),
         master=config.master,
         moments=config.moments,
-        stored=stored,
+        stored=STORED[optimizer],
         commit_every=config.commit_every,
         keep=config.keep,
         overlap=early.overlap,
@@ -88,7 +91,7 @@ def make_plan(
         state_ram_bytes=totals.state_of(placed.states_in_ram),
         gradient_bytes=gradients.ram_bytes,
         landing_bytes=gradients.landing_bytes,
-        slot_bytes=_slot_bytes(totals, placed, budgets),
+        slot_bytes=_slot_bytes(totals, sites, placed, budgets),
         staging_bytes=staging.nbytes,
         ahead_bytes=early.ahead_bytes,
         upload_bytes=placed.upload_bytes,
@@ -117,22 +120,30 @@ def _budgets(config: SwapConfig, device: torch.device) -> Budgets:
 
 def _place(config: SwapConfig, totals: Totals, budgets: Budgets) -> tuple[_Staging, Placement, GradientPlacement]:
     """Where everything rests, and the update's memory: the first placement of the gradients that fits beside what must
-    be there, and then what fits of weights and states."""
-    least = place(config, totals, budgets, 0).host_bytes
-    stagings = {spills: _staging(totals.units, config, budgets.host, gradients=spills) for spills in (False, True)}
-    failed = []
-    for gradients in gradient_placements(config, totals, budgets.host - stagings[True].nbytes - least):
-        staging = stagings[gradients.spills]
-        fixed = staging.nbytes + gradients.host_bytes(totals)
-        room = budgets.host - fixed
-        placed = place(config, totals, budgets, room)
-        if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed, budgets)):
-            placed = place(config, totals, budgets, room - shadow)
-        if fixed + placed.host_bytes <= budgets.host:
-            return staging, placed, gradients
-        failed.append((fixed + placed.host_bytes, placed, gradients))
-    needed, placed, gradients = min(failed, key=lambda each: each[0])
-    raise _host_error(config, totals, placed, gradients, needed, budgets.host)
+    be there, and then what fits of weights and states. Fewer tiles for the update come before a worse placement."""
+    least = place(config, totals, budgets, 0)
+    stagings = {
+        spills: [
+            _staging(totals.units, config, host, gradients=spills)
+            for host in (budgets.host, 0)  # what suits the budget, and the least
+        ]
+        for spills in (False, True)
+    }
+    for gradients in gradient_placements(config, totals, budgets.host - stagings[True][1].nbytes - least.host_bytes):
+        for staging in stagings[gradients.spills]:
+            fixed = staging.nbytes + gradients.host_bytes(totals)
+            room = budgets.host - fixed
+            placed = place(config, totals, budgets, room)
+            if placed.host_bytes <= room and (shadow := shadow_wanted(config, totals, placed, budgets)):
+                placed = place(config, totals, budgets, room - shadow)
+            if fixed + placed.host_bytes <= budgets.host:
+                return staging, placed, gradients
+    tried = [
+        (stagings[gradients.spills][1].nbytes + gradients.host_bytes(totals) + least.host_bytes, gradients)
+        for gradients in gradient_placements(config, totals, 0)
+    ]
+    needed, gradients = min(tried, key=lambda each: each[0])
+    raise _host_error(config, totals, least, gradients, needed, budgets.host)
 
 
 def _reserve_early(
@@ -172,7 +183,7 @@ class _Staging:
 
 
 def _staging(units: Sequence[Unit], config: SwapConfig, host_budget: int, *, gradients: bool) -> _Staging:
-    """The memory the update's tiles are read into; `gradients`: those, too.
+    """The memory the update's tiles are read into; `gradients`: those, too. No less for any smaller budget than for 0.
 
     A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
     last one.
@@ -208,24 +219,28 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
     )
 
 
-def _slot_bytes(totals: Totals, placed: Placement, budgets: Budgets) -> int:
+def _slot_bytes(totals: Totals, sites: Sequence[HookSite], placed: Placement, budgets: Budgets) -> int:
     """Device memory for fetched weights. On the CPU those in host memory are used where they are."""
     if placed.weights == "device" or (budgets.on_cpu and placed.weights == "host"):
         if placed.weights == "device" and totals.weight > budgets.device:
             raise PlanError(
                 f"weights: device needs {format_bytes(totals.weight)}; memory.device is "
-                f"{format_bytes(budgets.device)}. Raise it, or set weights: host or nvme."
+                f"{format_bytes(budgets.device)}. Raise it to {exact_bytes(totals.weight)} plus what activations need, "
+                "or set weights: host or nvme."
             )
         return totals.weight
     fetched = totals.every - placed.weights_in_ram if budgets.on_cpu else totals.every
-    needed = totals.slots_needed(fetched)
-    slots = min(max(int(budgets.device * WEIGHT_SHARE_OF_DEVICE), needed), totals.weight_of(fetched))
+    needed = needed_at_once(totals.units, sites, fetched)
+    slots = min(max(int(budgets.device * WEIGHT_SHARE_OF_DEVICE), needed.nbytes), totals.weight_of(fetched))
     if slots > budgets.device:
-        largest = max((unit for unit in totals.units if unit.index in fetched), key=lambda unit: unit.weight_bytes)
+        largest = max(needed.units, key=lambda unit: unit.weight_bytes)
+        names = ", ".join(unit.name for unit in needed.units[:_NAMED_MAX])
+        more = f" and {len(needed.units) - _NAMED_MAX} more" if len(needed.units) > _NAMED_MAX else ""
         raise PlanError(
-            f"unit '{largest.name}' needs {format_bytes(needed)} of device memory (its weights, "
-            f"{format_bytes(largest.weight_bytes)}, beside the next unit's and those that stay); memory.device is "
-            f"{format_bytes(budgets.device)}. Raise memory.device to {_megabytes(needed)} plus what activations need."
+            f"unit '{largest.name}' needs {format_bytes(needed.nbytes)} of device memory: its weights, "
+            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
+            f"(together {names}{more}); memory.device is {format_bytes(budgets.device)}. Raise memory.device to "
+            f"{exact_bytes(needed.nbytes)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
 
@@ -233,7 +248,7 @@ def _slot_bytes(totals: Totals, placed: Placement, budgets: Budgets) -> int:
 def _host_error(
     config: SwapConfig, totals: Totals, placed: Placement, gradients: GradientPlacement, needed: int, host_budget: int
 ) -> PlanError:
-    advice = [f"raise memory.host to {_megabytes(needed)}"]
+    advice = [f"raise memory.host to {exact_bytes(needed)}"]
     if placed.optimizer == "host":
         advice.append("set optimizer: nvme")
     if placed.weights == "host":
@@ -303,7 +318,3 @@ def _step_bytes(
             read += moved
             written += moved
     return read, written + (committed // config.commit_every if config.commit_every else 0)
-
-
-def _megabytes(nbytes: int) -> str:
-    return f"{-(-nbytes // (1 << 20))}MiB"

@@ -26,7 +26,6 @@ class UnitBytes:
         state: of the optimizer: residual and moments.
         gradient_native, gradient_fp32: of the gradients, as autograd gives them and while they add up;
             `gradient_growing` in fp32 of those that are not as autograd gives them.
-        resident: its weights stay on the device while the model runs.
     """
 
     index: int
@@ -36,7 +35,6 @@ class UnitBytes:
     gradient_native: int
     gradient_fp32: int
     gradient_growing: int
-    resident: bool
 
 
 @dataclass(frozen=True)
@@ -91,14 +89,6 @@ class Totals:
     def state_of(self, indices: Collection[int]) -> int:
         return sum(unit.state for unit in self.of_units if unit.index in indices)
 
-    def slots_needed(self, indices: Collection[int]) -> int:
-        """Device memory to use these units: two at once, one whose views autograd still holds and one being fetched,
-        beside those that stay."""
-        used = [unit for unit in self.of_units if unit.index in indices]
-        largest = sorted((unit.weight for unit in used), reverse=True)[:2]
-        needed = sum(largest) + sum(unit.weight for unit in used if unit.resident)
-        return min(needed, sum(unit.weight for unit in used))
-
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
         """Of the swap file, but for gradients. With generations everything has a place in it, in RAM or not, and what
         changes has a slot more than stay."""
@@ -147,7 +137,6 @@ def _count(unit: Unit, config: SwapConfig, moments: int) -> UnitBytes:
         gradient_native=sum(group.state_bytes(group.dtype.itemsize) for group in groups),
         gradient_fp32=sum(group.state_bytes(4) for group in groups),
         gradient_growing=sum(group.state_bytes(4) for group in groups if group.dtype != torch.float32),
-        resident=unit.resident,
     )
 
 

@@ -164,6 +164,7 @@ def _offload(
         can_recompute=can_recompute,
         optimizer=optimizer,
         accumulation_steps=accumulation_steps,
+        sites=found.sites,
     )
     logger.info("plan:\n%s", plan.describe())
     if plan.arena_bytes > _LARGE_BYTES:

@@ -145,6 +145,15 @@ class Commits:
                 "commits. Use one optimizer for each parameter."
             )
 
+    def require_apart(self, optimizer: object, names: set[str]) -> None:
+        """Raises ModelError when another optimizer has some of these parameters, which this one is to get."""
+        for other in self._optimizers:
+            shared = names & other.names() if other is not optimizer else set()
+            if shared:
+                raise ModelError(
+                    f"parameter '{min(shared)}' belongs to another optimizer. Use one optimizer for each parameter."
+                )
+
     def take_up_hyperparameters(self, *, again: bool) -> None:
         """In a resumed run: learning rates and the like as they were.
 

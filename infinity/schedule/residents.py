@@ -246,6 +246,8 @@ class Residents:
             return
         used = [other for other in self.records if other.residency is not Residency.RELEASED]
         busy = [other.unit for other in used if self._takes_room(other)]
+        if self._backing.device.shares_memory and self._move_others(record):
+            return
         needed = record.unit.weight_bytes + sum(unit.weight_bytes for unit in busy)
         raise PlanError(
             f"no device memory for unit '{record.unit.name}' ({format_bytes(record.unit.weight_bytes)}): the units "
@@ -254,6 +256,34 @@ class Residents:
             f"planned for "
             f"weights. Raise memory.device to {format_bytes(2 * needed)}."
         )
+
+    def _move_others(self, record: UnitRecord) -> bool:
+        """Begin a fetch where there are bytes enough, but not in one piece: units in use that nobody holds views of
+        leave their slots, and come again into what the fetch leaves them. False where that does not help."""
+        others = [
+            other
+            for other in self.records
+            if other.residency is Residency.RESIDENT
+            and self._takes_room(other)
+            and not (other.slot is not None and other.slot.outstanding())
+            and not self._updates.reads_slot(other.unit.index)
+        ]
+        for other in others:
+            self._evict(other)
+        every = sorted([record, *others], key=lambda each: -each.unit.weight_bytes)
+        for each in every:
+            each.uses += 1  # none of these makes room for another
+        try:
+            fits = all(self._start(each, None) for each in every)
+            if not fits:
+                self._evict(record)
+            for other in others:
+                if other.residency is Residency.FETCHING or self._start(other, None):
+                    self._finish(other)
+        finally:
+            for each in every:
+                each.uses -= 1
+        return fits
 
     def _start(self, record: UnitRecord, distance: int | None) -> bool:
         """Begin a fetch, evicting what is used later than `distance` visits from now (anything, when None)."""

@@ -69,8 +69,8 @@ def test_what_a_failing_plan_advises_fits(key: str) -> None:
     memory = {"device": "64MiB", "host": "1GiB"} | {key: "1MiB"}
     with pytest.raises(PlanError, match=f"memory.{key}") as caught:
         plan(**NVME, memory=memory)
-    advised = str(caught.value).split(f"memory.{key} to ")[1].split("MiB")[0]
-    plan(**NVME, memory=memory | {key: f"{advised}MiB"})
+    advised = str(caught.value).split(f"memory.{key} to ")[1].split()[0].rstrip(".")
+    plan(**NVME, memory=memory | {key: advised})
 
 
 def test_recompute_is_refused_where_the_model_cannot() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.planner import make_plan
+from infinity.sizes import parse_bytes
 from infinity.state.discover import discover
 from infinity.state.plan import Plan
 
@@ -119,8 +120,8 @@ def test_gradients_that_must_be_in_ram_are_refused_with_what_would_help() -> Non
     with pytest.raises(PlanError, match="memory.host") as caught:
         plan(4 << 20, **NVME, gradients="nvme")
     assert "gradients on their way to NVMe" in str(caught.value)
-    advised = int(str(caught.value).split("memory.host to ")[1].split("MiB")[0])
-    plan(advised << 20, **NVME, gradients="nvme")
+    advised = parse_bytes(str(caught.value).split("memory.host to ")[1].split()[0].rstrip("."))
+    plan(advised, **NVME, gradients="nvme")
 
 
 def test_gradients_on_nvme_need_a_path() -> None:

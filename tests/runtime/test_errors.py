@@ -103,12 +103,12 @@ def test_tmpfs_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_device_budget_too_small_names_the_unit_and_the_number(swap_config: Any) -> None:
-    with pytest.raises(infinity.PlanError, match=r"unit 'model.layers.0' needs .* Raise memory.device to \d+MiB"):
+    with pytest.raises(infinity.PlanError, match=r"unit 'model.layers.0' needs .* Raise memory.device to \d+KiB"):
         infinity.offload(llama()[0], swap_config(memory={"device": "100KiB", "host": "64MiB"}))
 
 
 def test_a_host_budget_too_small_names_the_unit_and_the_number(swap_config: Any) -> None:
-    with pytest.raises(infinity.PlanError, match=r"largest unit is 'model.layers.0'.*raise memory.host to \d+MiB"):
+    with pytest.raises(infinity.PlanError, match=r"largest unit is 'model.layers.0'.*raise memory.host to \d+KiB"):
         infinity.offload(llama()[0], swap_config(memory={"device": "1MiB", "host": "100KiB"}))
 
 

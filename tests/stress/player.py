@@ -67,13 +67,14 @@ def digest_of(model: Any) -> str:
 
 def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The config with budgets: the least that fits and is at least what the script asks for."""
-    units = discover(model, config["moments"]).units
+    found, cpu = discover(model, config["moments"]), torch.device("cpu")
     accumulates = any(iteration.micro_batches > 1 for iteration in script.iterations)
     host, device = (64 << 10) + script.sizes[0] * (24 << 20), (48 << 10) + script.sizes[1] * (4 << 20)
     for _ in range(40):
         memory = {"host": int(host), "device": int(device)}
         try:
-            plan = make_plan(units, load_config(config | {"memory": memory}), torch.device("cpu"), can_recompute=False)
+            given = load_config(config | {"memory": memory})
+            plan = make_plan(found.units, given, cpu, can_recompute=False, sites=found.sites)
         except infinity.PlanError as error:
             host, device = (host, device * 1.3) if "of device memory" in str(error) else (host * 1.3, device)
             continue

@@ -1,0 +1,242 @@
+"""What an optimizer is given: groups of offloaded parameters, in any of the forms that torch takes, and what it is to
+do with each group."""
+
+from __future__ import annotations
+
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, ModelError, ReleasedParameterError
+from infinity.optim.hyperparameters import (
+    TorchOptions,
+    max_grad_norm_of,
+    require_flags,
+    require_possible,
+    require_seed,
+    say_ignored,
+)
+from infinity.schedule import registry
+from infinity.schedule.arrivals import require_accumulation_steps
+from infinity.schedule.gradients import Place
+from infinity.schedule.ledger import Ledger
+from infinity.state.moments import Moment
+
+
+class GroupedOptimizer(torch.optim.Optimizer, ABC):
+    """The param groups of an optimizer: offloaded parameters of one model, each of them once.
+
+    Args and Raises: as OffloadedOptimizer.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        max_grad_norm: float | None,
+        maximize: bool,
+        seed: int,
+        accumulation_steps: int | None,
+        torchs: TorchOptions,
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.accumulation_steps = accumulation_steps
+        self._ledger: Ledger | None = None
+        self._places: dict[nn.Parameter, Place] = {}
+        self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
+        super().__init__(groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
+        self._require_in_range()
+        if self._ledger is None:
+            raise ConfigError("all param groups are empty: give the parameters of an offloaded model")
+        say_ignored(torchs)
+
+    @abstractmethod
+    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
+        """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
+
+    @abstractmethod
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raises ConfigError when a hyperparameter of a group is out of range."""
+
+    @abstractmethod
+    def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The rule and what it needs, as _native.Segment takes them."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch, for offloaded parameters of the same model.
+
+        Raises:
+            ModelError, ConfigError: as the constructor; the optimizer is as it was.
+        """
+        ledger, places = self._find(parameters_of(param_group))
+        try:
+            super().add_param_group(param_group)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(str(error)) from error
+        try:
+            self._enter(ledger, places)
+        except BaseException:
+            self.param_groups.pop()  # a group that was refused leaves no trace
+            raise
+
+    def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Ledger | None, dict[nn.Parameter, Place]]:
+        """Where the parameters of a new group are; None and nothing of an empty one."""
+        ledger, places, new = self._ledger, dict[nn.Parameter, Place](), len(self.param_groups)
+        taken = {id(parameter): index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
+        for parameter in parameters:
+            if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
+                raise ModelError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
+                    f"config) before "
+                    f"infinity.{type(self).__name__}(model.parameters())"
+                )
+            of_model, place = found
+            if ledger is not None and of_model is not ledger:
+                raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
+            if parameter.requires_grad and not place.group.trainable:
+                raise ModelError(
+                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
+                    f"states. Set "
+                    "requires_grad before infinity.offload."
+                )
+            if parameter in places:
+                raise ConfigError(f"parameter '{place.spec.name}' is twice in param group {new}: give it once")
+            if id(parameter) in taken:
+                raise ConfigError(
+                    f"parameter '{place.spec.name}' is in param groups {taken[id(parameter)]} and {new}: give it once"
+                )
+            ledger = of_model
+            places[parameter] = place
+        return ledger, places
+
+    def _enter(self, ledger: Ledger | None, places: dict[nn.Parameter, Place]) -> None:
+        """Take up the last group, whose parameters are in these places."""
+        index = len(self.param_groups) - 1
+        self._check(index, self.param_groups[index])
+        if ledger is None:
+            return
+        ledger.require_usable()
+        self._require_room(ledger, self.param_groups[index])
+        if self._ledger is not None:
+            ledger.commits.require_apart(self, {place.spec.name for place in places.values()})
+        self._ledger = ledger
+        self._places |= places
+        for parameter, place in places.items():
+            self._members.setdefault(place.unit.index, {})[parameter] = index
+
+    def _check(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raises ConfigError that names the param group and the hyperparameter that is out of range."""
+        try:
+            self.check(group)
+            require_seed(group)
+            require_flags(group, "maximize")
+            require_possible(group)
+        except ConfigError as error:
+            raise ConfigError(f"param group {index}: {error}") from None
+
+    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
+        missing = set(self.moments(group).values()) - set(ledger.backing.plan.stored)
+        if missing:
+            name = type(self).__name__
+            raise ModelError(
+                f"this model was offloaded without room for {' and '.join(sorted(missing))}, which infinity.{name} "
+                f"needs. Give optimizer='{name.lower()}' to infinity.offload or infinity.load_pretrained."
+            )
+
+    @property
+    def ledger(self) -> Ledger:
+        if self._ledger is None:
+            raise AssertionError("an optimizer whose constructor has not ended")
+        return self._ledger
+
+    def _require_sound(self) -> None:
+        """The groups are as the constructor would take them, whatever was done to them since."""
+        self._require_in_range()
+        seen: set[nn.Parameter] = set()
+        for index, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter not in self._places:
+                    raise ModelError(
+                        f"param group {index} has a parameter of shape {tuple(parameter.shape)} that was not there "
+                        "when the group was made: use add_param_group"
+                    )
+                if parameter in seen:
+                    name = self._places[parameter].spec.name
+                    raise ConfigError(f"param group {index}: parameter '{name}' is in the param groups twice")
+                seen.add(parameter)
+
+    def _require_in_range(self) -> None:
+        """Raises ConfigError for what a scheduler or the user has set since."""
+        max_grad_norm_of(self.max_grad_norm)
+        require_accumulation_steps(self.accumulation_steps)
+        for index, group in enumerate(self.param_groups):
+            self._check(index, group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise ReleasedParameterError(
+            f"a copy or a pickle of infinity.{type(self).__name__} would hold placeholders: the parameters and their "
+            "states are in the store. infinity.commit(model) and commit_every keep both, `infinity checkpoint export` "
+            f"copies them; a second model needs an infinity.{type(self).__name__} of its own."
+        )
+
+
+def groups_of(params: Any) -> list[dict[str, Any]]:
+    """Param groups from the first argument of an optimizer.
+
+    Raises:
+        ConfigError: it is nothing that holds parameters, or it holds none.
+    """
+    if isinstance(params, Mapping):
+        raise ConfigError("params is one param group: give a list of them, [{'params': ...}]")
+    given = _listed(params)
+    if not given:
+        raise ConfigError(
+            "there are no parameters: the list is empty, or a generator was used up. model.parameters() makes a new "
+            "generator each time it is called."
+        )
+    return given if isinstance(given[0], dict) else [{"params": given}]
+
+
+def parameters_of(group: Any) -> list[torch.Tensor]:
+    """The parameters of a param group; its "params" are a list afterwards.
+
+    Raises:
+        ConfigError: they are not given as a param group has them.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        raise ConfigError(f"a param group is a dict with 'params', not {reprlib.repr(group)}")
+    params = group["params"]
+    given = group["params"] = [params] if isinstance(params, torch.Tensor) else _listed(params)
+    parameters = [_parameter_of(each) for each in given]
+    if len({isinstance(each, tuple) for each in given}) > 1:
+        raise ConfigError("some parameters of a param group have names and others have none: give all or none of them")
+    return parameters
+
+
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, nn.Module):
+        raise ConfigError(f"params is a {type(params).__name__}: give its parameters, model.parameters()")
+    if isinstance(params, torch.Tensor):
+        raise ConfigError("params is a tensor: give a list, [parameter]")
+    if isinstance(params, set | frozenset):
+        raise ConfigError("params is a set, which has no order: give a list")
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
+        raise ConfigError(f"params is {reprlib.repr(params)}: give model.parameters(), or a list of param groups")
+    return list(params)
+
+
+def _parameter_of(given: Any) -> torch.Tensor:
+    """Of a parameter, or a (name, parameter) of model.named_parameters()."""
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
+        given = given[1]
+    if not isinstance(given, torch.Tensor):
+        raise ConfigError(
+            f"params holds {reprlib.repr(given)} ({type(given).__name__}), which is no parameter: give "
+            "model.parameters() or model.named_parameters()"
+        )
+    return given

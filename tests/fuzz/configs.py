@@ -1,0 +1,99 @@
+"""Random swap configs, made from a seed, with budgets between the least that the planner takes and plenty."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.config import load_config
+from infinity.plan.planner import make_plan
+from infinity.sizes import PAGE_BYTES
+from infinity.state.discover import discover
+from infinity.state.plan import Plan
+
+_PLENTY = 64 << 20
+
+
+def fixed(rng: random.Random) -> dict[str, Any]:
+    """What a run cannot change when it is resumed; `moments` changes the bits."""
+    return {
+        "moments": rng.choice(["fp32", "fp32", "int8"]),
+        "master": rng.choice(["split16", "split16", "fp32"]),
+        "commit_every": rng.choice([0, 0, 1, 1, 2, 3]),
+        "keep": rng.choice([1, 2]),
+        "nvme": {"checksums": rng.random() < 0.9},
+    }
+
+
+def make(
+    rng: random.Random,
+    given: dict[str, Any],
+    model: nn.Module,
+    paths: list[Path],
+    *,
+    accumulates: bool,
+    recomputed: int,
+) -> Any:
+    """A config with what is `given`, for a model.
+
+    Args:
+        accumulates: gradients of several passes must find room.
+        recomputed: blocks that are recomputed together.
+    """
+    config = given | {
+        "weights": rng.choice(["nvme", "nvme", "host", "auto"]),
+        "optimizer": rng.choice(["nvme", "nvme", "host", "auto"]),
+        "gradients": rng.choice(["host", "auto", "auto", "nvme"]),
+        "overlap": rng.choice(["auto", "during_backward", "during_backward", "before_forward", "off"]),
+        "update": {"tile": rng.choice(["4KiB", "16KiB", "1MiB"]), "threads": rng.choice([1, 2])},
+        "nvme": given["nvme"]
+        | {
+            "paths": [str(path) for path in paths],
+            "engine": rng.choice(["io_uring", "threads"]),
+            "block": rng.choice(["4KiB", "64KiB"]),
+            "queue_depth": rng.choice([2, 128]),
+            "deadline_s": 30.0,
+        },
+    }
+    slack = [rng.choice([0.0, 0.0, 0.1, 1.0]) for _ in range(2)]
+    if recomputed > 1:  # the plan knows nothing of that: the weights of all of these are held at once, and the next's
+        slack[0] = 3.0  # half of it is for weights
+    return budgeted(config, model, slack, accumulates=accumulates)
+
+
+def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool) -> dict[str, Any]:
+    """With memory.device and memory.host, each as much above the least as its part of `slack` says."""
+    found = discover(model, config["moments"])
+
+    def fits(**memory: int) -> bool:
+        plan = planned(found, config | {"memory": {"device": _PLENTY, "host": _PLENTY} | memory})
+        return plan is not None and (plan.accumulates or not accumulates)
+
+    device = least(lambda nbytes: fits(device=nbytes))
+    device += int(device * slack[0])
+    host = least(lambda nbytes: fits(device=device, host=nbytes))
+    return config | {"memory": {"device": device, "host": host + int(host * slack[1])}}
+
+
+def planned(found: Any, config: dict[str, Any]) -> Plan | None:
+    """None where it does not fit."""
+    try:
+        cpu = torch.device("cpu")
+        return make_plan(found.units, load_config(config), cpu, can_recompute=False, sites=found.sites)
+    except infinity.PlanError:
+        return None
+
+
+def least(fits: Callable[[int], bool]) -> int:
+    """Bytes, in whole pages."""
+    low, high = 0, _PLENTY // PAGE_BYTES
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * PAGE_BYTES) else (middle, high)
+    return high * PAGE_BYTES
