@@ -268,6 +268,7 @@ class Residents:
             and not (other.slot is not None and other.slot.outstanding())
             and not self._updates.reads_slot(other.unit.index)
         ]
+        were_open = [other for other in others if other.open]
         for other in others:
             self._evict(other)
         every = sorted([record, *others], key=lambda each: -each.unit.weight_bytes)
@@ -280,6 +281,9 @@ class Residents:
             for other in others:
                 if other.residency is Residency.FETCHING or self._start(other, None):
                     self._finish(other)
+            for other in were_open:
+                if other.residency is Residency.RESIDENT:
+                    self._open(other)
         finally:
             for each in every:
                 each.uses -= 1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-SHAPES_NOT_CALLED = False
+SHAPES_NOT_CALLED = True
 """Also shapes whose units are not found by calling modules: containers in containers, blocks that are called by another
 method than forward, weights of one block that another one reads."""
 
