@@ -14,10 +14,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-SHAPES_NOT_CALLED = True
-"""Also shapes whose units are not found by calling modules: containers in containers, blocks that are called by another
-method than forward, weights of one block that another one reads."""
-
 CLASSES = 5
 BATCH, LENGTH = 3, 4
 
@@ -190,7 +186,7 @@ class Net(nn.Module):
         self.traits: list[str] = []
         self.tokens = rng.random() < 0.5
         self.embed = nn.Embedding(11, width, padding_idx=rng.choice([None, 0])) if self.tokens else nn.Linear(6, width)
-        kinds = KINDS | (NOT_CALLED if SHAPES_NOT_CALLED else {})
+        kinds = KINDS | NOT_CALLED
         names = [rng.choice(list(kinds)) for _ in range(rng.randint(1, 5))]
         self.traits += names
         self.blocks = self._contain(rng, [kinds[name](rng, width) for name in names])
@@ -217,7 +213,7 @@ class Net(nn.Module):
         self.traits.append(f"in a {container}" if container != "attributes" else "as attributes")
         if container == "list" or any(isinstance(block, nn.ModuleList | nn.ModuleDict) for block in blocks):
             return nn.ModuleList(blocks)
-        if container == "sequential" or not SHAPES_NOT_CALLED:
+        if container == "sequential":
             return nn.Sequential(*blocks)
         holder = nn.Module()  # its children are called, it is not
         for index, block in enumerate(blocks):
