@@ -18,10 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import infinity
 from infinity.cli import finetune
-from infinity.cli.data import PackedData
 from infinity.cli.main import main
 from infinity.cli.report import make_report, processors_alone
-from infinity.errors import ConfigError
 from infinity.schedule.timeline import CAUSES
 from tests.models import VOCABULARY, bert, llama
 
@@ -221,7 +219,7 @@ def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp
         ({"--data": "chat.jsonl"}, "no chat template"),
         ({"--data": "binary.txt"}, "not UTF-8 text"),
         ({"--data": "emptydir"}, "the directory has no files"),
-        ({"--model": "nomodel"}, "cannot load the tokenizer"),
+        ({"--model": "nomodel"}, "there is no directory"),
         ({"--model": "bert"}, "not a causal language model"),
         ({"--config": "no.yaml"}, "cannot read the swap config"),
         ({"--config": "typo.yaml"}, "unknown key 'optimzer'; did you mean 'optimizer'?"),
@@ -297,41 +295,6 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "swap").exists()
-
-
-def test_jsonl_and_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
-    (tmp_path / "docs" / "sub").mkdir(parents=True)
-    (tmp_path / "docs" / "b.txt").write_text("the hen\n")
-    (tmp_path / "docs" / "sub" / "a.jsonl").write_text('{"text": "the fox"}\n\n{"text": "the dog"}\n')
-    (tmp_path / "docs" / "image.bin").write_bytes(b"\xff\xfe\x00")
-    chat = tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "slow red hen"}]}\n')
-    data = PackedData([tmp_path / "docs", tmp_path / "chat.jsonl"], chat, 1, tmp_path)
-    decoded = chat.decode(data.rows(range(data.sequences)).flatten().tolist())
-    order = [decoded.index(word) for word in ("the hen", "the fox", "the dog", "slow red hen")]
-    assert order == sorted(order)
-    assert decoded.count("<eos>") == 4
-    data.close()
-    assert sorted(os.listdir(tmp_path)) == ["chat.jsonl", "docs"]
-
-
-def test_batches_cover_every_sequence_each_pass_in_another_order(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    data = PackedData([tmp_path / "text.txt"], tokenizer(), 32, tmp_path)
-    batches = data.batches(1, seed=0)
-    passes = [[next(batches)[0] for _ in range(data.sequences)] for _ in range(2)]
-    keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
-    assert sorted(keys[0]) == sorted(keys[1])
-    assert keys[0] != keys[1]
-    again = data.batches(1, seed=0)
-    assert keys[0][0] == tuple(next(again)[0].tolist())
-
-
-def test_too_little_data_is_named(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the fox")
-    with pytest.raises(ConfigError, match="less than one sequence of 64"):
-        PackedData([tmp_path / "text.txt"], tokenizer(), 64, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])
