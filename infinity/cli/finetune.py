@@ -83,14 +83,11 @@ def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | No
             "goes on, with another --output)",
             flush=True,
         )
-    output = Output(options.output)
     directories = [path for path in options.data if path.is_dir()]
-    output.require_apart("nvme.paths", config.nvme.paths)
-    output.require_apart("--data", directories)
     for path in directories:
         for swap in config.nvme.paths:
             require_apart(f"--data {shown(path)}", path, "nvme.paths", swap)
-    return output
+    return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
 
 
 def _save(output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report: Report) -> int:

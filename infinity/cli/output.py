@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,16 +49,22 @@ class Saved:
 class Output:
     """The directory that --output names: missing, or empty.
 
+    Args:
+        apart: directories, by the option that names them: the output is none of these, nor in one, nor around one.
+
     Raises:
         ConfigError: the result cannot be written there. Nothing is left behind.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
         self._named = f"--output {shown(directory)}"
         try:
             self._target = directory.resolve()
             if os.path.lexists(self._target) and not (self._target.is_dir() and not any(self._target.iterdir())):
                 raise ConfigError(f"{self._named}: exists and is not an empty directory; choose another")
+            for option, others in (apart or {}).items():
+                for other in others:
+                    require_apart(self._named, self._target, option, other)
             self.disk.mkdir(parents=True, exist_ok=True)
             self._make_aside(self.disk).rmdir()
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
@@ -74,11 +80,6 @@ class Output:
             return above
         same = os.stat(self._target).st_dev == os.stat(above).st_dev and not os.path.ismount(self._target)
         return above if same and os.access(above, os.W_OK | os.X_OK) else self._target
-
-    def require_apart(self, option: str, directories: Sequence[Path]) -> None:
-        """Raises ConfigError where the output is one of these directories, in one, or around one."""
-        for other in directories:
-            require_apart(self._named, self._target, option, other)
 
     def require_room(self, model_bytes: int) -> None:
         """Raises ConfigError where the disk has no room for a model of this size."""
