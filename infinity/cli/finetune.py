@@ -346,10 +346,10 @@ class _Run:
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         try:
             loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
-        except IndexError as error:
+        except (IndexError, RuntimeError) as error:  # too long, or too much: which, only the model can tell
             raise ModelError(
-                f"the model cannot take sequences of {batch.shape[1]} tokens with numbers up to {int(batch.max())} "
-                f"({one_line(error)}): give a smaller --sequence-length, or the tokenizer of this model"
+                f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
+                f"({one_line(error)}): give a smaller --sequence-length or --batch-size"
             ) from error
         return loss
 

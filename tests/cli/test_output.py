@@ -15,17 +15,17 @@ from infinity.cli import finetune
 from infinity.cli.main import main
 from infinity.cli.output import Output
 from infinity.errors import ConfigError, InfinityError
-from tests.cli.test_finetune import job, run  # noqa: F401 (a fixture)
+from tests.cli.test_finetune import run
 
 Job = dict[str, Any]
 
 
 @pytest.fixture
-def short(job: Job) -> Job:  # noqa: F811
+def short(job: Job) -> Job:
     return job | {"--steps": 1}
 
 
-def configure(job: Job, **values: Any) -> None:  # noqa: F811
+def configure(job: Job, **values: Any) -> None:
     job["--config"].write_text(yaml.safe_dump(yaml.safe_load(job["--config"].read_text()) | values))
 
 
