@@ -99,6 +99,10 @@ def make_plan(
         device_budget=budgets.device,
         host_budget=budgets.host,
         swap_bytes=swap,
+        further_slot_bytes=swap
+        - gradients.swap_bytes
+        - totals.one_slot_bytes(placed.weights_in_ram, placed.states_in_ram),
+        swap_gradient_bytes=gradients.swap_bytes,
         step_read_bytes=read,
         step_written_bytes=written,
         swap_rate=_swap_rate(config) if swap else None,
