@@ -138,18 +138,18 @@ def test_with_generations_a_full_disk_leaves_the_run_to_be_saved_again(
     assert loads(tmp_path / "again")
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "report"])
+@pytest.mark.parametrize("what", ["tokenizer", "report", "logits"])
 def test_what_fails_beside_the_model_does_not_cost_it(
     what: str, short: Job, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    if what == "report":
-        monkeypatch.setattr(finetune, "write_report", fail)
+    if what != "tokenizer":
+        monkeypatch.setattr(finetune, {"report": "write_report", "logits": "_logits"}[what], fail)
     else:
         monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
-    assert run(short) == 1
+    assert run(short, "--verify-output") == 1
     error = capsys.readouterr().err
     assert "Permission denied" in error
     AutoModelForCausalLM.from_pretrained(where_it_is(error))
