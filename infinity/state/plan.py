@@ -12,6 +12,25 @@ Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 
 @dataclass(frozen=True)
+class SwapBytes:
+    """Bytes of the swap file.
+
+    Attributes:
+        states: one slot of each state that has a place there.
+        further_slots: the others, which hold earlier generations or are free for what is written next.
+        gradients: that spill.
+    """
+
+    states: int
+    further_slots: int
+    gradients: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.states + self.further_slots + self.gradients
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was decided.
 
@@ -44,7 +63,7 @@ class Plan:
         weight_ram_bytes, state_ram_bytes: of those in RAM.
         host_bytes: what the plan takes of the host's budget.
         device_budget, host_budget: the budgets.
-        swap_bytes: size of the swap file, all slots.
+        swap: what the swap file is made of.
         step_read_bytes, step_written_bytes: predicted NVMe traffic of one step of `accumulation_steps` micro-batches,
             when the step before had as many; every moment there is room for is used. An upper bound of what is read:
             gradients that are still in the window when the next pass adds to them are not. Over `commit_every` steps,
@@ -92,7 +111,7 @@ class Plan:
     host_bytes: int
     device_budget: int
     host_budget: int
-    swap_bytes: int
+    swap: SwapBytes
     step_read_bytes: int
     step_written_bytes: int
     swap_rate: float | None = None
@@ -108,6 +127,11 @@ class Plan:
     def shares_memory(self) -> bool:
         """Whether the model computes in host memory."""
         return self.device == "cpu"
+
+    @property
+    def swap_bytes(self) -> int:
+        """Size of the swap file."""
+        return self.swap.nbytes
 
     @property
     def device_bytes(self) -> int:
@@ -145,6 +169,16 @@ class Plan:
             return "none (commit_every: 0): a run that dies starts again from a saved model"
         when = "every step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         return f"{when}, {self.keep} kept, each state in {self.keep + 1} slots: all of it reserved now"
+
+    def _describe_swap(self) -> str:
+        """What the swap file is made of; the parts add up to it."""
+        parts = {
+            "of states": self.swap.states,
+            "of free slots" if self.keep == 1 else "of free slots and earlier generations": self.swap.further_slots,
+            "for gradients": self.swap.gradients,
+        }
+        said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+        return f"{format_bytes(self.swap_bytes)}{f' = {said}' if said else ''}"
 
     def _describe_gradients(self) -> str:
         accumulation = "any number of micro-batches" if self.accumulates else "one backward pass per step"
@@ -190,7 +224,7 @@ class Plan:
                 f"weights, the "
                 "rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(self.host_budget)}",
-                f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about "
+                f"  swap file     {self._describe_swap()}; one step moves about "
                 f"{format_bytes(self.step_bytes)} "
                 f"({per_parameter:.1f} B per trained parameter{predicted})",
                 f"  generations   {self._describe_generations()}",

@@ -86,6 +86,26 @@ def test_a_plan_describes_itself() -> None:
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, "192.00 MiB = 192.00 MiB of states"),
+        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        (
+            {"commit_every": 1, "keep": 3},
+            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free slots and earlier generations",
+        ),
+        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"gradients": "nvme"}, "256.00 MiB = 192.00 MiB of states + 64.00 MiB for gradients"),
+        ({"weights": "host"}, "160.00 MiB = 160.00 MiB of states"),
+        ({"weights": "host", "optimizer": "host"}, "0 B"),
+    ],
+)
+def test_the_sizes_a_plan_gives_for_the_swap_file_add_up(config: dict[str, Any], sizes: str) -> None:
+    made = plan(**NVME | {"memory": {"device": "64MiB", "host": "1GiB"}} | config)
+    assert f"  swap file     {sizes}; one step moves" in made.describe()
+
+
 def test_many_threads_do_not_take_the_host_budget_for_staging() -> None:
     made = plan(**NVME, memory={"device": "64MiB", "host": "256MiB"}, update={"threads": 128})
     assert made.staging_bytes <= made.host_budget / 8
