@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.state import discover
 from tests.families import FAMILIES
-from tests.runtime.alike import assert_trains_and_evaluates_alike
+from tests.runtime.alike import assert_trains_and_evaluates_alike, tight
 
 WIDTH = 32
 Checkpointing = bool | None
@@ -319,3 +320,24 @@ def test_every_family_trains_and_evaluates_like_torch(family: str, reentrant: Ch
     if reentrant and family in NOT_REENTRANT:
         pytest.skip(f"{family} with reentrant checkpointing fails in plain torch, too")
     assert_trains_and_evaluates_alike(build, batch, offload, together=needed(reentrant))
+
+
+class Clamped(ListOfLists):
+    """Writes to a weight before it is used, as RWKV does when it evaluates."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.stages[2][1].weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_forward_that_writes_to_a_released_weight_is_refused(mode: Callable[[], Any], offload: Any) -> None:
+    """The change would be gone with the slot, and what was computed before it would differ from what comes after."""
+    model = made(Clamped)
+    model = offload(model, memory=tight(model))
+    with (
+        mode(),
+        pytest.raises(infinity.ModelError, match="clamp_ writes to parameter 'stages.2.1.weight' in a forward"),
+    ):
+        model(torch.randn(4, WIDTH))
