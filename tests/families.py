@@ -9,8 +9,19 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
+from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from tests.models import Batch
+
+
+def _size(output: Any) -> torch.Tensor:
+    """A number to train on, that is not tiny where the values are; of several tensors the last."""
+    tensor = output if isinstance(output, torch.Tensor) else output[-1]
+    return tensor.float().square().mean().log()
 
 
 class Reduced(nn.Module):
@@ -23,7 +34,7 @@ class Reduced(nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> torch.Tensor:
         found = self.inner(**batch)
-        return torch.stack([found[name].float().square().mean() for name in self._outputs]).sum()
+        return torch.stack([_size(found[name]) for name in self._outputs]).sum()
 
 
 def _noise(*shape: int, seed: int = 1) -> torch.Tensor:
@@ -349,6 +360,7 @@ def sam() -> tuple[nn.Module, Batch]:
             "window_size": 2,
             "global_attn_indexes": [1],
             "num_pos_feats": 8,
+            "initializer_range": 0.02,
             "mlp_dim": 48,
         },
         prompt_encoder_config={"hidden_size": 16, "image_size": 32, "patch_size": 8, "mask_input_channels": 8},
@@ -404,7 +416,7 @@ def mask2former() -> tuple[nn.Module, Batch]:
         num_queries=5,
         num_labels=4,
     )
-    return Reduced(hf.Mask2FormerModel(config), "transformer_decoder_last_hidden_state"), _image(64)
+    return Reduced(hf.Mask2FormerModel(config), "masks_queries_logits"), _image(64)
 
 
 def encodec() -> tuple[nn.Module, Batch]:
@@ -454,6 +466,122 @@ def dac() -> tuple[nn.Module, Batch]:
     return Reduced(hf.DacModel(config), "loss", "audio_values"), {"input_values": _noise(2, 1, 256)}
 
 
+def janus() -> tuple[nn.Module, Batch]:
+    """Its VQVAE alone: the others are ordinary."""
+    config = hf.JanusVQVAEConfig(
+        embed_dim=8,
+        num_embeddings=16,
+        latent_channels=32,
+        base_channels=32,
+        channel_multiplier=[1, 2],
+        num_res_blocks=1,
+        num_patches=8,
+    )
+    return Reduced(hf.JanusVQVAE(config), "decoded_pixel_values", "embedding_loss"), _image(16)
+
+
+class Decoded(nn.Module):
+    """A model that is called by its method `decode` alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _size(self.inner.decode(x))
+
+
+def emu3() -> tuple[nn.Module, Batch]:
+    """Its VQVAE alone."""
+    config = hf.Emu3VQVAEConfig(
+        codebook_size=16,
+        base_channels=32,
+        channel_multiplier=[1, 2],
+        num_res_blocks=1,
+        attn_resolutions=[1],
+        hidden_size=64,
+        temporal_downsample_factor=2,
+    )
+    return Decoded(Emu3VQVAE(config)), {"x": _ids(2, 4, 4, top=16, least=0)}
+
+
+def qwen2_5_omni() -> tuple[nn.Module, Batch]:
+    """Its vocoder alone."""
+    config = Qwen2_5OmniBigVGANConfig(
+        mel_dim=8,
+        upsample_initial_channel=32,
+        resblock_kernel_sizes=[3],
+        resblock_dilation_sizes=[[1, 3, 5]],
+        upsample_rates=[2, 2],
+        upsample_kernel_sizes=[4, 4],
+    )
+    return Called(Qwen2_5OmniToken2WavBigVGANModel(config)), {"x": _noise(2, 8, 12)}
+
+
+class Called(nn.Module):
+    """A model whose output is one tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _size(self.inner(x))
+
+
+def qwen3_omni_moe() -> tuple[nn.Module, Batch]:
+    """Its vocoder alone."""
+    config = Qwen3OmniMoeCode2WavConfig(
+        codebook_size=16,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_quantizers=2,
+        upsample_rates=[2, 2],
+        upsampling_ratios=[2, 2],
+        decoder_dim=32,
+    )
+    return Called(Qwen3OmniMoeCode2Wav(config)), {"x": _ids(2, 2, 6, top=16, least=0)}
+
+
+def zoedepth() -> tuple[nn.Module, Batch]:
+    """With two heads, which are lists in a dict."""
+    backbone = hf.BeitConfig(
+        image_size=32,
+        patch_size=8,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        drop_path_rate=0.0,
+        reshape_hidden_states=False,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    heads = [
+        {"n_bins": 8, "min_depth": 0.1, "max_depth": 10.0, "name": "indoors"},
+        {"n_bins": 8, "min_depth": 0.1, "max_depth": 80.0, "name": "outdoors"},
+    ]
+    config = hf.ZoeDepthConfig(
+        backbone_config=backbone,
+        neck_hidden_sizes=[8, 8, 16, 16],
+        fusion_hidden_size=16,
+        bottleneck_features=16,
+        num_relative_features=16,
+        num_attractors=[4, 4, 2, 1],
+        bin_embedding_dim=16,
+        bin_configurations=heads,
+        num_patch_transformer_layers=4,
+        patch_transformer_hidden_size=128,
+        patch_transformer_intermediate_size=32,
+        patch_transformer_num_attention_heads=2,
+    )
+    return Reduced(hf.ZoeDepthForDepthEstimation(config), "predicted_depth"), _image(32)
+
+
 def rwkv() -> tuple[nn.Module, Batch]:
     """Where it rescales, its evaluation writes to the weights."""
     config = hf.RwkvConfig(
@@ -493,6 +621,11 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
         encodec,
         mimi,
         dac,
+        janus,
+        emu3,
+        qwen2_5_omni,
+        qwen3_omni_moe,
+        zoedepth,
         rwkv,
         mobilebert,
     )

@@ -168,16 +168,20 @@ class Residents:
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
+        for record in self.records:
+            self._require_untouched(record)
+
+    @staticmethod
+    def _require_untouched(record: UnitRecord) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for record in self.records:
-                for name, parameter in record.parameters.items():
-                    if _mark(parameter) != record.marks[name] and name not in record.gathered:
-                        raise ModelError(
-                            f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
-                            ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
-                            "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
-                            "on the saved model."
-                        )
+            for name, parameter in record.parameters.items():
+                if _mark(parameter) != record.marks[name] and name not in record.gathered:
+                    raise ModelError(
+                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
+                        ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
+                        "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
+                        "on the saved model."
+                    )
 
     # -- transitions --------------------------------------------------------------------------------------------------
 
@@ -423,6 +427,8 @@ class Residents:
             self._finish(record)
         if record.residency is Residency.UPDATING or self._updates.writes_from_slot(record.unit.index):
             self._free_slot(record.unit.index)
+        if record.residency is Residency.RESIDENT:
+            self._require_untouched(record)  # what was written to the slot goes with it
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
         self._vacate(record)
