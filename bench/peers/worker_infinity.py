@@ -4,6 +4,7 @@ config asks for other moments."""
 from __future__ import annotations
 
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def setup(job: Job) -> Contender:
         return asdict(replay_step(registry.ledger_of(model)))
 
     facts = {
+        "package": str(Path(infinity.__file__).parent),
         "numel": plan.numel,
         "host_bytes": plan.host_bytes,
         "state_bytes": infinity.statistics(model).state_bytes,

@@ -10,6 +10,8 @@ Python:
     anything else, in the model's forward, a backward or infinity.gathered    the values are brought, then the call runs
     anything else, elsewhere                                                  raises, and says what to do
 
+What writes to a parameter that was brought raises, too: the change would be lost with the unit's slot.
+
 A unit that is still on the device after its forward is closed in the same way, so a script does not depend on what
 happened to fit.
 
@@ -33,7 +35,7 @@ from torch import nn
 from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
-from infinity.errors import ReleasedParameterError
+from infinity.errors import ModelError, ReleasedParameterError
 
 USE_GATHERED = (
     "Read it inside the model's forward, or in `with infinity.gathered(model, module):`, where the weights of a module "
@@ -108,7 +110,17 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with ExitStack() as lent:
         for lender, parameters in by_lender.items():
             lent.enter_context(lender.lend(parameters, _name(func)))
-        return func(*args, **kwargs)
+        brought = [(lender, parameter) for lender, parameters in by_lender.items() for parameter in parameters]
+        versions = [parameter._version for _, parameter in brought]
+        result = func(*args, **kwargs)
+        for (lender, parameter), version in zip(brought, versions, strict=True):
+            if parameter._version != version:
+                raise ModelError(
+                    f"{_name(func)} writes to parameter '{lender.name_of(parameter)}' in a forward or backward pass; "
+                    "the change would be lost, as the values are in the store. Change it in "
+                    "`with infinity.gathered(model, module, write=True):` or before infinity.offload."
+                )
+        return result
 
 
 def _name(func: Callable[..., Any]) -> str:

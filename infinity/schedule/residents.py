@@ -13,7 +13,7 @@ or a gathering brings it to where that ends, or to its eviction.
 
 After its forward a unit is only evictable: it goes when room is needed, the one with the farthest next use first. It is
 evictable when no forward runs in it (`uses`), no backward was announced for it (`held`), and nothing but its parameters
-refers to the slot: autograd may hold views it unpacked, and recomputation keeps detached ones.
+refers to the slot: autograd may hold views it unpacked, and recomputation keeps detached ones, or the parameters.
 
 `version` counts the updates of a unit's weights. What was saved for backward names the version it saw.
 """
@@ -34,7 +34,7 @@ from infinity.schedule.backing import Backing
 from infinity.schedule.device import HostSlot, Slot
 from infinity.schedule.gradients import Place
 from infinity.schedule.interrupt import interruptible
-from infinity.schedule.released import ReleasedParameter
+from infinity.schedule.released import ReleasedParameter, in_backward
 from infinity.schedule.slots import Fetch, SlotPool, nan_placeholder, open_slots
 from infinity.schedule.timeline import Timeline
 from infinity.schedule.trace import Trace
@@ -168,16 +168,20 @@ class Residents:
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
+        for record in self.records:
+            self._require_untouched(record)
+
+    @staticmethod
+    def _require_untouched(record: UnitRecord) -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for record in self.records:
-                for name, parameter in record.parameters.items():
-                    if _mark(parameter) != record.marks[name] and name not in record.gathered:
-                        raise ModelError(
-                            f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
-                            ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
-                            "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
-                            "on the saved model."
-                        )
+            for name, parameter in record.parameters.items():
+                if _mark(parameter) != record.marks[name] and name not in record.gathered:
+                    raise ModelError(
+                        f"parameter '{name}' of unit '{record.unit.name}' was changed outside infinity (.to(), "
+                        ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
+                        "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
+                        "on the saved model."
+                    )
 
     # -- transitions --------------------------------------------------------------------------------------------------
 
@@ -321,9 +325,23 @@ class Residents:
             if self._updates.reads_slot(record.unit.index) or (distance is not None and not self._at_rest(record)):
                 continue
             next_use = self._trace.next_use(record.unit.index)
-            if next_use > farthest and not (record.slot is not None and record.slot.outstanding()):
+            if next_use > farthest and not (record.slot is not None and self._is_referred_to(record, record.slot)):
                 best, farthest = record, next_use
         return best
+
+    @staticmethod
+    def _is_referred_to(record: UnitRecord, slot: Slot) -> bool:
+        """Whether anything but its parameters refers to a slot, or autograd saved parameters themselves.
+
+        The latter happens in what reentrant checkpointing recomputes, where no hook packs them: one reference is the
+        parameter's own, one that of the node which accumulates its gradient.
+        """
+        if slot.outstanding():
+            return True
+        if not record.open or not in_backward():
+            return False
+        own = record.parameters.values()
+        return any(each._use_count() > 1 + each.requires_grad for each in own)  # type: ignore[attr-defined]
 
     def _at_rest(self, record: UnitRecord) -> bool:
         """Whether no update uses the slot of a unit."""
@@ -443,6 +461,8 @@ class Residents:
             self._finish(record)
         if record.residency is Residency.UPDATING or self._updates.writes_from_slot(record.unit.index):
             self._free_slot(record.unit.index)
+        if record.residency is Residency.RESIDENT:
+            self._require_untouched(record)  # what was written to the slot goes with it
         with torch.inference_mode(False), torch.no_grad():
             self._hide(record)
         self._vacate(record)

@@ -1,0 +1,94 @@
+"""Training and evaluating a model offloaded, with so little memory that its units come and go, beside plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
+from infinity.schedule import registry
+from infinity.schedule.residents import Residency
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.discover import discover
+from tests.conftest import states_of, weights_of
+from tests.models import Batch, loss_of
+
+STEPS = 3
+_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero but for rounding move nothing
+
+
+def tight(model: nn.Module, together: int = 2) -> dict[str, str]:
+    """Memory for the units that stay and the `together` largest of the others, or what a plan needs at least."""
+    units = discover(model).units
+    staying = sum(unit.weight_bytes for unit in units if unit.resident)
+    moving = sorted((unit.weight_bytes for unit in units if not unit.resident), reverse=True)
+    least = sum(sorted((unit.weight_bytes for unit in units), reverse=True)[:2])
+    largest = max(sum(moving[:together]), least)
+    needed = round_up(staying + largest, PAGE_BYTES)
+    return {"device": str(int(needed / WEIGHT_SHARE_OF_DEVICE)), "host": "512MiB"}
+
+
+def assert_trains_and_evaluates_alike(
+    build: Callable[[], nn.Module],
+    batch: Batch,
+    offload: Any,
+    *,
+    together: int = 2,
+    steps: int = STEPS,
+    tolerance: float = 2e-5,
+) -> None:
+    """Losses of training, of no_grad and of inference_mode; gradients (by the moments they leave) and weights.
+
+    Args:
+        build: makes the same model each time.
+        together: the units that it needs at once (`tight`).
+    """
+    plain = build()
+    expected, moments = _run(plain, torch.optim.AdamW(plain.parameters(), **_OPTIONS), batch, steps)
+    model = build()
+    model = offload(model, memory=tight(model, together))
+    optim = infinity.AdamW(model.parameters(), **_OPTIONS)
+    seen, _ = _run(model, optim, batch, steps)
+    torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+    _assert_close(weights_of(model), dict(plain.named_parameters()), tolerance)
+    _assert_close(states_of(model), moments(plain), tolerance)
+    records = registry.ledger_of(model).records
+    assert any(record.residency is Residency.RELEASED for record in records), "memory for all of it: nothing was tried"
+
+
+def _run(
+    model: nn.Module, optim: torch.optim.Optimizer, batch: Batch, steps: int
+) -> tuple[dict[str, list[float]], Callable[[nn.Module], dict[str, torch.Tensor]]]:
+    losses: dict[str, list[float]] = {"train": [], "no_grad": [], "inference_mode": []}
+    for step in range(steps):
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.manual_seed(step)
+                losses[mode.__name__].append(loss_of(model.eval(), batch).item())
+        torch.manual_seed(step)
+        loss = loss_of(model.train(), batch)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses["train"].append(loss.item())
+
+    def moments(plain: nn.Module) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{key}": state[key].flatten()
+            for name, parameter in plain.named_parameters()
+            if (state := optim.state.get(parameter))
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+
+    return losses, moments
+
+
+def _assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value.detach(), rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
