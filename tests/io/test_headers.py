@@ -27,7 +27,7 @@ from infinity.errors import (
     StoreNotEmptyError,
     SwapIOError,
 )
-from infinity.io import document, durable, store
+from infinity.io import document, durable, files, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
@@ -180,14 +180,14 @@ def test_a_generation_whose_manifest_cannot_be_read_now_stays(
 
 def fail_reading(which: Path, patch: pytest.MonkeyPatch) -> None:
     """An I/O error for whoever reads this file."""
-    read_bytes = Path.read_bytes
+    opened = files.opened
 
-    def read(path: Path) -> bytes:
+    def failing(path: Path, **options: Any) -> Any:
         if path == which:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_bytes(path)
+        return opened(path, **options)
 
-    patch.setattr(Path, "read_bytes", read)
+    patch.setattr(files, "opened", failing)
 
 
 @pytest.mark.parametrize("headerless", [False, True])
