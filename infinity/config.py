@@ -15,14 +15,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from infinity.echo import printable, quoted
-from infinity.errors import ConfigError, NotAvailableError
-from infinity.files import read_small, require_possible
-from infinity.sizes import parse_bytes
+from infinity.echo import quoted
+from infinity.errors import ConfigError, NotAvailableError, printable
+from infinity.files import read_regular, require_possible
+from infinity.sizes import THREADS_MAX, parse_bytes
 from infinity.strict import parse_json, parse_yaml
-
-THREADS_MAX = 1024
-"""Compute threads that can be asked for."""
 
 _FILE_BYTES_MAX = 64 << 10
 _MISTAKES_MAX = 10
@@ -207,7 +204,7 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
     else:
         name, values = "swap config", source
         if isinstance(source, str | Path):
-            name, values = printable(str(source)), _read_file(Path(source))
+            name, values = printable(source), _read_file(Path(source))
         if not isinstance(values, Mapping | None):
             raise ConfigError(f"{name}: expected keys and values, found {type(values).__name__}")
         try:
@@ -227,15 +224,15 @@ def _require_directories(paths: list[Path]) -> None:
             above = next(each for each in (there, *there.parents) if each.exists())
             found = above.is_dir()
         except OSError as error:
-            raise ConfigError(f"nvme.paths: cannot use {printable(str(path))}: {error.strerror}") from error
+            raise ConfigError(f"nvme.paths: cannot use {printable(path)}: {error.strerror}") from error
         if not found:
-            raise ConfigError(f"nvme.paths: {printable(str(above))} is not a directory: name one for the swap files")
+            raise ConfigError(f"nvme.paths: {printable(above)} is not a directory: name one for the swap files")
 
 
 def _read_file(path: Path) -> Any:
-    name = printable(str(path))
+    name = printable(path)
     try:
-        text = read_small(path, _FILE_BYTES_MAX).decode("utf-8-sig")
+        text = read_regular(path, _FILE_BYTES_MAX, follow=True).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"cannot read the swap config {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -1,8 +1,10 @@
-"""How what came from outside appears in a message: short, on one line, and without what a terminal would obey."""
+"""How what came from outside appears in a message: short, and without what a terminal would obey."""
 
 from __future__ import annotations
 
 import reprlib
+
+from infinity.errors import printable
 
 _LIMIT = 80
 """Characters of a value that a message shows."""
@@ -35,10 +37,9 @@ def quoted(value: object) -> str:
     return f"{value[:_LIMIT]!r}… ({len(value)} characters)"
 
 
-def printable(text: str) -> str:
-    """`text` on one line: each line break and the blanks around it are one blank, what is not printable is escaped."""
-    line = " ".join(part.strip() for part in text.splitlines()) if len(text.splitlines()) > 1 else text
-    return line if line.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
+def one_line(text: object) -> str:
+    """`text` without line breaks, printable."""
+    return printable(" ".join(line.strip() for line in str(text).splitlines()))
 
 
 _SHORT = _Short()

@@ -1,39 +1,92 @@
-"""Names of files that somebody else gives, and reading what they name: regular files, up to a limit."""
+"""Opening small files that anybody may have put there: only regular ones, and no more of them than their reader wants.
+And the names of files that anybody may give.
+
+A FIFO, a device or a socket in a file's place would hang its reader or feed it without end. What a file is, is asked of
+the open descriptor: a path may name something else the next time it is looked at.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.echo import quoted
+from infinity.sizes import format_bytes
 
 _NAME_BYTES_MAX, _PATH_BYTES_MAX = 255, 4000  # a path leaves room for the names of what lies in it
+_READ_BYTES = 64 << 20
+_KINDS = (
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
-def read_small(path: Path, limit_bytes: int) -> bytes:
-    """The whole file.
+class UnusableFileError(OSError):
+    """What has a file's name is no regular file, or a much larger one: nothing that infinity wrote."""
 
-    A FIFO, a device or a directory is refused, never waited for: what a device gives may have no end.
+    def __init__(self, path: Path, problem: str) -> None:
+        super().__init__(errno.EINVAL, problem, str(path))
+
+
+@contextmanager
+def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
+    """A regular file, open for reading: its descriptor and its size in bytes.
+
+    Args:
+        follow: symbolic links.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or holds more than `limit_bytes`; `strerror` says which.
+        UnusableFileError: it is no regular file.
+        OSError: it cannot be opened, or is a directory or a symbolic link.
     """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except ValueError as error:  # a NUL, or what has no form in the file system's encoding
-        raise OSError(errno.EINVAL, "no file can have this name") from error
+        descriptor = os.open(path, flags)
+    except ValueError as error:  # a NUL, or bytes that no file system has
+        raise UnusableFileError(path, f"has no name of a file: {error}") from error
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise UnusableFileError(path, "is a socket or a device, not a regular file") from error
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from error
+        raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read(limit_bytes + 1)
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(found.st_mode):
+            what = next((name for test, name in _KINDS if test(found.st_mode)), "something else")
+            raise UnusableFileError(path, f"is {what}, not a regular file")
+        yield descriptor, found.st_size
     finally:
-        os.close(fd)
-    if len(data) > limit_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {limit_bytes >> 10} KiB, the most that is read of such a file")
-    return data
+        os.close(descriptor)
+
+
+def read(descriptor: int, nbytes: int) -> bytes:
+    """The first `nbytes` of a file; fewer where it ends before: it may have been cut meanwhile. Raises OSError."""
+    parts, at = [], 0
+    while at < nbytes:
+        part = os.pread(descriptor, min(nbytes - at, _READ_BYTES), at)
+        if not part:
+            break
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
+    """All of a regular file of no more than `bytes_max`. Raises what opened() does, UnusableFileError for a larger
+    one."""
+    with opened(path, follow=follow) as (descriptor, nbytes):
+        if nbytes > bytes_max:
+            raise UnusableFileError(path, f"has {format_bytes(nbytes)}, and {format_bytes(bytes_max)} at most are read")
+        return read(descriptor, nbytes)
 
 
 def require_possible(name: str) -> None:

@@ -13,6 +13,9 @@ PAGE_BYTES = 4096
 SIZE_MAX = 1 << 60
 """Bytes: the largest size that can be asked for."""
 
+THREADS_MAX = 1024
+"""The most compute threads that can be asked for."""
+
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*")

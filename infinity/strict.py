@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from infinity.echo import printable, quoted
+from infinity.echo import one_line, quoted
 
 _DEPTH_MAX = 16
 
@@ -30,9 +30,9 @@ def parse_yaml(text: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = ", ".join(filter(None, (error.context, error.problem)))
-        raise ValueError(f"{printable(problem)}{where}") from error
+        raise ValueError(f"{one_line(problem)}{where}") from error
     except yaml.YAMLError as error:
-        raise ValueError(printable(str(error))) from error
+        raise ValueError(one_line(error)) from error
 
 
 def parse_json(text: str) -> Any:

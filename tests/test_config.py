@@ -134,7 +134,7 @@ def test_few_aliases_that_stand_for_gigabytes_are_refused(tmp_path: Path) -> Non
         ("weights: host\n".encode("utf-16"), "not UTF-8 text"),
         (bytes(range(256)) * 100, "not UTF-8 text"),
         (b"weights: \x00", "not valid YAML"),
-        (b"#" * 70_000, "it is larger than 64 KiB"),
+        (b"#" * 70_000, "64.00 KiB at most are read"),
     ],
 )
 def test_what_is_no_text_is_refused(data: bytes, message: str, tmp_path: Path) -> None:

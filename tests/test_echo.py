@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.echo import printable, quoted
+from infinity.echo import one_line, quoted
 
 
 @pytest.mark.parametrize(
@@ -32,15 +32,5 @@ def test_a_value_that_contains_itself_ends() -> None:
     assert len(quoted(circle)) < 200
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain, with äöü → and 💥", "plain, with äöü → and 💥"),
-        ("two\n   lines\n", "two lines"),
-        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
-        ("\x9b31m", r"\x9b31m"),
-        ("file\udcff", r"file\udcff"),
-    ],
-)
-def test_lines_are_made_printable(text: str, shown: str) -> None:
-    assert printable(text) == shown
+def test_lines_become_one() -> None:
+    assert one_line("two\n   lines, \x1b[31mred\n") == r"two lines, \x1b[31mred"

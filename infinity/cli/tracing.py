@@ -16,14 +16,6 @@ _STEPS = 5
 """Traced by default: enough to see one step hand over to the next, small enough for a browser."""
 
 
-def parse_steps(text: str) -> tuple[int, int]:
-    """'A:B', both counted from 1 and included. Raises argparse.ArgumentTypeError."""
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"'{text}' is not A:B with 1 <= A <= B, such as 2:6")
-    return int(first), int(last)
-
-
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError when a trace was asked for that cannot be written."""
     if options.trace is None:

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity import files
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
-from infinity.io import files
 from infinity.sizes import format_bytes
 
 _HEADER_BYTES_MAX = 512

@@ -16,8 +16,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from infinity import files
 from infinity.errors import printable
-from infinity.io import files
 from infinity.io.devices import disk_key
 from infinity.io.schema import Name, first_problem
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import _native
+from infinity import _native, files
 from infinity.cli.job import _saved, _saved_config
 from infinity.cli.main import main
 from infinity.errors import (
@@ -27,7 +27,7 @@ from infinity.errors import (
     StoreNotEmptyError,
     SwapIOError,
 )
-from infinity.io import document, durable, files, store
+from infinity.io import document, durable, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
