@@ -92,7 +92,7 @@ def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str],
     return parse
 
 
-def size(low: int, high: int = SIZE_MAX, *, multiple: int = 1) -> Callable[[str], int]:
+def size(low: int, high: int = SIZE_MAX, *, power_of_two: bool = False) -> Callable[[str], int]:
     """Sizes in bytes between two, both included."""
 
     def parse(text: str) -> int:
@@ -103,8 +103,8 @@ def size(low: int, high: int = SIZE_MAX, *, multiple: int = 1) -> Callable[[str]
         if not low <= nbytes <= high:
             limits = f"between {format_bytes(low)} and {format_bytes(high)}"
             raise argparse.ArgumentTypeError(f"must be {limits}, not {_short(text)}")
-        if nbytes % multiple:
-            raise argparse.ArgumentTypeError(f"must be a multiple of {format_bytes(multiple)}, not {_short(text)}")
+        if power_of_two and nbytes & (nbytes - 1):
+            raise argparse.ArgumentTypeError(f"must be a power of two, such as 1MiB, not {_short(text)}")
         return nbytes
 
     return parse

@@ -75,7 +75,7 @@ def build_parser() -> Parser:
     mode.add_argument("--fio-bytes", type=size(1 << 20, 1 << 40), help="moved per run of --vs-fio (default 512MiB)")
     mode.add_argument(
         "--block",
-        type=size(PAGE_BYTES, _BLOCK_MAX, multiple=PAGE_BYTES),
+        type=size(PAGE_BYTES, _BLOCK_MAX, power_of_two=True),
         help="of --sustained and --vs-fio (default 1MiB)",
     )
     mode.add_argument("--depth", type=whole(1, 1024), help="of --sustained and --vs-fio (default 32)")
@@ -191,7 +191,7 @@ def _survey(arguments: list[str]) -> None:
 
 
 def _require_use(options: argparse.Namespace) -> None:
-    """Every option does something and every file can be written, or ConfigError; what was not given gets its default."""
+    """Raises ConfigError for an option that would do nothing, and a file that cannot be written; sets the defaults."""
     mode = "--sustained or --vs-fio"
     require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     require_alone("--rounds", options.rounds, "--vs-fio", options.vs_fio)
