@@ -2,10 +2,10 @@
 
 [Note: when the reader of the output is gone]
 `infinity finetune … | head` closes the pipe while the run goes on for days: the run must not end with it. So a write
-that fails is said once on stderr, and from there on that stream goes nowhere. The exit code stays that of the work;
-only `infinity checkpoint`, whose output is its result, ends with 1 when the output was lost for another reason than a
-closed pipe (a full disk). infinity-bench writes to disks for nothing but its output: it ends, silently, with 141, as
-a program that SIGPIPE ends.
+that fails is said once on stderr, and from there on that stream goes nowhere. The exit code stays that of the work.
+`infinity checkpoint … | head` does the same without a word, for `remove` must not end half-way; where its output was
+lost for another reason than a closed pipe (a full disk), it ends with 1. infinity-bench writes to disks for nothing but
+its output: it ends, silently, with 141, as a program that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ class Outlet:
 
     Attributes:
         failure: the first one.
+        of_a_run: a closed pipe is worth a line; any other failure always is.
     """
 
     def __init__(self, stream: Any, *, go_on: bool) -> None:
         self._stream = stream
         self._go_on = go_on
+        self.of_a_run = False
         self.failure: OSError | None = None
 
     def write(self, text: str) -> int:
@@ -66,9 +68,10 @@ class Outlet:
         os.close(nowhere)
         if not first:
             return
-        if error.errno == errno.EPIPE and not self._go_on:
+        closed = error.errno == errno.EPIPE
+        if closed and not self._go_on:
             raise ReaderGoneError
-        if self is not sys.stderr:
+        if self is not sys.stderr and (self.of_a_run or not closed):
             print(
                 f"the output cannot be written any more ({error.strerror}); the work goes on without it",
                 file=sys.stderr,
