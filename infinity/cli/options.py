@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -139,21 +141,19 @@ def steps(text: str) -> tuple[int, int]:
 
 
 def require_file_place(option: str, place: Path | None) -> None:
-    """Raises ConfigError when no file can be written there: said before the work, not after it."""
+    """Raises ConfigError when nothing can be written there: said before the work, not after it. A device is written to
+    as it is, and a FIFO that somebody reads."""
     if place is None:
         return
     there = place.expanduser().absolute()
+    new = not os.path.lexists(there)
     try:
-        if there.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-        if there.exists() and not there.is_file():
-            raise OSError(0, "it is not a regular file")
-        with there.open("ab") as file:
-            new = file.tell() == 0
+        os.close(os.open(there, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666))
         if new:
             there.unlink()
     except OSError as error:
-        raise ConfigError(f"{option}: cannot write to {printable(place)}: {error.strerror}") from error
+        why = "nobody reads this FIFO" if error.errno == errno.ENXIO else error.strerror
+        raise ConfigError(f"{option}: cannot write to {printable(place)}: {why}") from error
 
 
 def require_alone(option: str, given: object, needed: str, there: object) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
 _STEPS = 5
@@ -22,7 +22,10 @@ def check(options: argparse.Namespace) -> None:
         if options.trace_steps is not None:
             raise ConfigError("--trace-steps needs --trace FILE")
         return
-    options.trace = require_writable(options.trace)
+    there = options.trace.expanduser()
+    if there.exists() and not there.is_file():  # it is replaced, and a device must not be
+        raise ConfigError(f"--trace {printable(there)}: it is not a regular file")
+    options.trace = require_writable(there)
     if options.output in options.trace.parents:
         raise ConfigError(f"--trace {options.trace}: --output must be empty when the run ends; write it elsewhere")
 

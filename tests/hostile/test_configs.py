@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import infinity
+from infinity.config import SwapConfig, _known_keys
 from infinity.errors import InfinityError
 from tests.hostile.limits import failures
 from tests.sampling import number, seed
@@ -40,21 +41,23 @@ keep: 1
 master: split16
 moments: fp32
 """
-KEYS = ["weights", "optimizer", "gradients", "activations", "memory", "memory.device", "memory.host", "nvme", "nvme.paths", "nvme.engine", "nvme.block", "nvme.in_flight", "nvme.queue_depth", "nvme.deadline_s", "nvme.checksums", "update", "update.tile", "update.threads", "overlap", "commit_every", "keep", "master", "moments"]
-WORDS = ["device", "host", "nvme", "auto", "keep", "recompute", "during_backward", "before_forward", "off", "split16", "fp32", "bf16", "int8", "none"]
+KEYS = _known_keys(SwapConfig)
+WORDS = ["device", "host", "nvme", "auto", "keep", "recompute", "during_backward", "before_forward", "off"]
+WORDS += ["split16", "fp32", "bf16", "int8", "none"]
 VALUES = [
     *WORDS, "on", "yes", "~", "", "''", "0", "-1", "1", "2", "010", "0x10", "0o17", "1_000", "12:30:00", "1e3", "1e400",
-    ".inf", "-.inf", ".nan", "nan", "true", "False", "2026-11-22", "9" * 20, "9" * 400, "9" * 5000, "1.5", "4096", "4095",
-    "1B", "0.1B", "1KiB", "1MiB", "7MiB", "1GiB", "100GiB", "1000000TiB", "9" * 400 + "GiB", "-1MiB", "1 MiB", "1mib",
-    "٣MiB", "[]", "{}", "[[[[]]]]", "[1, 2]", "{a: b}", "{device: 1}", "[swap, swap]", "[swap, swap2]", "/dev/zero",
-    "/dev/null", "/proc/self", "file", "file/x", "../" * 50 + "tmp/infinity-hostile", "n" * 300, "~nobody.here/x",
-    '"\\0"', '"\\ud800"', '"\\e[2J"', "!!python/object/apply:os.system [true]", "!!binary aGk=", "&a 1", "*a", "? x", "|\n  x",
-    "%TAG", "x" * 3000, "null",
+    ".inf", "-.inf", ".nan", "nan", "true", "False", "2026-11-22", "9" * 20, "9" * 400, "9" * 5000, "1.5", "4096",
+    "4095", "1B", "0.1B", "1KiB", "1MiB", "7MiB", "1GiB", "100GiB", "1000000TiB", "9" * 400 + "GiB", "-1MiB", "1 MiB",
+    "1mib", "٣MiB", "[]", "{}", "[[[[]]]]", "[1, 2]", "{a: b}", "{device: 1}", "[swap, swap]", "[swap, swap2]",
+    "/dev/zero",    "/dev/null", "/proc/self", "file", "file/x", "../" * 50 + "tmp/infinity-hostile", "n" * 300, "~nobody.here/x",
+    '"\\0"', '"\\ud800"', '"\\e[2J"', "!!python/object/apply:os.system [true]", "!!binary aGk=", "&a 1", "*a", "? x",
+    "|\n  x", "%TAG", "x" * 3000, "null",
 ]  # fmt: skip
 LINES = [
-    "weights: host", "? [a]\n: b", "<<: {weights: host}", "a: &a [x, x]\nb: *a", "zzz: 1", "nvme: {queue_dept: 3}", "- a",
-    "---", "...", "%YAML 1.1", "%YAML 9.9", "\t- x", "{", "}", "[" * 3000, "{a: " * 3000, "- " * 3000, "? " * 3000,
-    "'", '"', "#" * 3000, "\ufeff", "\x85", "\u2028", "\x1b[31m", "a: b: c", "!!map", "1: 2", "null: null", "true: false",
+    "weights: host", "? [a]\n: b", "<<: {weights: host}", "a: &a [x, x]\nb: *a", "zzz: 1", "nvme: {queue_dept: 3}",
+    "- a", "---", "...", "%YAML 1.1", "%YAML 9.9", "\t- x", "{", "}", "[" * 3000, "{a: " * 3000, "- " * 3000,
+    "? " * 3000, "'", '"', "#" * 3000, "\ufeff", "\x85", "\u2028", "\x1b[31m", "a: b: c", "!!map", "1: 2", "null: null",
+    "true: false",
 ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_wrong_data_end_the_command_with_a_code(
         (["--path", "{}", "--json", "{}"], "--json: cannot write to"),
         (["--path", "{}", "--json", "{}/no/x.json"], "--json: cannot write to"),
         (["--path", "{}", "--json", "{}/x", "--plot", "{}/x"], "are the same file"),
-        (["--path", "{}", "--plot", "/dev/null"], "not a regular file"),
+        (["--path", "{}", "--plot", "/dev"], "--plot: cannot write to"),
         (["--path", "{}", "--siz", "1GiB"], "unknown argument '--siz'; did you mean --size?"),
         (["step", "--model", "/nonexistent", "--config", "/nonexistent.yaml"], "cannot read the swap config"),
         (["step", "--model", "x", "--config", "x", "--tflops", "-1"], "positive"),
