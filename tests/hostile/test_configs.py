@@ -49,7 +49,8 @@ VALUES = [
     ".inf", "-.inf", ".nan", "nan", "true", "False", "2026-11-22", "9" * 20, "9" * 400, "9" * 5000, "1.5", "4096",
     "4095", "1B", "0.1B", "1KiB", "1MiB", "7MiB", "1GiB", "100GiB", "1000000TiB", "9" * 400 + "GiB", "-1MiB", "1 MiB",
     "1mib", "٣MiB", "[]", "{}", "[[[[]]]]", "[1, 2]", "{a: b}", "{device: 1}", "[swap, swap]", "[swap, swap2]",
-    "/dev/zero",    "/dev/null", "/proc/self", "file", "file/x", "../" * 50 + "tmp/infinity-hostile", "n" * 300, "~nobody.here/x",
+    "/dev/zero", "/dev/null", "/proc/self", "file", "file/x", "../" * 50 + "tmp/infinity-hostile", "n" * 300,
+    "~nobody.here/x",
     '"\\0"', '"\\ud800"', '"\\e[2J"', "!!python/object/apply:os.system [true]", "!!binary aGk=", "&a 1", "*a", "? x",
     "|\n  x", "%TAG", "x" * 3000, "null",
 ]  # fmt: skip
@@ -61,9 +62,46 @@ LINES = [
 ]  # fmt: skip
 
 
+TIERS = ["device", "host", "nvme", "auto"]
+SIZES = ["1", "4095", "4KiB", "40KiB", "100kB", "1MiB", "7MiB", "16MiB", "64MiB", "1GiB", "100GiB", "1TiB", "1024TiB"]
+NUMBERS = ["0", "1", "2", "3", "7", "64", "65", "1000", "1024", "1025", "999999999999"]
+EDGES = {key: SIZES for key in KEYS if key.rpartition(".")[2] in ("device", "host", "block", "in_flight", "tile")}
+EDGES |= {key: NUMBERS for key in KEYS if key.rpartition(".")[2] in ("threads", "queue_depth", "commit_every", "keep")}
+EDGES |= {
+    "weights": TIERS,
+    "optimizer": TIERS,
+    "gradients": TIERS,
+    "activations": ["auto", "keep", "recompute", "host", "nvme"],
+    "nvme.paths": ["swap", "[swap]", "[swap, swap2]", "swap/below", "[swap, swap/below]", "."],
+    "nvme.engine": ["auto", "io_uring", "threads"],
+    "nvme.deadline_s": ["0.001", "1e-9", "1", "86400", "1e4"],
+    "nvme.checksums": ["true", "off"],
+    "overlap": ["auto", "during_backward", "before_forward", "off"],
+    "master": ["split16", "fp32", "none"],
+    "moments": ["fp32", "bf16", "int8"],
+}
+"""Values that can be meant, near where they stop to be."""
+
+
+def likely(draw: random.Random) -> bytes:
+    """A config that names its disks, and some keys with values that can be meant."""
+    chosen = {"nvme.paths": "swap"} | {
+        key: draw.choice(EDGES[key]) for key in draw.sample(list(EDGES), draw.randrange(7))
+    }
+    sections: dict[str, dict[str, str]] = {}
+    for key, value in chosen.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    lines = [f"{key}: {value}" for key, value in sections.pop("", {}).items()]
+    lines += [f"{name}: {{{', '.join(f'{k}: {v}' for k, v in keys.items())}}}" for name, keys in sections.items()]
+    return "\n".join(lines).encode()
+
+
 def made(draw: random.Random) -> tuple[str, bytes]:
     """(suffix, contents) of a file."""
-    kind = draw.choice(["values", "values", "values", "lines", "bytes", "json", "tree", "noise"])
+    kind = draw.choice(["likely", "likely", "likely", "values", "values", "lines", "bytes", "json", "tree", "noise"])
+    if kind == "likely":
+        return ".yaml", likely(draw)
     if kind == "json":
         return ".json", made_json(draw)
     if kind == "noise":
@@ -73,7 +111,7 @@ def made(draw: random.Random) -> tuple[str, bytes]:
         chosen = draw.sample(KEYS, draw.randrange(1, 6))
         return ".yaml", "\n".join(
             f"{key.replace('.', ': {')}: {draw.choice(VALUES)}" + "}" * key.count(".") for key in chosen
-        ).encode(errors="surrogatepass")
+        ).encode()
     lines = WHOLE.splitlines()
     for _ in range(draw.randrange(1, 4)):
         at = draw.randrange(len(lines))
@@ -81,7 +119,7 @@ def made(draw: random.Random) -> tuple[str, bytes]:
             lines.insert(at, draw.choice([*LINES, lines[at]]))
         elif ": " in lines[at]:
             lines[at] = lines[at].rpartition(": ")[0] + ": " + draw.choice(VALUES)
-    data = "\n".join(lines).encode(errors="surrogatepass")
+    data = "\n".join(lines).encode()
     if kind == "bytes":
         changed = bytearray(data)
         for _ in range(draw.randrange(1, 6)):
