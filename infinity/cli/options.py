@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -48,7 +49,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses the unknown ones, with the nearest one that is known: a sub-parser's are those of its command."""
-        known, unknown = super().parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else list(args)
+        for text in given:
+            if re.fullmatch(r"--[^=]+=--", text):  # argparse makes an empty list of it
+                self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
+        known, unknown = super().parse_known_args(given, namespace)
         if unknown:
             name = unknown[0].partition("=")[0][:_MESSAGE_MAX]
             near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)

@@ -298,6 +298,40 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     assert not (tmp_path / "swap").exists()
 
 
+def test_a_run_that_nobody_reads_any_more_goes_on_to_its_end(job: dict[str, Any], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [
+        sys.executable,
+        "-m",
+        "infinity.cli.main",
+        "finetune",
+        *(str(part) for item in job.items() for part in item),
+    ]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the work goes on without it") == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 8
+
+
+def test_lines_that_are_piped_are_plain(job: dict[str, Any], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "infinity.cli.main",
+        "finetune",
+        *(str(part) for item in job.items() for part in item),
+    ]
+    environment = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
+    done = subprocess.run([*command, "--verify-output"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"step 8/8" in done.stdout
+    for said in (done.stdout, done.stderr):
+        assert b"\r" not in said
+        assert b"\x1b" not in said
+
+
 def test_jsonl_and_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
     (tmp_path / "docs" / "sub").mkdir(parents=True)
     (tmp_path / "docs" / "b.txt").write_text("the hen\n")
