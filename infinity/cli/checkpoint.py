@@ -8,7 +8,7 @@ from pathlib import Path
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.errors import ConfigError, DamagedFileError, ManifestError, ResumeError, printable
+from infinity.errors import ConfigError, DamagedFileError, ManifestError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
 from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in
@@ -35,7 +35,7 @@ def checkpoint(options: argparse.Namespace) -> int:
         from infinity.checkpoint.export import export_checkpoint
 
         step = export_checkpoint(paths, options.output, step=options.step)
-        print(f"generation {step} exported to {printable(options.output)}")
+        print(f"generation {step} exported to {options.output}")
         return 0
     return _remove(paths)
 
@@ -44,7 +44,7 @@ def _list(path: Path) -> int:
     """Only the manifests are read, and a run may be using the store meanwhile."""
     of_store = header_in(path)
     header = of_store.header
-    print(f"{printable(path)}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
+    print(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
         print("updated in place (commit_every: 0): nothing can be resumed")
         return 0
@@ -113,7 +113,7 @@ def _remove(paths: list[Path]) -> int:
         try:
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
             directory.remove_all()
-            print(f"{printable(path)}: {format_bytes(freed)} freed")
+            print(f"{path}: {format_bytes(freed)} freed")
         finally:
             directory.close()
     return 0

@@ -17,6 +17,7 @@ from infinity.cli.optimizers import _MAKE
 from infinity.cli.options import DTYPE_NAMES, OPTIMIZERS, Parser, number, size, whole
 from infinity.cli.scaling import DTYPES
 from infinity.errors import ConfigError
+from tests.models import llama
 from tests.test_front_door import HEAVY
 
 PROGRAMS = {"infinity": main, "infinity-bench": bench_main}
@@ -243,3 +244,28 @@ def test_a_name_that_is_no_utf8_is_printed_escaped(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "\\udcff \\u2192 \\xfc\n"
+
+
+# ---------------------------------------------------------------------------------- infinity checkpoint
+
+
+def test_every_directory_that_is_named_is_listed(offload: Any, tmp_path: Path, capsys: Any) -> None:
+    offload(llama()[0])
+    swap = str(tmp_path / "swap")
+    assert main.main(["checkpoint", "list", swap]) == 0
+    assert main.main(["checkpoint", "list", swap, str(tmp_path / "none")]) == 2
+    assert "none holds no store of infinity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("act", ["list", "verify", "export", "remove"])
+@pytest.mark.parametrize("place", ["missing", "empty", "file", "file/below", "/dev/zero", "\x1b[31mred"])
+def test_what_is_no_store_is_named_and_left_alone(act: str, place: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("mine")
+    more = ["--output", str(tmp_path / "out")] if act == "export" else []
+    assert main.main(["checkpoint", act, str(tmp_path / place), *more]) == 2
+    error = capsys.readouterr().err
+    assert "holds no store of infinity" in error
+    assert error.isprintable() or error.rstrip("\n").isprintable()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file"]
+    assert (tmp_path / "file").read_text() == "mine"
