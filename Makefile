@@ -16,11 +16,16 @@ MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='tes
 .PHONY: demo test test-all crash-test stress-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
   sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
+# A demo that was stopped goes on; one that ended begins anew.
 demo: bootstrap
-	rm -rf demo
-	$(BIN)/python examples/make_demo_checkpoint.py demo/input
-	$(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
-	  --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output
+	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
+	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
+	  $(BIN)/infinity finetune --resume demo/swap --verify-output; \
+	else \
+	  rm -rf demo && $(BIN)/python examples/make_demo_checkpoint.py demo/input && \
+	  $(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
+	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output; \
+	fi
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
 

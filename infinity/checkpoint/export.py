@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ def export_checkpoint(
     step: int | None = None,
     config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
     max_shard_size: str = "5GB",
+    also: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> int:
     """Write a generation of a run as a portable copy: model and optimizer states as safetensors.
 
@@ -50,6 +51,8 @@ def export_checkpoint(
         step: the generation; default: the newest that is whole.
         config: whose `nvme` section says how the disks are driven; the paths are those of the store.
         max_shard_size: such as "5GB".
+        also: writes more into the copy before it is put in place; is given its directory, and by name what
+            infinity.track kept of the run.
 
     Returns:
         The step of the generation.
@@ -73,6 +76,8 @@ def export_checkpoint(
         folder.mkdir()
         _write_states(folder, generation, max_shard_size)
         portable.write_training_state(aside, generation.manifest)
+        if also is not None:
+            also(aside, generation.body.tracked)
         put_in_place(aside, target)
     return generation.manifest.step
 

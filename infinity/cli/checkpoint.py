@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.errors import ConfigError, DamagedFileError, ManifestError, ResumeError
+from infinity.errors import ConfigError, DamagedFileError, ManifestError, ModelError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
 from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in
@@ -34,7 +36,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     if options.act == "export":
         from infinity.checkpoint.export import export_checkpoint
 
-        step = export_checkpoint(paths, options.output, step=options.step)
+        step = export_checkpoint(paths, options.output, step=options.step, also=_write_tokenizer)
         print(f"generation {step} exported to {options.output}")
         return 0
     return _remove(paths)
@@ -103,6 +105,24 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
         )  # fmt: skip
         return
     yield from verify(store, extents_of(manifest), manifest, memory)
+
+
+def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
+    """Beside the model of a run of `infinity finetune`, so that the copy is all that a next run needs."""
+    from infinity.cli import job
+    from infinity.cli.tokenizer import load_tokenizer
+
+    model = job.model_of(tracked)
+    if model is None:
+        return
+    try:
+        load_tokenizer(model).save_pretrained(directory)
+    except ModelError as error:
+        print(
+            f"warning: the copy has no tokenizer. {error}. Copy the tokenizer's files into it, or give --model with "
+            "the directory that has them to a run that begins from the copy",
+            file=sys.stderr,
+        )
 
 
 def _remove(paths: list[Path]) -> int:

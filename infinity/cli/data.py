@@ -3,79 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from infinity.cli.documents import Document, NotTextError, documents, find_files, shown
 from infinity.errors import ConfigError
 
-logger = logging.getLogger(__name__)
+_NAMED = 5
+"""Files that a message names; of more it says how many."""
 
-_TOKENIZE_CHARS = 1 << 20
 
+@dataclass
+class _Content:
+    """What was spilled so far.
 
-def documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[str]:
-    """Every document of the files and directories, in a fixed order.
-
-    Raises:
-        ConfigError: a path is missing, a directory has no text, a .jsonl line has neither text nor messages (names
-            file:line).
+    Attributes:
+        tokens: their number; `known` of them are neither separators nor the tokenizer's token for what it does not
+            know.
+        largest: the highest token; -1 where there is none.
+        documents: their number; `blank` ones were left out.
     """
-    for path in paths:
-        if path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-            if not files:
-                raise ConfigError(f"--data {path}: the directory has no files")
-            for file in files:
-                yield from _file_documents(file, tokenizer, skip_binary=True)
-        elif path.exists():
-            yield from _file_documents(path, tokenizer, skip_binary=False)
-        else:
-            raise ConfigError(f"--data {path}: no such file or directory")
 
+    digest: Any
+    tokens: int = 0
+    known: int = 0
+    largest: int = -1
+    documents: int = 0
+    blank: int = 0
 
-def _file_documents(path: Path, tokenizer: Any, *, skip_binary: bool) -> Iterator[str]:
-    if path.suffix == ".jsonl":
-        yield from _jsonl_documents(path, tokenizer)
-        return
-    try:
-        with path.open(encoding="utf-8") as file:
-            while text := file.read(_TOKENIZE_CHARS):
-                yield text
-    except UnicodeDecodeError as error:
-        if not skip_binary:
-            raise ConfigError(f"--data {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-        logger.info("skipped %s: not UTF-8 text", path)
-
-
-def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[str]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"--data {path}:{number}: not valid JSON: {error}") from error
-            yield _record_text(record, f"{path}:{number}", tokenizer)
-
-
-def _record_text(record: Any, where: str, tokenizer: Any) -> str:
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return str(record["text"])
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError(
-                f"--data {where}: has messages, but the model's tokenizer has no chat template; use a text field"
-            )
-        return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
-    raise ConfigError(f"--data {where}: a line needs a 'text' string or a 'messages' list")
+    def copy(self) -> _Content:
+        return _Content(self.digest.copy(), self.tokens, self.known, self.largest, self.documents, self.blank)
 
 
 class PackedData:
@@ -84,33 +47,105 @@ class PackedData:
     Args:
         directory: where the tokens are spilled to, into a file without a name that is gone with the process.
 
+    Attributes:
+        tokens: their number; `largest_token` is the highest of them.
+        sequences: their number, of `sequence_length` tokens each.
+        left_out: files that hold no text, each with the reason.
+
     Raises:
-        ConfigError: there are fewer tokens than one sequence.
+        ConfigError: what documents.find_files and documents.documents raise; no file holds text, the tokenizer knows
+            none of it, or there are fewer tokens than one sequence.
+        OSError: `directory` cannot be written.
     """
 
     def __init__(self, paths: Sequence[Path], tokenizer: Any, sequence_length: int, directory: Path) -> None:
+        self._tokenizer = tokenizer
         self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
-        separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-        self.tokens = 0
-        digest = hashlib.blake2b(digest_size=16)
-        for text in documents(paths, tokenizer):
-            if not text.strip():
-                continue
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"] + separator
-            packed = np.asarray(ids, dtype=np.uint32).tobytes()
-            self._spill.write(packed)
-            digest.update(packed)
-            self.tokens += len(ids)
+        self._content = _Content(hashlib.blake2b(digest_size=16))
+        files, self.left_out = find_files(paths)
+        for file in files:
+            self._add_file(file)
         self._spill.flush()
-        self.digest = digest.hexdigest()
+        self.digest = self._content.digest.hexdigest()
+        self.tokens, self.largest_token = self._content.tokens, self._content.largest
         self.sequence_length = sequence_length
         self.sequences = self.tokens // sequence_length
-        if not self.sequences:
-            names = ", ".join(map(str, paths))
+        self._require_enough(", ".join(map(shown, paths)))
+
+    def notes(self) -> list[str]:
+        """What became of the files, in sentences; what was as it should be is not mentioned."""
+        said = []
+        if self.left_out:
+            more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
+            said.append(
+                f"files left out, because they hold no text: {len(self.left_out)} (" + self._why_left_out() + f"{more})"
+            )
+        if self._content.blank:
+            said.append(f"documents left out, because they are blank: {self._content.blank}")
+        if self._tokenizer.eos_token_id is None and self._content.documents > 1:
+            said.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
+        return said
+
+    def _why_left_out(self) -> str:
+        return "; ".join(f"{shown(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
+
+    def _add_file(self, path: Path) -> None:
+        """All of its documents, or none."""
+        before = self._content.copy()
+        try:
+            for document in documents(path, self._tokenizer):
+                self._add(document)
+        except NotTextError as error:
+            self._return_to(before)
+            self.left_out.append((path, str(error)))
+
+    def _add(self, document: Document) -> None:
+        before = self._content.copy()
+        blank = True
+        for piece in document:
+            blank = blank and not piece.strip()
+            self._write(self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        if blank:
+            self._return_to(before)
+            self._content.blank += 1
+            return
+        self._content.documents += 1
+        if self._tokenizer.eos_token_id is not None:
+            known = self._content.known
+            self._write([self._tokenizer.eos_token_id])
+            self._content.known = known
+
+    def _write(self, ids: list[int]) -> None:
+        array = np.asarray(ids, dtype=np.uint32)
+        packed = array.tobytes()
+        self._spill.write(packed)
+        content = self._content
+        content.digest.update(packed)
+        content.tokens += len(ids)
+        unknown = self._tokenizer.unk_token_id
+        content.known += len(ids) if unknown is None else int(np.count_nonzero(array != unknown))
+        content.largest = max(content.largest, int(array.max(initial=0)) if len(ids) else -1)
+
+    def _return_to(self, before: _Content) -> None:
+        """Take back what was added since."""
+        self._spill.seek(before.tokens * np.dtype(np.uint32).itemsize)
+        self._spill.truncate()
+        self._content = before
+
+    def _require_enough(self, names: str) -> None:
+        content = self._content
+        if not content.documents:
+            why = self._why_left_out() or "everything in it is blank"
+            raise ConfigError(f"--data {names}: there is no text in it ({why})")
+        if not content.known:
             raise ConfigError(
-                f"--data {names}: {self.tokens} tokens are less than one sequence of {sequence_length}. Give more "
-                f"text, or a "
-                "smaller --sequence-length."
+                f"--data {names}: the model's tokenizer knows none of the text: all of it becomes "
+                f"{content.tokens} tokens that mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
+            )
+        if not self.sequences:
+            raise ConfigError(
+                f"--data {names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
+                "text, or a smaller --sequence-length."
             )
 
     def batches(self, batch_size: int, seed: int) -> Batches:
@@ -119,9 +154,9 @@ class PackedData:
 
     def rows(self, indices: Iterable[int]) -> torch.Tensor:
         """int64 [len(indices), sequence_length]."""
-        data, length = np.memmap(self._spill, dtype=np.uint32, mode="r"), self.sequence_length
-        rows = [data[index * length : (index + 1) * length].astype(np.int64) for index in indices]
-        return torch.from_numpy(np.stack(rows))
+        data = np.memmap(self._spill, dtype=np.uint32, mode="r")[: self.sequences * self.sequence_length]
+        rows = data.reshape(self.sequences, self.sequence_length)
+        return torch.from_numpy(rows[np.fromiter(indices, np.int64)].astype(np.int64))
 
     def close(self) -> None:
         self._spill.close()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -17,16 +15,20 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.load import load_pretrained
+from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.save import save_pretrained
-from infinity.cli import job, tracing
+from infinity.cli import job, limits, tracing
+from infinity.cli.command import command
 from infinity.cli.data import PackedData
+from infinity.cli.documents import find_files, one_line, shown
 from infinity.cli.optimizers import make_optimizer
+from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
-from infinity.cli.report import make_report, write_report
+from infinity.cli.report import Report, make_report, write_report
 from infinity.cli.scaling import DTYPES, make_scaler
+from infinity.cli.tokenizer import load_tokenizer
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError
 from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, finish_commit, track
@@ -36,19 +38,23 @@ def finetune(options: argparse.Namespace) -> int:
     """Run the job; returns the exit code. Everything cheap is checked before anything expensive.
 
     Raises:
-        InfinityError, OSError: nothing is left behind in the output directory.
+        InfinityError, OSError: nothing is left behind in the output directory. Where the model was complete before,
+            the message says where it is.
     """
-    options, config, resuming = job.resolve(options)
+    options, config, past = job.resolve(options)
     _check(options)
-    output: Path = options.output
-    tokenizer = _load_tokenizer(options.model)
+    output = _output(options, config, past)
+    _require_model(options.model, resuming=past is not None)
+    tokenizer = load_tokenizer(options.model)
     torch.manual_seed(options.seed)
     if options.threads:
         torch.set_num_threads(options.threads)
-    with closing(_read_data(options, tokenizer)) as data:
-        print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
-        model = _load_model(options, config, resuming)
+    with closing(_read_data(options, tokenizer, output)) as data:
+        _say_what_was_read(data)
+        limits.require_fit(options.model, options.sequence_length, data.largest_token)
+        model = _load_model(options, config, resuming=past is not None)
         try:
+            output.require_room(statistics(model).plan.weight_bytes)
             run = _Run(model, data, options, config)
             stopped = run.train()
             if stopped and config.commit_every:
@@ -56,25 +62,64 @@ def finetune(options: argparse.Namespace) -> int:
             report = run.report()
             batch = next(data.batches(1, options.seed))
             logits = _logits(model, batch) if options.verify_output else None
-            with _working_directory(output) as work:
-                save_pretrained(model, work / "model")
-                close(model)
-                tokenizer.save_pretrained(work / "model")
-                write_report(report, run.facts, work / "model")
-                _publish(work / "model", output)
+            stopped = _save(output, run, config, tokenizer, report) or stopped
         finally:
             close(model)
     print(report.text())
-    print(f"model, report and loss curve: {output}")
+    print(f"model, report and loss curve: {options.output}")
     if config.commit_every:
         swap = config.nvme.paths[0]
-        print(f"checkpoint of step {run.done}: {swap} (`infinity checkpoint` exports or removes it)")
+        print(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)")
     if logits is not None:
-        _verify(output, batch, logits)
+        _verify(options.output, batch, logits)
     return stopped
 
 
-def _load_model(options: argparse.Namespace, config: SwapConfig, resuming: bool) -> Any:
+def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
+    """Where the result goes. Raises ConfigError where it cannot go there."""
+    if past is not None and options.steps is not None and past.steps >= options.steps:
+        print(
+            f"the run has done all of its {options.steps} steps: its model is written again (--steps with more of them "
+            "goes on, with another --output)",
+            flush=True,
+        )
+    directories = [path for path in options.data if path.is_dir()]
+    for path in directories:
+        for swap in config.nvme.paths:
+            require_apart(f"--data {shown(path)}", path, "nvme.paths", swap)
+    return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
+
+
+def _save(output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report: Report) -> int:
+    """Write the result and put it in the output; 0, or the exit code when a signal came meanwhile.
+
+    Raises:
+        InfinityError: it is not in the output; says where it is, or from where it can be written again.
+    """
+    model = run.model
+    # Without generations the weights are in this process only, so another disk is better than none.
+    elsewhere = [] if config.commit_every else [path.expanduser() for path in config.nvme.paths]
+    promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
+
+    def write_rest(directory: Path) -> None:
+        tokenizer.save_pretrained(directory)
+        write_report(report, run.facts, directory)
+
+    with _stop_when_asked(print, promise) as stop:
+        try:
+            saved = output.save(lambda directory: save_pretrained(model, directory), elsewhere)
+        except InfinityError as error:
+            if not config.commit_every or isinstance(error, SwapIOError):
+                raise
+            commit(model)
+            again = command("finetune", "--resume", config.nvme.paths[0], "--output", "DIRECTORY")
+            raise InfinityError(f"{error} Step {run.done} is committed, and can be saved with: {again}") from error
+        close(model)
+        output.publish(saved, write_rest)
+    return stop.asked
+
+
+def _load_model(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
     made: dict[str, Any] = {
         "dtype": DTYPES[options.dtype],
         "optimizer": options.optimizer,
@@ -85,20 +130,37 @@ def _load_model(options: argparse.Namespace, config: SwapConfig, resuming: bool)
     return load_pretrained(options.model, config, resume=resuming, **made)
 
 
-def _read_data(options: argparse.Namespace, tokenizer: Any) -> PackedData:
-    """The tokens are spilled beside the output, which shows that one can write there."""
-    parent = options.output.parent
+def _require_model(name: str, *, resuming: bool) -> None:
+    """Raises ModelError where the model can be nowhere; says so where it can only be on the hub, whose answer may take
+    long."""
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return PackedData(options.data, tokenizer, options.sequence_length, parent)
+        if not require_directory_or_id(name):
+            print(f"--model {name}: there is no such directory; asking the Hugging Face hub for it", flush=True)
+    except ModelError as error:
+        raise ModelError(f"--model: {error}{'. Where is it now? Give --model' if resuming else ''}") from None
+
+
+def _read_data(options: argparse.Namespace, tokenizer: Any, output: Output) -> PackedData:
+    """The tokens are spilled on the output's disk."""
+    try:
+        return PackedData(options.data, tokenizer, options.sequence_length, output.disk)
     except OSError as error:
-        raise ConfigError(f"--output {options.output}: cannot write to {parent}: {error.strerror}") from error
+        raise ConfigError(
+            f"--output {shown(options.output)}: cannot write the tokens of --data to {shown(output.disk)}: "
+            f"{error.strerror or error}"
+        ) from error
+
+
+def _say_what_was_read(data: PackedData) -> None:
+    for note in data.notes():
+        print(note)
+    print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
 
 
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     """End a run that was asked to stop: it goes on from here another time."""
     commit(model)
-    print(f"stopped after step {step}; go on with: infinity finetune --resume {config.nvme.paths[0]}")
+    print(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}")
     return code
 
 
@@ -107,44 +169,14 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    if options.sequence_length < 2:
+        raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
     if not options.lr > 0:
         raise ConfigError(f"--lr must be positive, not {options.lr}")
     if options.max_grad_norm < 0 or options.warmup_steps < 0:
         raise ConfigError("--max-grad-norm and --warmup-steps cannot be negative")
-    for path in options.data:
-        if not path.exists():
-            raise ConfigError(f"--data {path}: no such file or directory")
-        if path.is_file() and path.stat().st_size == 0:
-            raise ConfigError(f"--data {path}: the file is empty")
-    output = options.output.expanduser()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output}: exists and is not an empty directory; choose another")
+    find_files(options.data)
     tracing.check(options)
-
-
-@contextmanager
-def _working_directory(output: Path) -> Iterator[Path]:
-    """Beside the output, so that the result is renamed into place."""
-    work = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)  # ours, made above
-
-
-def _publish(result: Path, output: Path) -> None:
-    if output.exists():
-        output.rmdir()  # empty: checked at the start
-    result.replace(output)
-
-
-def _load_tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load the tokenizer of '{name}': {error}") from error
 
 
 @dataclass
@@ -155,18 +187,15 @@ class _Stop:
 
 
 @contextmanager
-def _stop_at_a_step(say: Callable[[str], None], *, resumable: bool) -> Iterator[_Stop]:
+def _stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[_Stop]:
+    """Meanwhile a signal is answered with the promise."""
     stop = _Stop()
-    if resumable:
-        promise = "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
-    else:
-        promise = "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = 128 + number
-        say(f"stopping after this step; {promise}")
+        say(promise)
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -197,16 +226,20 @@ class _Run:
     """The training loop and what it records.
 
     Attributes:
+        model: the one that is trained.
         facts: of every step, those before a resume included.
         done: optimizer steps, likewise.
     """
 
     def __init__(self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig) -> None:
-        self._model = model
+        self.model = model
         self._options = options
-        self._resumable = config.commit_every > 0
+        self._promise = (
+            "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
+            if config.commit_every
+            else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
+        )
         model.config.use_cache = False
-        vocabulary = model.get_input_embeddings().num_embeddings
         self._batches = data.batches(options.batch_size, options.seed)
         self._optim = make_optimizer(
             options.optimizer,
@@ -217,6 +250,7 @@ class _Run:
             seed=options.seed,
             accumulation_steps=options.gradient_accumulation,
         )
+        limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
         per_step = options.batch_size * options.gradient_accumulation
         self._steps = options.steps or max(data.sequences // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
@@ -232,12 +266,19 @@ class _Run:
             **{job.NAME: job.Job(options, config)},
         )
         self._before = self.done
+        for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
+            group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may not be what it was
         if self.done:
             print(f"resumed after step {self.done} of {self._steps}", flush=True)
+        if options.warmup_steps >= self._steps:
+            print(
+                f"--warmup-steps {options.warmup_steps} are as many as the {self._steps} steps of the run, or more: "
+                "the learning rate never reaches --lr",
+                flush=True,
+            )
         self._now: Statistics = statistics(model)
         self._began = self._first = self._now
         self._measured = time.perf_counter()  # when `_now` was
-        self._vocabulary = vocabulary
         self._traced = tracing.TracedSteps(model, options.trace, options.trace_steps, done=self.done, total=self._steps)
 
     def _factor(self, step: int) -> float:
@@ -257,7 +298,7 @@ class _Run:
         with (
             self._traced,
             open_progress(self._steps) as progress,
-            _stop_at_a_step(progress.say, resumable=self._resumable) as stop,
+            _stop_when_asked(progress.say, f"stopping after this step; {self._promise}") as stop,
         ):
             for step in range(self.done + 1, self._steps + 1):
                 self._traced.before(step)
@@ -278,17 +319,14 @@ class _Run:
         loss, tokens = 0.0, 0
         for _ in range(self._options.gradient_accumulation):
             batch = next(self._batches)
-            self._check_tokens(batch)
-            part = self._model(input_ids=batch, labels=batch).loss / self._options.gradient_accumulation
+            part = self._loss(batch) / self._options.gradient_accumulation
             self._scaler.scale(part).backward()
             loss += part.item()
             tokens += batch.numel()
-        if not math.isfinite(loss):
-            progress.say(f"step {step}: the loss is {loss}; the step is skipped and the weights stay as they are")
-        self._update(step, progress)
+        self._update(step, loss, progress)
         self._optim.zero_grad()
         self._scheduler.step()
-        now, then = statistics(self._model), self._measured
+        now, then = statistics(self.model), self._measured
         self._measured = time.perf_counter()
         facts = StepFacts(
             step=step,
@@ -302,35 +340,45 @@ class _Run:
         )
         self._now = now
         self.facts.append(facts)
-        finish_commit(self._model)  # what is shown as done is done
+        finish_commit(self.model)  # what is shown as done is done
         progress.update(facts)
 
-    def _update(self, step: int, progress: PlainProgress | RichProgress) -> None:
-        """The optimizer's step; where the loss is scaled and a gradient overflowed, a lower scale instead."""
-        scale = self._scaler.get_scale()
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        except (IndexError, RuntimeError) as error:  # too long, or too much: which, only the model can tell
+            raise ModelError(
+                f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
+                f"({one_line(error)}): give a smaller --sequence-length or --batch-size"
+            ) from error
+        return loss
+
+    def _update(self, step: int, loss: float, progress: PlainProgress | RichProgress) -> None:
+        """The optimizer's step. It is skipped where the loss or a gradient is not finite; where the loss is scaled and
+        a gradient overflowed, the scale is lowered."""
+        skipped, scale = self._optim.skipped_steps, self._scaler.get_scale()
+        stay = "the step is skipped and the weights stay as they are"
+        if not math.isfinite(loss):
+            self._optim.skip_next_step(f"the loss is {loss}")
+            progress.say(f"step {step}: the loss is {loss}; {stay}")
         self._scaler.step(self._optim)
         self._scaler.update()
         lower = self._scaler.get_scale()
         if lower < scale:
             progress.say(f"step {step}: skipped, a gradient overflowed; the loss scale is {lower:g} now")
+        elif self._optim.skipped_steps > skipped and math.isfinite(loss):
+            progress.say(f"step {step}: a gradient is not finite; {stay}")
 
-    def _check_tokens(self, batch: torch.Tensor) -> None:
-        if int(batch.max()) >= self._vocabulary:
-            raise ModelError(
-                f"the tokenizer gives token {int(batch.max())}, the model's vocabulary has {self._vocabulary}; are "
-                f"they a pair?"
-            )
-
-    def report(self) -> Any:
+    def report(self) -> Report:
         """Of the steps done here. A step's update may go on beside the next step and is counted there; that of a step
         alone is waited for."""
         mine = self.facts[self._before :]
         alone = len(mine) == 1
         if alone:
             began = time.perf_counter()
-            synchronize(self._model)
+            synchronize(self.model)
             mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
-            self._now = statistics(self._model)
+            self._now = statistics(self.model)
         measured, before = (mine, self._began) if alone else (mine[1:], self._first)
         losses = [fact.loss for fact in self.facts]
         return make_report(measured, before, self._now, self._optim.skipped_steps, losses, warm_up=alone)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.portable import Portable
+from infinity.cli.command import command
+from infinity.cli.tokenizer import has_tokenizer
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
@@ -66,19 +69,32 @@ class Job:
         """They were taken over, and compared, before the model was made."""
 
 
-def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, bool]:
-    """All options of a job, its swap config, and whether there is a run to resume.
+@dataclass(frozen=True)
+class Past:
+    """The run that is resumed.
+
+    Attributes:
+        tracked: what infinity.track kept of it, by name.
+        steps: the optimizer steps it has done.
+    """
+
+    tracked: dict[str, Any]
+    steps: int
+
+
+def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, Past | None]:
+    """All options of a job, its swap config, and the run it resumes.
 
     With --resume what is not given comes from the run, found in the directory named or in the first of nvme.paths; with
-    --from-checkpoint from its copy.
+    --from-checkpoint from its copy. Of what decides the result only --steps may be another than the run's.
 
     Raises:
         ConfigError: something is missing, or given and not as it was in the run; names the option.
         ResumeError: --resume names a directory without generations.
     """
     config = load_config(options.config) if options.config is not None else None
-    saved = _saved(options, config)
-    if saved is None:
+    past = _past(options, config)
+    if past is None:
         _require(options)
         for name, default in (_FREE | _TRAINING).items():
             if getattr(options, name, None) is None:
@@ -86,11 +102,26 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
         _make_absolute(options)
         if config is None:
             raise AssertionError("a job without a config")
-        return options, config, False
+        return options, config, None
     _make_absolute(options)
-    values = saved["options"]
+    if options.from_checkpoint is not None and options.model is None:
+        copy = options.from_checkpoint.expanduser().absolute()
+        options.model = str(copy) if has_tokenizer(copy) else None
+    saved = past.tracked[NAME]
+    _take_over(saved["options"], options, past)
+    for name, default in _FREE.items():
+        if getattr(options, name, None) is None:
+            setattr(options, name, default)
+    return options, config or _saved_config(saved, options), past
+
+
+def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past) -> None:
+    """The run's options where none are given. Raises ConfigError for one that is given and would change the run."""
     for name in _TRAINING:
         given = _plain(getattr(options, name, None))
+        if name == "steps" and given is not None:
+            _extend(values["steps"], given, past.steps)
+            continue
         if given is not None and given != values[name]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}: leave it out, "
@@ -100,10 +131,18 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
     for name in _PLACES:
         if getattr(options, name, None) is None:
             setattr(options, name, _as_paths(values[name]) if name != "model" else values[name])
-    for name, default in _FREE.items():
-        if getattr(options, name, None) is None:
-            setattr(options, name, default)
-    return options, config or _saved_config(saved, options), True
+
+
+def _extend(planned: int | None, steps: int, done: int) -> None:
+    """Another end of the run than it was begun with. Raises ConfigError where it is past that."""
+    if steps < done:
+        raise ConfigError(f"--steps is {steps}, and the run that is resumed has done {done}: give as many, or more")
+    if steps != planned:
+        was = "one pass over the data" if planned is None else f"{planned} steps"
+        print(
+            f"the run was begun for {was} and now ends after {steps}: from here on --schedule is that of {steps} steps",
+            flush=True,
+        )
 
 
 def _require(options: argparse.Namespace) -> None:
@@ -136,11 +175,11 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, Any] | None:
+def _past(options: argparse.Namespace, config: SwapConfig | None) -> Past | None:
     """What the newest generation that can be read says of its run; None when there is nothing to resume."""
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
-        return checked(copy.body.tracked, copy.directory)
+        return Past(checked(copy.body.tracked, copy.directory), copy.manifest.step)
     if options.resume is None:
         return None
     if options.resume:
@@ -148,7 +187,7 @@ def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, 
         if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
             raise ConfigError(
                 f"--resume {directory} is not the first of nvme.paths in --config, {config.nvme.paths[:1]}: a run is "
-                "resumed where it is. To move it, `infinity checkpoint export` it and use --from-checkpoint."
+                f"resumed where it is. To move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
             )
     elif config is not None and config.nvme.paths:
         directory = config.nvme.paths[0]
@@ -157,11 +196,12 @@ def _saved(options: argparse.Namespace, config: SwapConfig | None) -> dict[str, 
     problem = _without_generations(directory.expanduser())
     for path in generations_in(directory.expanduser()).values():
         try:
-            tracked = parse_body(read_manifest(path).body, path).tracked
+            manifest = read_manifest(path)
+            tracked = parse_body(manifest.body, path).tracked
         except ManifestError as error:
             problem = str(error)
             continue
-        return checked(tracked, path)
+        return Past(checked(tracked, path), manifest.step)
     if options.resume:
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
@@ -180,13 +220,21 @@ def _without_generations(directory: Path) -> str:
 
 
 def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
-    """The options among what a run tracked. Raises ResumeError when it was not made by `infinity finetune`."""
+    """What a run tracked, with its options. Raises ResumeError when it was not made by `infinity finetune`."""
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
     if not known or saved is None or set(saved["options"]) != {*_TRAINING, *_PLACES}:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
-    result: dict[str, Any] = saved
-    return result
+    return tracked
+
+
+def model_of(tracked: dict[str, Any]) -> str | None:
+    """The model that a run of `infinity finetune` was begun with, or continued with; None for another program's run."""
+    try:
+        options: dict[str, Any] = checked(tracked, "the run")[NAME]["options"]
+    except ResumeError:
+        return None
+    return str(options["model"])
 
 
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:

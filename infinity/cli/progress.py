@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +15,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 @dataclass(frozen=True)
 class StepFacts:
-    """One optimizer step."""
+    """One optimizer step.
+
+    Attributes:
+        grad_norm: before clipping; nan for a step that was skipped.
+    """
 
     step: int
     loss: float
@@ -25,12 +30,17 @@ class StepFacts:
     read_bytes: int
     written_bytes: int
 
+    @property
+    def skipped(self) -> bool:
+        return math.isnan(self.grad_norm)
+
     def line(self) -> str:
         rss = psutil.Process().memory_info().rss
         read, written = self.read_bytes / self.seconds / 1e9, self.written_bytes / self.seconds / 1e9
+        norm = "skipped" if self.skipped else f"norm {self.grad_norm:.3f}"
         return (
             f"loss {self.loss:.4f}  {self.tokens / self.seconds:.0f} tok/s  read {read:.2f} GB/s  "
-            f"written {written:.2f} GB/s  norm {self.grad_norm:.3f}  lr {self.learning_rate:.2e}  "
+            f"written {written:.2f} GB/s  {norm}  lr {self.learning_rate:.2e}  "
             f"RAM {rss / 2**30:.2f} GiB"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from infinity.schedule.timeline import CAUSES, Cause
 from infinity.sizes import format_bytes
 
 _LAST = 10
-"""Steps whose mean loss is the last one's: that of one step says little."""
+"""Steps whose mean loss is the last one's, the first step not among them: the loss of one step says little."""
 
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
@@ -35,6 +36,8 @@ class Report:
     order of units).
 
     Attributes:
+        first_loss, last_loss: of the steps with a finite loss (nan where there are none) the first one's, and the mean
+            of the last `last_steps`.
         warm_up: there was one step only, so that the figures have the first step's warm-up in them.
         step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause), by the host's clock.
         compute_s: the rest of the step. On a GPU, which computes while the host waits, the step without
@@ -54,6 +57,7 @@ class Report:
     skipped_steps: int
     first_loss: float
     last_loss: float
+    last_steps: int
     tokens_per_s: float
     step_s: float
     compute_s: float
@@ -92,7 +96,7 @@ class Report:
             (
                 "steps",
                 f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f} "
-                f"(mean of the last {min(self.steps, _LAST)})",
+                f"(mean of the last {self.last_steps})",
             ),
             (
                 "time per step",
@@ -152,11 +156,14 @@ def make_report(
     moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
     busy = (after.io_busy_s - before.io_busy_s) / steps
     compute_bound = processors_alone(seconds, compute, adam, device=after.device)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    last = finite[1:][-_LAST:] or finite
     return Report(
         steps=len(losses),
         skipped_steps=skipped_steps,
-        first_loss=losses[0],
-        last_loss=sum(losses[-_LAST:]) / len(losses[-_LAST:]),
+        first_loss=finite[0] if finite else math.nan,
+        last_loss=sum(last) / len(last) if last else math.nan,
+        last_steps=len(last),
         tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
         step_s=seconds,
         compute_s=compute,
@@ -198,8 +205,12 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:
-    """report.json, report.txt, loss.csv and loss.png."""
-    (directory / "report.json").write_text(json.dumps(asdict(report), indent=2) + "\n")
+    """report.json, report.txt, loss.csv and loss.png. JSON has no nan: null stands for it. Raises OSError."""
+    values = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report).items()
+    }
+    (directory / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
     (directory / "report.txt").write_text(report.text() + "\n")
     with (directory / "loss.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -6,6 +6,7 @@ One JSON file per user. It is a cache: what cannot be read is ignored with a war
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -60,14 +61,20 @@ class _Profiles(BaseModel):
 
 
 def profile_path() -> Path:
-    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache."""
+    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache. Raises OSError where no home is known."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "infinity" / "disks.json"
+    try:
+        return Path(cache).expanduser() / "infinity" / "disks.json"
+    except RuntimeError as error:  # a user without an entry in passwd, as containers have them
+        raise OSError(errno.ENOENT, "no home directory is known: set HOME or XDG_CACHE_HOME", cache) from error
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
     """All disks measured so far, by `disk_key`; empty where there is no profile, or none that this version reads."""
-    path = path or profile_path()
+    try:
+        path = path or profile_path()
+    except OSError:  # nothing can have been left there
+        return {}
     try:
         profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
     except FileNotFoundError:

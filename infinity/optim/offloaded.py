@@ -51,7 +51,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         last_grad_norm: global norm of the last step's gradients, unscaled, before clipping.
-        skipped_steps: steps not taken because a gradient was NaN or infinite.
+        skipped_steps: steps not taken because a gradient was NaN or infinite, or skip_next_step was called.
 
     Raises:
         ModelError: a parameter is not offloaded, they are of several models, or the model was offloaded for an
@@ -82,6 +82,7 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
+        self._skip_reason = ""  # of the next step, given by skip_next_step
         self._inverse_scale = 1.0  # of the last step that was taken
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults | {"maximize": maximize, "seed": seed})
@@ -193,9 +194,10 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         active = self._active()
         scale = loss_scale(self, ((place.spec.name, _handle(parameter)) for parameter, place, _ in active))
         total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
-        self.last_grad_norm = math.sqrt(total) * scale.inverse if not bad else float("nan")
-        if bad or scale.overflowed:
-            self._skip(bad, scale)
+        reason, self._skip_reason = self._skip_reason, ""
+        self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
+        if bad or reason or scale.overflowed:
+            self._skip(bad, reason, scale)
         else:
             self._skips_in_a_row = 0
             self._update(active, scale.inverse * self._clip_factor())
@@ -246,19 +248,28 @@ class OffloadedOptimizer(torch.optim.Optimizer, ABC):
         requests, _ = self._requests(active, self.guessed_scale)
         return {group_index: request for (_, group_index), request in requests.items()}
 
-    def _skip(self, bad: str, scale: LossScale) -> None:
+    def skip_next_step(self, reason: str) -> None:
+        """Let the next step() change nothing and be counted as skipped, as if a gradient were not finite.
+
+        Args:
+            reason: for messages, such as "the loss is nan": then gradients may be finite, and say nothing.
+        """
+        self._skip_reason = reason
+
+    def _skip(self, bad: str, reason: str, scale: LossScale) -> None:
         self.ledger.skip()
         self.skipped_steps += 1
         if scale.at_fault:
             logger.info("step skipped: the gradient of '%s' overflowed, loss scale %g", bad, 1.0 / scale.inverse)
             return
         self._skips_in_a_row += 1
-        logger.warning("step skipped: the gradient of '%s' is not finite (%d in a row)", bad, self._skips_in_a_row)
+        why = f"the gradient of '{bad}' is not finite" if bad else reason
+        logger.warning("step skipped: %s (%d in a row)", why, self._skips_in_a_row)
         if self._skips_in_a_row >= _SKIPS_IN_A_ROW_MAX:
+            found = f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'"
             raise NonFiniteGradientError(
-                f"gradients were NaN or infinite {self._skips_in_a_row} steps in a row, first in '{bad}'. The states "
-                f"are those "
-                "of the last good step. Lower the learning rate, check the data and the loss for NaN."
+                f"{found if bad else f'{reason}; {self._skips_in_a_row} steps in a row were skipped'}. The states "
+                "are those of the last good step. Lower the learning rate, check the data and the loss for NaN."
             )
 
     def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> None:

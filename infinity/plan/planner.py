@@ -99,6 +99,10 @@ def make_plan(
         device_budget=budgets.device,
         host_budget=budgets.host,
         swap_bytes=swap,
+        further_slot_bytes=swap
+        - gradients.swap_bytes
+        - totals.one_slot_bytes(placed.weights_in_ram, placed.states_in_ram),
+        swap_gradient_bytes=gradients.swap_bytes,
         step_read_bytes=read,
         step_written_bytes=written,
         swap_rate=_swap_rate(config) if swap else None,
@@ -177,6 +181,10 @@ def _staging(units: Sequence[Unit], config: SwapConfig, host_budget: int, *, gra
     A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
     last one.
     """
+    try:
+        _native.select_isa()
+    except ValueError as error:  # INFINITY_ISA
+        raise ConfigError(str(error)) from error
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     groups = [group for unit in units for group in unit.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)

@@ -100,13 +100,14 @@ class Totals:
         return min(needed, sum(unit.weight for unit in used))
 
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
-        """Of the swap file, but for gradients. With generations everything has a place in it, in RAM or not, and what
-        changes has a slot more than stay."""
+        """Of the swap file, but for gradients. With generations what changes has a slot more than stay."""
+        further = sum(unit.trained_weight + unit.state for unit in self.of_units) * max(self.slots - 1, 0)
+        return self.one_slot_bytes(weights_in_ram, states_in_ram) + further
+
+    def one_slot_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
+        """Of one slot for each state that has a place in the swap file: with generations all, in RAM or not."""
         if self.slots:
-            return sum(
-                unit.weight - unit.trained_weight + (unit.trained_weight + unit.state) * self.slots
-                for unit in self.of_units
-            )
+            return sum(unit.weight + unit.state for unit in self.of_units)
         return sum(
             (0 if unit.index in weights_in_ram else unit.weight) + (0 if unit.index in states_in_ram else unit.state)
             for unit in self.of_units

@@ -44,7 +44,8 @@ class Plan:
         weight_ram_bytes, state_ram_bytes: of those in RAM.
         host_bytes: what the plan takes of the host's budget.
         device_budget, host_budget: the budgets.
-        swap_bytes: size of the swap file, all slots.
+        swap_bytes: size of the swap file: one slot of each state that is on NVMe, `further_slot_bytes` of slots more,
+            which hold earlier generations or are free, and `swap_gradient_bytes` for gradients that spill.
         step_read_bytes, step_written_bytes: predicted NVMe traffic of one step of `accumulation_steps` micro-batches,
             when the step before had as many; every moment there is room for is used. An upper bound of what is read:
             gradients that are still in the window when the next pass adds to them are not. Over `commit_every` steps,
@@ -93,6 +94,8 @@ class Plan:
     device_budget: int
     host_budget: int
     swap_bytes: int
+    further_slot_bytes: int
+    swap_gradient_bytes: int
     step_read_bytes: int
     step_written_bytes: int
     swap_rate: float | None = None
@@ -146,6 +149,16 @@ class Plan:
         when = "every step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         return f"{when}, {self.keep} kept, each state in {self.keep + 1} slots: all of it reserved now"
 
+    def _describe_swap(self) -> str:
+        """What the swap file is made of; the parts add up to it."""
+        parts = {
+            "of states": self.swap_bytes - self.further_slot_bytes - self.swap_gradient_bytes,
+            "of free slots" if self.keep == 1 else "of free slots and earlier generations": self.further_slot_bytes,
+            "for gradients": self.swap_gradient_bytes,
+        }
+        said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+        return f"{format_bytes(self.swap_bytes)}{f' = {said}' if said else ''}"
+
     def _describe_gradients(self) -> str:
         accumulation = "any number of micro-batches" if self.accumulates else "one backward pass per step"
         if self.gradients == "nvme":
@@ -190,7 +203,7 @@ class Plan:
                 f"weights, the "
                 "rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(self.host_budget)}",
-                f"  swap file     {format_bytes(self.swap_bytes)}; one step moves about "
+                f"  swap file     {self._describe_swap()}; one step moves about "
                 f"{format_bytes(self.step_bytes)} "
                 f"({per_parameter:.1f} B per trained parameter{predicted})",
                 f"  generations   {self._describe_generations()}",

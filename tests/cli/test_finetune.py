@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,12 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import infinity
 from infinity.cli import finetune
-from infinity.cli.data import PackedData
 from infinity.cli.main import main
 from infinity.cli.report import make_report, processors_alone
-from infinity.errors import ConfigError
 from infinity.schedule.timeline import CAUSES
 from tests.models import VOCABULARY, bert, llama
 
@@ -220,7 +220,7 @@ def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp
         ({"--data": "chat.jsonl"}, "no chat template"),
         ({"--data": "binary.txt"}, "not UTF-8 text"),
         ({"--data": "emptydir"}, "the directory has no files"),
-        ({"--model": "nomodel"}, "cannot load the tokenizer"),
+        ({"--model": "nomodel"}, "there is no directory"),
         ({"--model": "bert"}, "not a causal language model"),
         ({"--config": "no.yaml"}, "cannot read the swap config"),
         ({"--config": "typo.yaml"}, "unknown key 'optimzer'; did you mean 'optimizer'?"),
@@ -263,6 +263,83 @@ def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_pat
     assert "5 steps in a row" in captured.err
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "swap").exists()
+
+
+def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], at: set[int]) -> None:
+    """The loss of the passes `at`, counted from 1, is another one."""
+    compute, passes = LlamaForCausalLM.forward, itertools.count(1)
+
+    def forward(model: Any, *arguments: Any, **options: Any) -> Any:
+        output = compute(model, *arguments, **options)
+        if next(passes) in at:
+            output.loss = change(output.loss)
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+
+
+def losing(monkeypatch: pytest.MonkeyPatch, at: set[int], value: float = float("nan")) -> None:
+    """Losses that are not finite, with gradients that are."""
+    changing(monkeypatch, lambda loss: loss + value, at)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_skips_its_step_whatever_the_gradients_are(
+    value: float, job: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that decay would show a step that was taken."""
+    losing(monkeypatch, {1, 2, 3}, value)
+    assert run(job | {"--steps": 3, "--weight-decay": 0.5}) == 0
+    out = capsys.readouterr().out
+    assert out.count("; the step is skipped and the weights stay as they are") == 3
+    assert "  skipped  lr " in out
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("model", "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    text = (tmp_path / "out" / "report.json").read_text()
+    report = json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    assert (report["skipped_steps"], report["first_loss"], report["last_loss"]) == (3, None, None)
+
+
+def test_a_loss_that_is_not_finite_now_and_then_is_left_out_of_the_means(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, {1, 5})
+    assert run(job) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["skipped_steps"] == 2
+    assert report["last_steps"] == 5
+    assert report["last_loss"] < report["first_loss"]
+
+
+def test_five_losses_that_are_not_finite_end_the_run(
+    job: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losing(monkeypatch, set(range(1, 9)))
+    assert run(job) == 1
+    assert "the loss is nan; 5 steps in a row were skipped" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_gradients_that_are_not_finite_are_said(
+    job: dict[str, Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflow(loss: torch.Tensor) -> torch.Tensor:
+        loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    changing(monkeypatch, overflow, {2})
+    assert run(job) == 0
+    out = capsys.readouterr().out
+    assert "step 2: a gradient is not finite; the step is skipped and the weights stay as they are" in out
+    assert out.count("skipped and the weights") == 1
+
+
+def test_a_warmup_as_long_as_the_run_is_said(job: dict[str, Any], capsys: Any) -> None:
+    said = "the learning rate never reaches --lr"
+    assert run(job | {"--warmup-steps": 7}) == 0
+    assert said not in capsys.readouterr().out
+    assert run(job | {"--warmup-steps": 8, "--output": job["--output"].with_name("other")}) == 0
+    assert f"--warmup-steps 8 are as many as the 8 steps of the run, or more: {said}" in capsys.readouterr().out
 
 
 def test_ctrl_c_ends_at_a_step_and_saves(job: dict[str, Any], tmp_path: Path) -> None:
@@ -330,41 +407,6 @@ def test_lines_that_are_piped_are_plain(job: dict[str, Any], tmp_path: Path) -> 
     for said in (done.stdout, done.stderr):
         assert b"\r" not in said
         assert b"\x1b" not in said
-
-
-def test_jsonl_and_directories_are_read_in_a_fixed_order(tmp_path: Path) -> None:
-    (tmp_path / "docs" / "sub").mkdir(parents=True)
-    (tmp_path / "docs" / "b.txt").write_text("the hen\n")
-    (tmp_path / "docs" / "sub" / "a.jsonl").write_text('{"text": "the fox"}\n\n{"text": "the dog"}\n')
-    (tmp_path / "docs" / "image.bin").write_bytes(b"\xff\xfe\x00")
-    chat = tokenizer()
-    chat.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "slow red hen"}]}\n')
-    data = PackedData([tmp_path / "docs", tmp_path / "chat.jsonl"], chat, 1, tmp_path)
-    decoded = chat.decode(data.rows(range(data.sequences)).flatten().tolist())
-    order = [decoded.index(word) for word in ("the hen", "the fox", "the dog", "slow red hen")]
-    assert order == sorted(order)
-    assert decoded.count("<eos>") == 4
-    data.close()
-    assert sorted(os.listdir(tmp_path)) == ["chat.jsonl", "docs"]
-
-
-def test_batches_cover_every_sequence_each_pass_in_another_order(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    data = PackedData([tmp_path / "text.txt"], tokenizer(), 32, tmp_path)
-    batches = data.batches(1, seed=0)
-    passes = [[next(batches)[0] for _ in range(data.sequences)] for _ in range(2)]
-    keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
-    assert sorted(keys[0]) == sorted(keys[1])
-    assert keys[0] != keys[1]
-    again = data.batches(1, seed=0)
-    assert keys[0][0] == tuple(next(again)[0].tolist())
-
-
-def test_too_little_data_is_named(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("the fox")
-    with pytest.raises(ConfigError, match="less than one sequence of 64"):
-        PackedData([tmp_path / "text.txt"], tokenizer(), 64, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])

@@ -41,3 +41,20 @@ def test_a_gpu_that_starves_while_the_host_runs_ahead_lowers_the_efficiency(coun
     assert (busy.compute_s, starving.compute_s) == pytest.approx((2.0, 0.5))
     assert (busy.efficiency, starving.efficiency) == pytest.approx((1.0, 0.25))
     assert "  GPU idle            1.500 s" in starving.text()
+
+
+@pytest.mark.parametrize(
+    ("losses", "first", "last", "count"),
+    [
+        ([9.0, 1.0, 2.0], 9.0, 1.5, 2),
+        ([9.0], 9.0, 9.0, 1),
+        ([9.0, *[1.0] * 5, *[2.0] * 10], 9.0, 2.0, 10),
+        ([float("nan"), 9.0, 1.0, float("inf"), 3.0], 9.0, 2.0, 2),
+    ],
+)
+def test_the_last_loss_is_a_mean_without_the_first_and_without_what_is_not_finite(
+    losses: list[float], first: float, last: float, count: int, counted: Statistics
+) -> None:
+    report = make_report(FACTS, counted, counted, 0, losses, warm_up=False)
+    assert (report.first_loss, report.last_loss, report.last_steps) == (first, last, count)
+    assert f"(mean of the last {count})" in report.text()

@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.io.directory import SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -208,3 +209,50 @@ def test_list_and_verify_name_what_is_there_and_what_is_damaged(
     path.write_bytes(path.read_bytes()[:-1])
     assert main(["checkpoint", "list", str(swap)]) == 1
     assert "damaged" in capsys.readouterr().out
+
+
+def test_a_finished_run_goes_on_with_more_steps(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """With a schedule that does not end, to the bits of a run that had as many from the start."""
+    constant = {"--schedule": "constant"}
+    assert run(_job(tmp_path, "b") | constant | {"--steps": 12}) == 0
+    assert run(job | constant | {"--steps": 5}) == 0
+    resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
+    assert main([*resumed, "--steps", "4", "--output", str(tmp_path / "less")]) == 2
+    assert "--steps is 4, and the run that is resumed has done 5" in capsys.readouterr().err
+    assert main([*resumed, "--steps", "12"]) == 2
+    assert "out-a: exists and is not an empty directory" in capsys.readouterr().err
+    assert main([*resumed, "--steps", "12", "--output", str(tmp_path / "more")]) == 0
+    assert "begun for 5 steps and now ends after 12" in capsys.readouterr().out
+    assert _losses(tmp_path / "more") == _losses(tmp_path / "out-b")
+    assert _same(tmp_path / "more", tmp_path / "out-b")
+    assert main([*resumed, "--output", str(tmp_path / "again")]) == 0
+    assert "the run has done all of its 12 steps" in capsys.readouterr().out
+    assert _same(tmp_path / "more", tmp_path / "again")
+
+
+def test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end(
+    job: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run(_job(tmp_path, "b")) == 0
+    assert run(job | {"--steps": 5}) == 0
+    longer = ["--resume", str(tmp_path / "swap-a"), "--steps", "12", "--output", str(tmp_path / "more")]
+    assert main(["finetune", *longer]) == 0
+    rates = [
+        [row["learning_rate"] for row in csv.DictReader((tmp_path / name / "loss.csv").open())]
+        for name in ("more", "out-b")
+    ]
+    assert rates[0][5:] == rates[1][5:]
+    assert rates[0][:5] != rates[1][:5]
+
+
+def test_the_hint_to_resume_names_a_program_that_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "my venv" / "infinity"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.argv", [str(program)])
+    assert command("finetune", "--resume", "a b") == f"'{program}' finetune --resume 'a b'"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert command("finetune") == "infinity finetune"
+    monkeypatch.setattr("sys.argv", [f"{tmp_path}/infinity/cli/main.py"])
+    assert command("finetune").endswith(" -m infinity.cli.main finetune")

@@ -86,6 +86,26 @@ def test_a_plan_describes_itself() -> None:
         assert word in text
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, "192.00 MiB = 192.00 MiB of states"),
+        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        (
+            {"commit_every": 1, "keep": 3},
+            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free slots and earlier generations",
+        ),
+        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"gradients": "nvme"}, "256.00 MiB = 192.00 MiB of states + 64.00 MiB for gradients"),
+        ({"weights": "host"}, "160.00 MiB = 160.00 MiB of states"),
+        ({"weights": "host", "optimizer": "host"}, "0 B"),
+    ],
+)
+def test_the_sizes_a_plan_gives_for_the_swap_file_add_up(config: dict[str, Any], sizes: str) -> None:
+    made = plan(**NVME | {"memory": {"device": "64MiB", "host": "1GiB"}} | config)
+    assert f"  swap file     {sizes}; one step moves" in made.describe()
+
+
 def test_many_threads_do_not_take_the_host_budget_for_staging() -> None:
     made = plan(**NVME, memory={"device": "64MiB", "host": "256MiB"}, update={"threads": 128})
     assert made.staging_bytes <= made.host_budget / 8
@@ -142,3 +162,11 @@ def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("infinity.plan.planner.available_host_bytes", lambda: 2 << 20)
     with pytest.raises(PlanError, match="80% of the RAM that is available now"):
         plan(**NVME, memory={"device": "64MiB"})
+
+
+@pytest.mark.parametrize("name", ["avx9", "\x1b[31m"])
+def test_an_instruction_set_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_ISA", name)
+    with pytest.raises(ConfigError, match="unknown instruction set") as caught:
+        plan()
+    assert str(caught.value).isprintable()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import math
 import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,23 @@ def test_non_finite_gradients_skip_the_step_and_then_stop_it(value: float, train
     with pytest.raises(infinity.NonFiniteGradientError, match="5 steps in a row, first in 'model.embed_tokens.weight'"):
         optim.step()
     assert_next_step_is_good(*trained)
+
+
+def test_a_step_is_skipped_for_what_its_gradients_do_not_say(trained: Any) -> None:
+    model, batch, optim = trained
+    before = weights_of(model)
+    for step in range(1, 6):
+        loss_of(model, batch).backward()
+        optim.skip_next_step("the loss is nan")
+        stops = pytest.raises(infinity.NonFiniteGradientError, match="the loss is nan; 5 steps in a row")
+        with stops if step == 5 else nullcontext():
+            optim.step()
+        optim.zero_grad()
+        assert optim.skipped_steps == step
+        assert math.isnan(optim.last_grad_norm)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+    assert_next_step_is_good(*trained)
+    assert optim.skipped_steps == 5
 
 
 def test_a_parameter_used_outside_its_forward_is_named(offload: Any) -> None:

@@ -61,9 +61,13 @@ def conclude(survey: Survey, console: Console) -> None:
     swept = [report for report in survey.paths if report.choice is not None]
     if not swept:
         return
-    for report in swept:
-        remembered = save_profile(report.path, _profile(report, survey.engine))
-    console.print(f"\nThe planner reads these figures from {remembered}.", highlight=False)
+    try:
+        for report in swept:
+            remembered = save_profile(report.path, _profile(report, survey.engine))
+        console.print(f"\nThe planner reads these figures from {one_line(remembered)}.", markup=False, highlight=False)
+    except OSError as error:  # what was measured is worth its config all the same
+        said = f"{error.filename}: {error.strerror}"
+        console.print(f"\nThe planner cannot read these figures: {one_line(said)}", markup=False, highlight=False)
     console.print("A swap config for these disks:\n")
     console.print(swap_config(swept), markup=False, highlight=False, soft_wrap=True)
 

@@ -226,6 +226,18 @@ def test_what_will_be_written_is_said_before_and_is_not_exceeded(
     assert 0 < int(str(parse_bytes(did[1]))) <= int(str(parse_bytes(said[1])))
 
 
+@pytest.mark.parametrize("cache", ["~nobody.here", "/dev/null"])
+def test_a_survey_that_cannot_be_remembered_is_a_survey(
+    cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert main(["--path", str(tmp_path), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "The planner cannot read these figures" in out
+    assert "A swap config for these disks" in out
+    assert profile_of(tmp_path) is None
+
+
 def test_a_small_file_is_not_written_over_and_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--path", str(tmp_path), "--size", "16MiB"]) == 0
     did = re.search(r"written to this disk: about ([0-9.]+) MiB", capsys.readouterr().out)

@@ -1,0 +1,23 @@
+"""Commands that messages tell the user to type."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+
+def command(*arguments: object) -> str:
+    """A command line of `infinity`: by its name where the shell finds this program by that, else as it was called."""
+    return " ".join([_program(), *(shlex.quote(str(argument)) for argument in arguments)])
+
+
+def _program() -> str:
+    called, found = Path(sys.argv[0]), shutil.which("infinity")
+    if called.name == "main.py":  # python -m
+        return f"{shlex.quote(sys.executable)} -m infinity.cli.main"
+    if called.name != "infinity" or (found and called.exists() and os.path.samefile(found, called)):
+        return "infinity"
+    return shlex.quote(sys.argv[0])

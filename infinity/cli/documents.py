@@ -1,0 +1,291 @@
+"""The documents in the files that --data names: which files are read, which are refused, and which hold no text."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+
+Document = Iterator[str]
+"""A document in pieces of bounded size, cut where tokenizers cut, too."""
+
+PIECE_CHARS = 1 << 20
+_CUT_WINDOW = 1 << 16
+_LINE_BYTES_MAX = 16 << 20
+_BOM = b"\xef\xbb\xbf"
+_LINES = (".jsonl", ".ndjson")
+_OTHER_FORMATS = {
+    (".json",): "Give .jsonl instead, one object a line: a file that is so already only needs the other name, an array "
+    "becomes lines with `jq -c '.[]' FILE.json > FILE.jsonl`",
+    (".parquet", ".arrow", ".feather", ".csv", ".tsv"): "Give .jsonl instead, one object a line; Hugging Face's "
+    "`datasets` writes it: load_dataset('parquet' or 'csv' or 'arrow', data_files=FILE)['train'].to_json('FILE.jsonl')",
+    (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
+}
+"""Endings of files that hold text in a form that is not read here, and what to do."""
+
+
+class NotTextError(Exception):
+    """The file holds no UTF-8 text. Says why."""
+
+
+def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """The files to read in a fixed order: those named, and all below the directories named but for hidden ones.
+    Symbolic links are followed.
+
+    Returns:
+        Them, and what was found in directories and cannot be read as a file, each with the reason.
+
+    Raises:
+        ConfigError: a path is missing, no regular file, empty, or of a format that is not read; a directory has no
+            files, or cannot be listed.
+    """
+    files: list[Path] = []
+    others: list[tuple[Path, str]] = []
+    for path in paths:
+        kind = _kind(path)
+        if kind == "directory":
+            found = list(_walk(path, set()))
+            if not found:
+                raise ConfigError(f"--data {shown(path)}: the directory has no files")
+            for file in found:
+                (files.append(file) if _kind(file) == "" else others.append((file, _kind(file))))
+        elif kind:
+            raise ConfigError(f"--data {shown(path)}: {kind}")
+        elif not path.stat().st_size:
+            raise ConfigError(f"--data {shown(path)}: the file is empty")
+        else:
+            files.append(path)
+    for file in files:
+        _require_format(file)
+    return files, others
+
+
+def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
+    """The documents of a file: all of it, or one for each line of a .jsonl.
+
+    Raises:
+        NotTextError: the file is not UTF-8 text; some documents may have come before.
+        ConfigError: the file cannot be read; a line of a .jsonl is no JSON with a `text` or `messages` (names
+            file:line).
+    """
+    if path.suffix.lower() in _LINES:
+        yield from _jsonl_documents(path, tokenizer)
+    else:
+        yield _text_pieces(path)
+
+
+def shown(value: object) -> str:
+    """A path or an error as a message has it: on one line, without what a terminal would take for a command."""
+    text = str(value)
+    return text if text.isprintable() else ascii(text)
+
+
+def pieces(read: Callable[[int], str]) -> Document:
+    """A text in pieces of PIECE_CHARS at most.
+
+    Args:
+        read: gives so many of the next characters, fewer at the end, '' after it.
+    """
+    text = ""
+    while more := read(PIECE_CHARS):
+        text += more
+        while len(text) > PIECE_CHARS:
+            cut = _cut(text)
+            yield text[:cut]
+            text = text[cut:]
+    if text:
+        yield text
+
+
+def _cut(text: str) -> int:
+    """Where the first piece of a text ends. Tokenizers part words there anyway: after a lone line break, or before a
+    lone space; failing both at any white space, and in a text without any where the piece is full."""
+    first = max(PIECE_CHARS - _CUT_WINDOW, 1)
+    window = text[first - 1 : PIECE_CHARS + 1]
+    for pattern in (r"(?<=\S\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?=\s)"):
+        places = [match.start() for match in re.finditer(pattern, window) if match.start()]
+        if places:
+            return first - 1 + places[-1]
+    return PIECE_CHARS
+
+
+def _kind(path: Path) -> str:
+    """'' for a regular file, 'directory', or why it cannot be read."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link that leads nowhere" if path.is_symlink() else "no such file or directory"
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    if stat.S_ISDIR(mode):
+        return "directory"
+    return "" if stat.S_ISREG(mode) else "not a regular file: write what it gives to a file first"
+
+
+def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
+    """Everything below but directories and what is hidden. A link back to a directory above is not followed again."""
+    try:
+        at = directory.stat()
+        entries = sorted(directory.iterdir())
+    except OSError as error:
+        raise _unreadable(directory, error) from error
+    identity = at.st_dev, at.st_ino
+    if identity in above:
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if _kind(entry) == "directory":
+            yield from _walk(entry, above | {identity})
+        else:
+            yield entry
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--data {shown(path)}: cannot be read: {error.strerror or error}")
+
+
+def _require_format(path: Path) -> None:
+    for endings, advice in _OTHER_FORMATS.items():
+        if path.suffix.lower() in endings:
+            raise ConfigError(f"--data {shown(path)}: a {path.suffix} file is not read as text. {advice}.")
+
+
+def _text_pieces(path: Path) -> Document:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for piece in pieces(file.read):
+                if "\0" in piece:
+                    raise NotTextError("it has NUL characters, as binary files and UTF-16 text do")
+                yield piece
+    except UnicodeDecodeError:
+        raise NotTextError("it is not UTF-8 text") from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[Document]:
+    for number, line in enumerate(_lines(path), 1):
+        where = f"{shown(path)}:{number}"
+        if len(line) > _LINE_BYTES_MAX:
+            raise ConfigError(
+                f"--data {where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several"
+            )
+        record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
+        if record is not None:
+            yield _whole(_record_text(record, where, tokenizer))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long, enough to see that it is."""
+    try:
+        with path.open("rb") as file:
+            while line := file.readline(_LINE_BYTES_MAX + 1):
+                yield line
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _whole(text: str) -> Document:
+    return pieces(_Reader(text).read)
+
+
+class _Reader:
+    """A string, read as a file is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def read(self, count: int) -> str:
+        self._at += count
+        return self._text[self._at - count : self._at]
+
+
+def _parse(line: bytes, where: str) -> Any:
+    """The value of a line; None where it is blank."""
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--data {where}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the file, with "
+            "`iconv -t UTF-8 -f` and its encoding"
+        ) from None
+    if not text.strip():
+        return None
+    try:
+        record = json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"--data {where}: not usable: lists or objects in each other, too many to read") from None
+    except ValueError as error:
+        raise ConfigError(f"--data {where}: not valid JSON: {error}") from None
+    if record is None:
+        raise ConfigError(f"--data {where}: null instead of an object with a 'text' string or a 'messages' list")
+    return record
+
+
+def _record_text(record: Any, where: str, tokenizer: Any) -> str:
+    """Raises ConfigError unless it is {"text": str} or {"messages": [...]}; other keys do not matter."""
+    given = [key for key in ("text", "messages") if isinstance(record, dict) and key in record]
+    if len(given) == 2:
+        raise ConfigError(f"--data {where}: the line has both 'text' and 'messages'; leave one of them")
+    if given == ["text"] and isinstance(record["text"], str):
+        return _unicode(record["text"], where)
+    if given == ["messages"] and isinstance(record["messages"], list):
+        return _chat_text(record["messages"], where, tokenizer)
+    hint = ""
+    if isinstance(record, dict) and "conversations" in record:
+        hint = "; 'conversations' is to be named 'messages', its 'from' and 'value' to be 'role' and 'content'"
+    raise ConfigError(f"--data {where}: a line needs a 'text' string or a 'messages' list{hint}")
+
+
+def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"--data {where}: has messages, but the model's tokenizer has no chat template; use a text field"
+        )
+    if not messages:
+        raise ConfigError(f"--data {where}: 'messages' is empty")
+    for index, message in enumerate(messages):
+        _require_message(message, f"{where}: messages[{index}]")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template is a program that came with the model
+        raise ConfigError(f"--data {where}: the model's chat template refuses it: {one_line(error)}") from error
+    contents = [message["content"].strip() for message in messages]
+    if any(contents) and not any(content and content in text for content in contents):
+        roles = ", ".join(sorted({shown(message["role"]) for message in messages}))
+        raise ConfigError(
+            f"--data {where}: the model's chat template leaves out the content of every message; does it know these "
+            f"roles: {roles}?"
+        )
+    return _unicode(text, where)
+
+
+def _require_message(message: Any, where: str) -> None:
+    if not isinstance(message, dict):
+        raise ConfigError(f"--data {where} is no object with a 'role' and a 'content', both strings")
+    for key, other in (("role", "from"), ("content", "value")):
+        if isinstance(message.get(key), str):
+            continue
+        if key not in message and isinstance(message.get(other), str):
+            raise ConfigError(f"--data {where} has '{other}' where a '{key}' is needed; rename it")
+        what = "none" if key not in message else "null" if message[key] is None else f"a {type(message[key]).__name__}"
+        raise ConfigError(f"--data {where} needs a '{key}' that is a string; it has {what}")
+
+
+def _unicode(text: str, where: str) -> str:
+    """JSON can say half of a surrogate pair, which is no character."""
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(f"--data {where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
+    return text
+
+
+def one_line(error: Exception) -> str:
+    """What foreign code raised, as a message has it."""
+    return shown(" ".join(f"{type(error).__name__}: {error}".split()))

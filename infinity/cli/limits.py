@@ -1,0 +1,35 @@
+"""What the model can take: how long a sequence, and which tokens."""
+
+from __future__ import annotations
+
+from infinity.checkpoint.load import load_config_of
+from infinity.errors import ConfigError, ModelError
+
+
+def require_fit(model: str, sequence_length: int, largest_token: int) -> None:
+    """Ask the model's config, before the model is loaded.
+
+    Raises:
+        ConfigError: the sequences are longer than the model's positions.
+        ModelError: its vocabulary does not have the data's tokens.
+    """
+    config = load_config_of(model)
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if isinstance(positions, int) and sequence_length > positions:
+        raise ConfigError(
+            f"--sequence-length is {sequence_length}, and '{model}' has {positions} positions "
+            "(max_position_embeddings in its config.json): give no more than that. A model with rotary positions can "
+            "learn more of them: write the larger number into its config.json."
+        )
+    vocabulary = getattr(text, "vocab_size", None)
+    if isinstance(vocabulary, int):
+        require_vocabulary(vocabulary, largest_token)
+
+
+def require_vocabulary(vocabulary: int, largest_token: int) -> None:
+    """Raises ModelError where a token of the data is not among the model's `vocabulary` embeddings."""
+    if largest_token >= vocabulary:
+        raise ModelError(
+            f"the tokenizer gives token {largest_token}, the model's vocabulary has {vocabulary}; are they a pair?"
+        )

@@ -1,0 +1,163 @@
+"""Where the trained model goes: checked before anything is done, and never lost where it cannot go there.
+
+The result is written into a directory beside the output, which is renamed into place. From the moment the model is
+complete there, what goes wrong no longer removes it: the error says where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.checkpoint.aside import put_in_place, sync, sync_tree
+from infinity.cli.documents import one_line, shown
+from infinity.errors import ConfigError, InfinityError, SwapIOError
+from infinity.sizes import format_bytes
+
+_NAME_CHARS = 48
+"""Of the output's name in the name of the directory beside it: names have a limit."""
+_REST_BYTES = 64 << 20
+"""Tokenizer, report and curve, at most."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete model.
+
+    Attributes:
+        directory: where it is now.
+        problem: why it is not beside the output; '' when it is.
+    """
+
+    directory: Path
+    problem: str
+
+    def __str__(self) -> str:
+        return f"The model is complete in {shown(self.directory)}: move it, with `mv {self._quoted} DIRECTORY`."
+
+    @property
+    def _quoted(self) -> str:
+        return shlex.quote(shown(self.directory))
+
+
+class Output:
+    """The directory that --output names: missing, or empty.
+
+    Args:
+        apart: directories, by the option that names them: the output is none of these, nor in one, nor around one.
+
+    Raises:
+        ConfigError: the result cannot be written there. Nothing is left behind.
+    """
+
+    def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
+        self._named = f"--output {shown(directory)}"
+        try:
+            self._target = directory.resolve()
+            if os.path.lexists(self._target) and not (self._target.is_dir() and not any(self._target.iterdir())):
+                raise ConfigError(f"{self._named}: exists and is not an empty directory; choose another")
+            for option, others in (apart or {}).items():
+                for other in others:
+                    require_apart(self._named, self._target, option, other)
+            self.disk.mkdir(parents=True, exist_ok=True)
+            self._make_aside(self.disk).rmdir()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+            why = getattr(error, "strerror", None) or one_line(error)
+            raise ConfigError(f"{self._named}: cannot write to {shown(directory.parent)}: {why}") from error
+
+    @property
+    def disk(self) -> Path:
+        """The directory in which the result is written first: that of the output; the output itself where only that
+        can be written, or it is another disk."""
+        above = self._target.parent
+        if not self._target.is_dir():
+            return above
+        same = os.stat(self._target).st_dev == os.stat(above).st_dev and not os.path.ismount(self._target)
+        return above if same and os.access(above, os.W_OK | os.X_OK) else self._target
+
+    def require_room(self, model_bytes: int) -> None:
+        """Raises ConfigError where the disk has no room for a model of this size."""
+        needed, free = model_bytes + _REST_BYTES, shutil.disk_usage(self.disk).free
+        if needed > free:
+            raise ConfigError(
+                f"{self._named}: the trained model takes {format_bytes(needed)}, and the disk has "
+                f"{format_bytes(free)} free. Free space, or choose a directory on another disk."
+            )
+
+    def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:
+        """Have the model written beside the output; where the disk does not take it, to one of the directories
+        `elsewhere`.
+
+        Args:
+            write: makes the directory it is given, and writes the model there.
+
+        Raises:
+            SwapIOError: the model cannot be read.
+            InfinityError: no disk takes it.
+        """
+        problem = ""
+        for place in (self.disk, *elsewhere):
+            made: Path | None = None
+            try:
+                made = self._make_aside(place)
+                write(made / "model")
+                return Saved(made / "model", problem)
+            except BaseException as error:
+                if made is not None:
+                    shutil.rmtree(made, ignore_errors=True)  # ours, made above
+                if isinstance(error, SwapIOError) or not isinstance(error, OSError | InfinityError):
+                    raise
+                problem = problem or str(error)
+        raise InfinityError(f"{self._named}: the model could not be saved. {problem}")
+
+    def publish(self, saved: Saved, write: Callable[[Path], None]) -> None:
+        """Write what belongs beside the model, and put all of it in the output.
+
+        Raises:
+            InfinityError: it is not there; says where it is.
+        """
+        problem = saved.problem
+        try:
+            write(saved.directory)
+            if not problem:
+                self._put_in_place(saved.directory)
+        except KeyboardInterrupt:
+            print(saved, file=sys.stderr)
+            raise
+        except Exception as error:
+            problem = one_line(error)
+        if problem:
+            raise InfinityError(f"{self._named}: {problem.rstrip('.')}. {saved}")
+
+    def _put_in_place(self, made: Path) -> None:
+        if made.parent.parent == self._target:
+            sync_tree(made)
+            for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):  # no half of a model loads
+                if os.path.lexists(self._target / path.name):
+                    raise FileExistsError(f"{self._target / path.name} appeared")
+                path.rename(self._target / path.name)
+            made.rmdir()
+            sync(self._target)
+        else:
+            put_in_place(made, self._target)
+        made.parent.rmdir()
+
+    def _make_aside(self, directory: Path) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f".{self._target.name[:_NAME_CHARS]}-", dir=directory))
+
+
+def require_apart(what: str, directory: Path, option: str, other: Path) -> None:
+    """Raises ConfigError where a directory is `other`, in it, or around it."""
+    mine, others = directory.resolve(), other.expanduser().resolve()
+    if mine == others:
+        raise ConfigError(f"{what} is {option} {shown(other)}, too; choose a directory for each")
+    if others in mine.parents:
+        raise ConfigError(f"{what} is in {option} {shown(other)}; choose one that is not")
+    if mine in others.parents:
+        raise ConfigError(f"{option} {shown(other)} is in {what}; choose one that is not")

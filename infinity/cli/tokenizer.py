@@ -1,0 +1,38 @@
+"""The tokenizer of a model: loaded, and refused where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.documents import one_line
+from infinity.errors import ModelError
+
+_FILES = ("tokenizer_config.json", "tokenizer.json")
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer in a directory, or of a hub id.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # each kind of tokenizer raises errors of its own
+        raise ModelError(f"cannot load the tokenizer of '{name}': {one_line(error)}") from error
+    # Where there are no files transformers makes an empty one, which takes any text for nothing.
+    added = tokenizer.get_added_vocab()
+    if sum(token not in added for token in tokenizer.get_vocab()) < 2:
+        raise ModelError(
+            f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and those beside it) into the "
+            "model's directory, from the model it was made of"
+        )
+    return tokenizer
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether there are files of a tokenizer that save_pretrained wrote."""
+    return any((directory / name).is_file() for name in _FILES)

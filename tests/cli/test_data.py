@@ -1,0 +1,303 @@
+"""Text becomes sequences of tokens, all of it and nothing else; what is no text is named."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from infinity.cli.data import PackedData
+from infinity.errors import ConfigError
+from tests.cli.test_finetune import TEXT, tokenizer
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }} {% endfor %}"
+Pack = Callable[..., PackedData]
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Iterator[Pack]:
+    """PackedData of paths, by default for a tokenizer with a chat template; closed at the end."""
+    opened: list[PackedData] = []
+
+    def make(*paths: Path, by: Any = None, length: int = 1) -> PackedData:
+        if by is None:
+            by = tokenizer()
+            by.chat_template = CHAT
+        opened.append(PackedData(list(paths), by, length, tmp_path))
+        return opened[-1]
+
+    yield make
+    for data in opened:
+        data.close()
+
+
+def tokens_of(data: PackedData) -> list[int]:
+    return data.rows(range(data.sequences)).flatten().tolist()
+
+
+def text_of(data: PackedData) -> str:
+    return str(tokenizer().decode(tokens_of(data)))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    bpe.train_from_iterator([TEXT], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>")
+
+
+@pytest.mark.parametrize("between", ["\n", " ", "\n\n", "\r\n", "\t"])
+def test_a_long_text_is_one_document_with_the_tokens_of_the_whole(between: str, pack: Pack, tmp_path: Path) -> None:
+    words = TEXT.split()
+    text = between.join(words[index % 17] for index in range(300_000))
+    (tmp_path / "long.txt").write_text(text, newline="")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": text.replace("\r\n", "\n")}))
+    by = byte_level()
+    assert len(text) > 1 << 20
+    whole = by(text.replace("\r\n", "\n"), add_special_tokens=False, verbose=False)["input_ids"]
+    for name in ("long.txt", "long.jsonl"):
+        tokens = tokens_of(pack(tmp_path / name, by=by))
+        assert tokens.count(by.eos_token_id) == 1
+        different = sum(mine != theirs for mine, theirs in zip(tokens, [*whole, by.eos_token_id], strict=False))
+        assert abs(len(tokens) - len(whole) - 1) <= 2
+        assert between in ("\n\n", "\t") or not different
+
+
+def test_a_long_text_without_white_space_is_one_document(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("ab" * 700_000)
+    by = byte_level()
+    assert tokens_of(pack(tmp_path / "long.txt", by=by)).count(by.eos_token_id) == 1
+
+
+def test_jsonl_and_directories_are_read_in_a_fixed_order(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "docs" / "sub").mkdir(parents=True)
+    (tmp_path / "docs" / "b.txt").write_text("the hen\n")
+    (tmp_path / "docs" / "sub" / "a.jsonl").write_text('{"text": "the fox"}\n\n{"text": "the dog"}\n')
+    (tmp_path / "docs" / "image.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "slow red hen"}]}\n')
+    decoded = text_of(pack(tmp_path / "docs", tmp_path / "chat.jsonl"))
+    order = [decoded.index(word) for word in ("the hen", "the fox", "the dog", "slow red hen")]
+    assert order == sorted(order)
+    assert decoded.count("<eos>") == 4
+    assert sorted(os.listdir(tmp_path)) == ["chat.jsonl", "docs"]
+
+
+def test_batches_cover_every_sequence_each_pass_in_another_order(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = pack(tmp_path / "text.txt", length=32)
+    batches = data.batches(1, seed=0)
+    passes = [[next(batches)[0] for _ in range(data.sequences)] for _ in range(2)]
+    keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
+    assert sorted(keys[0]) == sorted(keys[1])
+    assert keys[0] != keys[1]
+    again = data.batches(1, seed=0)
+    assert keys[0][0] == tuple(next(again)[0].tolist())
+
+
+def test_too_little_data_is_named(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the fox")
+    with pytest.raises(ConfigError, match="less than one sequence of 64"):
+        pack(tmp_path / "text.txt", length=64)
+
+
+def messages(*contents: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **more} for content in contents]}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"conversations": [{"from": "human", "value": "fox"}]}, "'conversations' is to be named 'messages'"),
+        ({"messages": [{"from": "human", "value": "fox"}]}, r"messages\[0\] has 'from' where a 'role' is needed"),
+        ({"messages": [{"role": "user", "value": "fox"}]}, r"messages\[0\] has 'value' where a 'content' is needed"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a 'content' that is a string; it has none"),
+        (messages("fox", None), r"messages\[1\] needs a 'content' that is a string; it has null"),
+        (messages([{"type": "text", "text": "fox"}]), "needs a 'content' that is a string; it has a list"),
+        (messages({"text": "fox"}), "needs a 'content' that is a string; it has a dict"),
+        (messages(7), "needs a 'content' that is a string; it has a int"),
+        (messages("fox", role=3), "needs a 'role' that is a string; it has a int"),
+        ({"messages": []}, "'messages' is empty"),
+        ({"messages": ["hi"]}, r"messages\[0\] is no object with a 'role' and a 'content'"),
+        ({"messages": "hi"}, "a line needs a 'text' string or a 'messages' list"),
+        ({"messages": None}, "a line needs a 'text' string or a 'messages' list"),
+        ({"text": None}, "a line needs a 'text' string or a 'messages' list"),
+        ({"text": ["fox"]}, "a line needs a 'text' string or a 'messages' list"),
+        ({"text": "fox", **messages("hen")}, "both 'text' and 'messages'"),
+        ({"text": "a \ud800 fox"}, "half of a surrogate pair"),
+        (messages("a \udfff fox"), "half of a surrogate pair"),
+        (["fox"], "a line needs a 'text' string or a 'messages' list"),
+        ("fox", "a line needs a 'text' string or a 'messages' list"),
+        (None, "null instead of an object"),
+    ],
+)
+def test_a_record_of_another_shape_is_named_with_its_line(
+    record: Any, message: str, pack: Pack, tmp_path: Path
+) -> None:
+    (tmp_path / "chat.jsonl").write_text('{"text": "the fox"}\n\n' + json.dumps(record) + "\n")
+    with pytest.raises(ConfigError, match=rf"--data .*chat\.jsonl:3: .*{message}"):
+        pack(tmp_path / "chat.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "caf\xe9"}', "not UTF-8 .*iconv"),
+        (b"[" * 100_000, "lists or objects in each other"),
+        (b'{"text": ' + b'{"a":' * 100_000, "lists or objects in each other"),
+        (b'{"text": "a\x00"}', "not valid JSON"),
+        (b'{"text": 1' + b"1" * 5000 + b"}", "not valid JSON"),
+        ('{"text": "fox"}'.encode("utf-16"), "not UTF-8"),
+        (b'{"text": "' + b"a" * (17 << 20) + b'"}', "longer than 16 MiB"),
+    ],
+)
+def test_a_line_that_is_no_json_is_named(line: bytes, message: str, pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "the fox"}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=rf"bad\.jsonl:2: .*{message}") as caught:
+        pack(tmp_path / "bad.jsonl")
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses it: TemplateError: roles must alternate"),
+        ("{{ messages[0].content + 1 }}", "refuses it: TypeError"),
+        ("{{ 1 // 0 }}", "refuses it: ZeroDivisionError"),
+        ("{{ nothing.like.this }}", "refuses it: UndefinedError"),
+        ("{% if %}", "refuses it: TemplateSyntaxError"),
+        ("<s>{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", "leaves out the content"),
+    ],
+)
+def test_a_chat_template_that_fails_is_named(template: str, message: str, pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "chat.jsonl").write_text(json.dumps(messages("the fox")))
+    by = tokenizer()
+    by.chat_template = template
+    with pytest.raises(ConfigError, match=rf"chat\.jsonl:1: .*{message}"):
+        pack(tmp_path / "chat.jsonl", by=by)
+
+
+def test_marks_at_the_beginning_of_a_file_are_no_text(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfthe fox")
+    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "the hen"}\r\n')
+    assert text_of(pack(tmp_path / "a.txt", tmp_path / "b.jsonl")).split() == [
+        "the",
+        "fox",
+        "<eos>",
+        "the",
+        "hen",
+        "<eos>",
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", [b"caf\xe9 " * 400_000, "the fox".encode("utf-16-le"), b"the fox " * 200_000 + b"\xff"]
+)
+def test_a_file_that_is_no_text_is_left_out_and_said_alone_or_not(content: bytes, pack: Pack, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "b.txt").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"there is no text in it \(.*b\.txt: it "):
+        pack(folder / "b.txt")
+    with pytest.raises(ConfigError, match=r"there is no text in it \(.*b\.txt: it "):
+        pack(folder)
+    for name in ("a.txt", "c.txt"):
+        (folder / name).write_text("the fox")
+    wanted = tokens_of(pack(folder / "a.txt", folder / "c.txt"))
+    for data in (pack(folder), pack(*sorted(folder.iterdir()))):
+        assert tokens_of(data) == wanted
+        (note,) = data.notes()
+        assert "left out, because they hold no text: 1 (" in note
+        assert "b.txt: it " in note
+
+
+def test_blank_documents_are_counted(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n{"text": ""}\n{"text": " \\n"}\n')
+    data = pack(tmp_path / "a.jsonl")
+    assert text_of(data).split() == ["the", "fox", "<eos>"]
+    assert data.notes() == ["documents left out, because they are blank: 2"]
+    (tmp_path / "b.txt").write_text(" \n" * 1000)
+    with pytest.raises(ConfigError, match="there is no text in it"):
+        pack(tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.CSV", "a.tsv", "a.arrow", "a.jsonl.gz", "a.zip"])
+def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text("the fox")
+    (tmp_path / "docs" / name).write_text("the,hen\n1,2\n")
+    for path in (tmp_path / "docs" / name, tmp_path / "docs"):
+        with pytest.raises(ConfigError, match=rf"{name}: a .* file is not read as text\. (Give|Unpack) "):
+            pack(path)
+
+
+def test_what_is_no_regular_file_is_refused_alone_and_left_out_of_a_directory(pack: Pack, tmp_path: Path) -> None:
+    folder = tmp_path / "docs"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.txt").write_text("the fox")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "circle.txt").symlink_to("circle.txt")
+    (folder / "sub" / "up").symlink_to(folder)
+    os.mkfifo(folder / "fifo.txt")
+    for name, why in [("zero.txt", "not a regular file"), ("fifo.txt", "not a regular file"), ("gone.txt", "nowhere")]:
+        with pytest.raises(ConfigError, match=rf"{name}: .*{why}"):
+            pack(folder / name)
+    with pytest.raises(ConfigError, match="circle.txt: Too many levels"):
+        pack(folder / "circle.txt")
+    data = pack(folder)
+    assert text_of(data).split() == ["the", "fox", "<eos>"]
+    assert "left out, because they hold no text: 4 (" in data.notes()[0]
+
+
+def test_linked_directories_are_read_and_hidden_ones_are_not(pack: Pack, tmp_path: Path) -> None:
+    for name in ("docs", "docs/.git", "more"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "docs" / ".git" / "config").write_text("the dog")
+    (tmp_path / "more" / "a.txt").write_text("the hen")
+    (tmp_path / "docs" / "link").symlink_to(tmp_path / "more")
+    assert text_of(pack(tmp_path / "docs")).split() == ["the", "hen", "<eos>"]
+
+
+def test_a_file_that_may_not_be_read_is_named(pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("the fox")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == "a.txt":
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"--data .*a\.txt: cannot be read: Permission denied"):
+        pack(tmp_path / "a.txt")
+
+
+def test_names_that_would_command_a_terminal_are_shown_without_doing_so(pack: Pack, tmp_path: Path) -> None:
+    path = tmp_path / "a\x1b[2J\n.txt"
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError) as caught:
+        pack(path)
+    assert str(caught.value).isprintable()
+
+
+def test_text_that_the_tokenizer_does_not_know_is_refused(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("猫 犬 鳥\n" * 10)
+    with pytest.raises(ConfigError, match="tokenizer knows none of the text"):
+        pack(tmp_path / "a.txt")
+
+
+def test_documents_that_nothing_parts_are_said(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n{"text": "the hen"}\n')
+    by = tokenizer()
+    by.eos_token = None
+    assert pack(tmp_path / "a.jsonl", by=by).notes() == [
+        "the tokenizer has no end-of-text token: nothing parts one document from the next"
+    ]

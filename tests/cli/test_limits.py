@@ -1,0 +1,159 @@
+"""A model, its tokenizer and the data go together, or the run is refused with what does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from transformers import AutoModelForCausalLM
+
+from infinity.cli.main import main
+from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.models import VOCABULARY, gpt2, llama
+
+Job = dict[str, Any]
+
+
+def use(model: torch.nn.Module, job: Job, *, with_tokenizer: bool = True) -> None:
+    for path in job["--model"].iterdir():
+        path.unlink()
+    model.save_pretrained(job["--model"])
+    if with_tokenizer:
+        tokenizer().save_pretrained(job["--model"])
+
+
+def refused(job: Job, message: str, tmp_path: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert run(job) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("error: ") == 1
+    assert len(captured.err.splitlines()) == 1
+    assert "step 1/" not in captured.out
+    assert not (tmp_path / "swap").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def qwen3() -> torch.nn.Module:
+    config = hf.Qwen3Config(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=VOCABULARY, max_position_embeddings=64,
+    )  # fmt: skip
+    return hf.Qwen3ForCausalLM(config)
+
+
+@pytest.mark.parametrize("model", [gpt2()[0], qwen3()], ids=["gpt2", "qwen3"])
+def test_a_sequence_longer_than_the_models_positions_is_refused(
+    model: torch.nn.Module,
+    job: Job,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    use(model, job)
+    refused(job | {"--sequence-length": 65}, "--sequence-length is 65, and ", tmp_path, capsys)
+    assert run(job | {"--sequence-length": 64, "--steps": 1}) == 0
+
+
+def test_positions_that_the_config_does_not_tell_are_named_too(
+    job: Job,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    """RoBERTa's positions begin at 2."""
+    config = hf.RobertaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+        max_position_embeddings=34, is_decoder=True,
+    )  # fmt: skip
+    use(hf.RobertaForCausalLM(config), job)
+    assert run(job | {"--sequence-length": 33}) == 2
+    assert "the model cannot take sequences of 33 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "swap").exists()
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_a_model_without_a_tokenizer_is_refused(build: Any, job: Job, tmp_path: Path, capsys: Any) -> None:
+    use(build()[0], job, with_tokenizer=False)
+    refused(job, "tokenizer", tmp_path, capsys)
+
+
+def test_tokens_beyond_the_vocabulary_are_found_before_the_model_is_loaded(
+    job: Job,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    """The last word of the data is one that was added to the tokenizer and not to the model."""
+    added = tokenizer()
+    added.add_tokens([f"<new{index}>" for index in range(VOCABULARY)])
+    last = len(added) - 1
+    added.save_pretrained(job["--model"])
+    assert run(job | {"--steps": 1}) == 0, "what is not used does not matter"
+    (tmp_path / "text.txt").write_text(TEXT + f"<new{VOCABULARY - 1}>")
+    os.rename(tmp_path / "out", tmp_path / "first")
+    refused(job, f"token {last}, the model's vocabulary has {VOCABULARY}", tmp_path, capsys)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "not JSON", "another kind"])
+def test_a_damaged_tokenizer_is_one_line(damage: str, job: Job, tmp_path: Path, capsys: Any) -> None:
+    path = job["--model"] / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(
+        {"truncated": text[: len(text) // 2], "not JSON": "x", "another kind": '{"model": {"a": 1}}'}[damage]
+    )
+    refused(job, "cannot load the tokenizer of", tmp_path, capsys)
+
+
+def test_a_damaged_model_is_one_line(job: Job, tmp_path: Path, capsys: Any) -> None:
+    os.truncate(job["--model"] / "model.safetensors", 50_000)
+    refused(job, "model.safetensors: ", tmp_path, capsys)
+
+
+def test_a_hub_id_is_asked_for_after_saying_so(
+    job: Job,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        assert "--model nope: there is no such directory; asking the Hugging Face hub" in capsys.readouterr().out
+        raise OSError("We couldn't connect\nto the hub")
+
+    monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", unreachable)
+    assert run(job | {"--model": "nope"}) == 2
+    assert "cannot load the tokenizer of 'nope': OSError: We couldn't connect to the hub" in capsys.readouterr().err
+
+
+def test_sequences_of_one_token_are_refused(job: Job, tmp_path: Path, capsys: Any) -> None:
+    refused(job | {"--sequence-length": 1}, "--sequence-length must be at least 2", tmp_path, capsys)
+
+
+def test_an_export_needs_no_other_directory(job: Job, tmp_path: Path, capsys: Any) -> None:
+    config = json.loads(json.dumps({"commit_every": 1, "nvme": {"paths": [str(tmp_path / "swap")]}}))
+    job["--config"].write_text(json.dumps(config))
+    assert run(job | {"--steps": 2}) == 0
+    copy = tmp_path / "copy"
+    assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(copy)]) == 0
+    job["--model"].rename(tmp_path / "moved")
+    other = {"nvme": {"paths": [str(tmp_path / "other")]}, "commit_every": 1}
+    job["--config"].write_text(json.dumps(other))
+    goes_on = ["--from-checkpoint", str(copy), "--config", str(job["--config"]), "--steps", "3"]
+    assert main(["finetune", *goes_on, "--output", str(tmp_path / "longer")]) == 0
+    job["--config"].write_text(json.dumps(other | {"nvme": {"paths": [str(tmp_path / "third")]}}))
+    assert run(job | {"--model": copy, "--output": tmp_path / "anew"}) == 0
+    for name in ("longer", "anew"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert (tmp_path / name / "tokenizer.json").exists()
+
+
+def test_an_export_whose_tokenizer_is_gone_says_so(job: Job, tmp_path: Path, capsys: Any) -> None:
+    job["--config"].write_text(json.dumps({"commit_every": 1, "nvme": {"paths": [str(tmp_path / "swap")]}}))
+    assert run(job | {"--steps": 1}) == 0
+    job["--model"].rename(tmp_path / "moved")
+    assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(tmp_path / "copy")]) == 0
+    assert "warning: the copy has no tokenizer" in capsys.readouterr().err
+    goes_on = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(job["--config"])]
+    assert main(["finetune", *goes_on, "--output", str(tmp_path / "again")]) == 2
+    assert "Where is it now? Give --model" in capsys.readouterr().err
