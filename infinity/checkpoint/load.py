@@ -114,7 +114,8 @@ def _cannot_load(path: str, error: Exception) -> ModelError:
     directory = Path(path).expanduser()
     where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
     damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not _opens(file)), "")
-    said = " ".join(str(error).split()) or type(error).__name__
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    said = kind + " ".join(str(error).split())
     return ModelError(f"cannot load a model from '{path}': {where}{damaged}{said}")
 
 
@@ -144,13 +145,18 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
     options = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code", "subfolder") if key in kwargs}
     config = load_config_of(path, **options)
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    architectures = config.architectures or []
+    architectures = [str(name) for name in config.architectures or []]
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or (architectures and not remote and not known.intersection(architectures)):
         raise ModelError(
             f"'{path}' is a {'/'.join(architectures) or config.model_type}, not a causal language model. Give a "
             f"causal one (such as "
             "LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your own loop."
+        )
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"'{path}' is quantized (quantization_config in its config.json), which cannot be trained. Give the model "
+            "in bf16, fp16 or fp32."
         )
 
 

@@ -60,9 +60,8 @@ def finetune(options: argparse.Namespace) -> int:
             if stopped and config.commit_every:
                 return _leave(model, config, stopped, run.done)
             report = run.report()
-            batch = next(data.batches(1, options.seed))
-            logits = _logits(model, batch) if options.verify_output else None
-            stopped = _save(output, run, config, tokenizer, report) or stopped
+            batch = next(data.batches(1, options.seed)) if options.verify_output else None
+            logits, late = _save(output, run, config, tokenizer, report, batch)
         finally:
             close(model)
     print(report.text())
@@ -70,9 +69,9 @@ def finetune(options: argparse.Namespace) -> int:
     if config.commit_every:
         swap = config.nvme.paths[0]
         print(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)")
-    if logits is not None:
+    if batch is not None and logits is not None:
         _verify(options.output, batch, logits)
-    return stopped
+    return late or stopped
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
@@ -90,8 +89,13 @@ def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | No
     return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
 
 
-def _save(output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report: Report) -> int:
-    """Write the result and put it in the output; 0, or the exit code when a signal came meanwhile.
+def _save(
+    output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report: Report, batch: torch.Tensor | None
+) -> tuple[torch.Tensor | None, int]:
+    """Write the result and put it in the output. The model first: what fails after it does not cost it.
+
+    Returns:
+        The model's logits for `batch`; and 0, or the exit code when a signal came meanwhile.
 
     Raises:
         InfinityError: it is not in the output; says where it is, or from where it can be written again.
@@ -101,7 +105,13 @@ def _save(output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report:
     elsewhere = [] if config.commit_every else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
+    logits: torch.Tensor | None = None
+
     def write_rest(directory: Path) -> None:
+        nonlocal logits
+        if batch is not None:
+            logits = _logits(model, batch)
+        close(model)
         tokenizer.save_pretrained(directory)
         write_report(report, run.facts, directory)
 
@@ -114,9 +124,8 @@ def _save(output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report:
             commit(model)
             again = command("finetune", "--resume", config.nvme.paths[0], "--output", "DIRECTORY")
             raise InfinityError(f"{error} Step {run.done} is committed, and can be saved with: {again}") from error
-        close(model)
         output.publish(saved, write_rest)
-    return stop.asked
+    return logits, stop.asked
 
 
 def _load_model(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:

@@ -43,7 +43,8 @@ class Saved:
 
     @property
     def _quoted(self) -> str:
-        return shlex.quote(shown(self.directory))
+        text = str(self.directory)
+        return shlex.quote(text) if text.isprintable() else f"${text!a}"
 
 
 class Output:
@@ -58,6 +59,8 @@ class Output:
 
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
         self._named = f"--output {shown(directory)}"
+        if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # as Python has bytes that are not
+            raise ConfigError(f"{self._named}: the name is not UTF-8, which the files of a model need; choose another")
         try:
             self._target = directory.resolve()
             if os.path.lexists(self._target) and not (self._target.is_dir() and not any(self._target.iterdir())):

@@ -19,7 +19,7 @@ from infinity.plan.totals import Totals, total
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 from infinity.state.dtypes import master_format, native_name
 from infinity.state.moments import STORED, OptimizerName
-from infinity.state.plan import Plan
+from infinity.state.plan import Plan, SwapBytes
 from infinity.state.unit import Group, Unit
 
 HOST_SHARE = 0.8
@@ -98,14 +98,10 @@ def make_plan(
         host_bytes=host_bytes,
         device_budget=budgets.device,
         host_budget=budgets.host,
-        swap_bytes=swap,
-        further_slot_bytes=swap
-        - gradients.swap_bytes
-        - totals.one_slot_bytes(placed.weights_in_ram, placed.states_in_ram),
-        swap_gradient_bytes=gradients.swap_bytes,
+        swap=swap,
         step_read_bytes=read,
         step_written_bytes=written,
-        swap_rate=_swap_rate(config) if swap else None,
+        swap_rate=_swap_rate(config) if swap.nbytes else None,
         accumulation_steps=totals.passes,
     )
 
@@ -146,16 +142,18 @@ def _reserve_early(
     staging: _Staging,
     placed: Placement,
     gradients: GradientPlacement,
-) -> tuple[int, int, EarlyUpdates]:
-    """Bytes of the swap file and of host memory, with what early updates get of the rest of both."""
+) -> tuple[SwapBytes, int, EarlyUpdates]:
+    """Of the swap file and of host memory, with what early updates get of the rest of both."""
     _require_paths(config, placed, gradients)
     swap = totals.swap_bytes(placed.weights_in_ram, placed.states_in_ram) + gradients.swap_bytes
+    states = totals.one_slot_bytes(placed.weights_in_ram, placed.states_in_ram)
     host = staging.nbytes + placed.host_bytes + gradients.host_bytes(totals)
     early = plan_early(config, totals, placed, gradients, budgets, swap, budgets.host - host)
     host += early.shadow_bytes + totals.checksum_bytes(early.spare_bytes)
     ahead = ahead_bytes(config, totals, placed, staging.tile_bytes, budgets.host - host, early.shadow_bytes)
     early = replace(early, ahead_bytes=ahead)
-    return swap + early.spare_bytes, host + early.ahead_bytes, early
+    slots = swap - states - gradients.swap_bytes + early.spare_bytes
+    return SwapBytes(states, slots, gradients.swap_bytes), host + early.ahead_bytes, early
 
 
 def _swap_rate(config: SwapConfig) -> float | None:

@@ -12,6 +12,25 @@ Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 
 @dataclass(frozen=True)
+class SwapBytes:
+    """Bytes of the swap file.
+
+    Attributes:
+        states: one slot of each state that has a place there.
+        further_slots: the others, which hold earlier generations or are free for what is written next.
+        gradients: that spill.
+    """
+
+    states: int
+    further_slots: int
+    gradients: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.states + self.further_slots + self.gradients
+
+
+@dataclass(frozen=True)
 class Plan:
     """What was decided.
 
@@ -44,8 +63,7 @@ class Plan:
         weight_ram_bytes, state_ram_bytes: of those in RAM.
         host_bytes: what the plan takes of the host's budget.
         device_budget, host_budget: the budgets.
-        swap_bytes: size of the swap file: one slot of each state that is on NVMe, `further_slot_bytes` of slots more,
-            which hold earlier generations or are free, and `swap_gradient_bytes` for gradients that spill.
+        swap: what the swap file is made of.
         step_read_bytes, step_written_bytes: predicted NVMe traffic of one step of `accumulation_steps` micro-batches,
             when the step before had as many; every moment there is room for is used. An upper bound of what is read:
             gradients that are still in the window when the next pass adds to them are not. Over `commit_every` steps,
@@ -93,9 +111,7 @@ class Plan:
     host_bytes: int
     device_budget: int
     host_budget: int
-    swap_bytes: int
-    further_slot_bytes: int
-    swap_gradient_bytes: int
+    swap: SwapBytes
     step_read_bytes: int
     step_written_bytes: int
     swap_rate: float | None = None
@@ -111,6 +127,11 @@ class Plan:
     def shares_memory(self) -> bool:
         """Whether the model computes in host memory."""
         return self.device == "cpu"
+
+    @property
+    def swap_bytes(self) -> int:
+        """Size of the swap file."""
+        return self.swap.nbytes
 
     @property
     def device_bytes(self) -> int:
@@ -152,9 +173,9 @@ class Plan:
     def _describe_swap(self) -> str:
         """What the swap file is made of; the parts add up to it."""
         parts = {
-            "of states": self.swap_bytes - self.further_slot_bytes - self.swap_gradient_bytes,
-            "of free slots" if self.keep == 1 else "of free slots and earlier generations": self.further_slot_bytes,
-            "for gradients": self.swap_gradient_bytes,
+            "of states": self.swap.states,
+            "of free slots" if self.keep == 1 else "of free slots and earlier generations": self.swap.further_slots,
+            "for gradients": self.swap.gradients,
         }
         said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
         return f"{format_bytes(self.swap_bytes)}{f' = {said}' if said else ''}"

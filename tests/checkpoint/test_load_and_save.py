@@ -194,6 +194,9 @@ def _configure(**values: Any) -> Callable[[Path], None]:
         (_take_the_config_of_another, "no tensor for parameter 'transformer.* and .* more; .* config.json its own"),
         (_configure(hidden_size="x"), "cannot load a model from .*hidden_size"),
         (_configure(num_attention_heads=7), "cannot load a model from .*attention heads"),
+        (_configure(hidden_act="nope"), "cannot load a model from .*: KeyError: 'nope'"),
+        (_configure(architectures=[3]), "is a 3, not a causal language model"),
+        (_configure(quantization_config={"quant_method": "fp8"}), "is quantized .quantization_config in"),
         (_configure(hidden_size=32), "is .* in the checkpoint and .* in the model"),
     ],
 )

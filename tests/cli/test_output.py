@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinity.cli import finetune
 from infinity.cli.main import main
-from infinity.cli.output import Output
+from infinity.cli.output import Output, Saved
 from infinity.errors import ConfigError, InfinityError
 from tests.cli.test_finetune import run
 
@@ -137,18 +138,18 @@ def test_with_generations_a_full_disk_leaves_the_run_to_be_saved_again(
     assert loads(tmp_path / "again")
 
 
-@pytest.mark.parametrize("what", ["tokenizer", "report"])
+@pytest.mark.parametrize("what", ["tokenizer", "report", "logits"])
 def test_what_fails_beside_the_model_does_not_cost_it(
     what: str, short: Job, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    if what == "report":
-        monkeypatch.setattr(finetune, "write_report", fail)
+    if what != "tokenizer":
+        monkeypatch.setattr(finetune, {"report": "write_report", "logits": "_logits"}[what], fail)
     else:
         monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
-    assert run(short) == 1
+    assert run(short, "--verify-output") == 1
     error = capsys.readouterr().err
     assert "Permission denied" in error
     AutoModelForCausalLM.from_pretrained(where_it_is(error))
@@ -228,6 +229,24 @@ def test_places_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="--output .*: cannot write to"):
             Output(Path(path))
     assert sorted(os.listdir(tmp_path)) == ["circle", "file"]
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the name is not UTF-8") as caught:
+        Output(tmp_path / os.fsdecode(b"o\xff\x1b[31mut"))
+    assert str(caught.value).isprintable()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_to_move_the_model_from_is_written_as_a_shell_reads_it(tmp_path: Path) -> None:
+    for name in ("a b", "a'b", "a\x1b[2Jb"):
+        (tmp_path / name).mkdir()
+        said = str(Saved(tmp_path / name, ""))
+        assert said.isprintable()
+        command = re.search("`mv (.*) DIRECTORY`", said)
+        assert command
+        listed = subprocess.run(["bash", "-c", f"ls -d {command[1]}"], capture_output=True, check=True).stdout
+        assert listed == os.fsencode(tmp_path / name) + b"\n"
 
 
 def test_a_long_name_is_no_trouble(tmp_path: Path) -> None:
