@@ -4,13 +4,16 @@ model = infinity.load_pretrained("path/or/hub-id", "swap.yaml")
 optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 ...                                        # the training loop stays as it was
 infinity.save_pretrained(model, "out/")
+
+[Note: what is imported when]
+torch and transformers take seconds to import, and `infinity --help` needs neither: what needs them is imported when its
+name is first used. A public name stands in three places here: for type checkers, in _HOMES, and in __all__; a test
+compares them.
 """
 
-from infinity.checkpoint.carry_on import offload_from_checkpoint
-from infinity.checkpoint.export import export_checkpoint
-from infinity.checkpoint.load import load_pretrained
-from infinity.checkpoint.save import save_pretrained
-from infinity.config import SwapConfig, load_config
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from infinity.errors import (
     ConfigError,
     DamagedFileError,
@@ -32,16 +35,45 @@ from infinity.errors import (
     SwapIOError,
     SwapTimeoutError,
 )
-from infinity.optim.adagrad import Adagrad
-from infinity.optim.adamw import Adam, AdamW
-from infinity.optim.lion import Lion
-from infinity.optim.sgd import SGD
-from infinity.runtime.gathered import gathered, state_dict
-from infinity.runtime.no_sync import no_sync
-from infinity.runtime.offload import close, offload, resume, synchronize
-from infinity.runtime.statistics import Statistics, statistics
-from infinity.runtime.trace import trace
-from infinity.runtime.track import commit, track
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.carry_on import offload_from_checkpoint
+    from infinity.checkpoint.export import export_checkpoint
+    from infinity.checkpoint.load import load_pretrained
+    from infinity.checkpoint.save import save_pretrained
+    from infinity.config import SwapConfig, load_config
+    from infinity.optim.adagrad import Adagrad
+    from infinity.optim.adamw import Adam, AdamW
+    from infinity.optim.lion import Lion
+    from infinity.optim.sgd import SGD
+    from infinity.runtime.gathered import gathered, state_dict
+    from infinity.runtime.no_sync import no_sync
+    from infinity.runtime.offload import close, offload, resume, synchronize
+    from infinity.runtime.statistics import Statistics, statistics
+    from infinity.runtime.trace import trace
+    from infinity.runtime.track import commit, track
+
+_HOMES = {
+    "checkpoint.carry_on": ("offload_from_checkpoint",),
+    "checkpoint.export": ("export_checkpoint",),
+    "checkpoint.load": ("load_pretrained",),
+    "checkpoint.save": ("save_pretrained",),
+    "config": ("SwapConfig", "load_config"),
+    "optim.adagrad": ("Adagrad",),
+    "optim.adamw": ("Adam", "AdamW"),
+    "optim.lion": ("Lion",),
+    "optim.sgd": ("SGD",),
+    "runtime.gathered": ("gathered", "state_dict"),
+    "runtime.no_sync": ("no_sync",),
+    "runtime.offload": ("close", "offload", "resume", "synchronize"),
+    "runtime.statistics": ("Statistics", "statistics"),
+    "runtime.trace": ("trace",),
+    "runtime.track": ("commit", "track"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("_native", "config", "sizes")
+_PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "schedule", "state")
+"""What `import infinity` alone gives, too, as in `infinity.optim.adamw.AdamW`."""
 
 __all__ = [
     "SGD",
@@ -88,3 +120,25 @@ __all__ = [
     "track",
 ]
 __version__ = "0.1.0"
+
+
+if not TYPE_CHECKING:  # a name that does not exist stays an error for type checkers
+
+    def __getattr__(name: str) -> Any:
+        """What is not imported yet (PEP 562)."""
+        if name in _HOME_OF:
+            value = getattr(import_module(f"infinity.{_HOME_OF[name]}"), name)
+        elif name in _MODULES:
+            value = import_module(f"infinity.{name}")
+        elif name in _PACKAGES:
+            for home in _HOMES:  # with the modules below it
+                import_module(f"infinity.{home}")
+            value = import_module(f"infinity.{name}")
+        else:
+            raise AttributeError(f"module 'infinity' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF, *_MODULES, *_PACKAGES})

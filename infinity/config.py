@@ -7,29 +7,66 @@ is not built yet is refused, never ignored.
 from __future__ import annotations
 
 import difflib
-import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from infinity.errors import ConfigError, NotAvailableError
-from infinity.sizes import parse_bytes
+from infinity.echo import quoted
+from infinity.errors import ConfigError, NotAvailableError, printable
+from infinity.files import read_regular, require_possible
+from infinity.sizes import THREADS_MAX, parse_bytes
+from infinity.strict import parse_json, parse_yaml
+
+_FILE_BYTES_MAX = 64 << 10
+_MISTAKES_MAX = 10
+"""Named in one error."""
+_KEY_CHARS_MAX = 80
 
 
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | Path) else value
 
 
+def _different(paths: list[Path]) -> list[Path]:
+    real = [os.path.realpath(path.expanduser()) for path in paths]
+    for index, path in enumerate(real):
+        if path in real[:index]:
+            raise ValueError(f"{quoted(str(paths[index]))} is named twice: give each disk one directory")
+    return paths
+
+
+def _path(value: object) -> object:
+    if isinstance(value, str | Path):
+        require_possible(str(value))
+    return value
+
+
+def _whole(value: object) -> object:
+    """pydantic takes true for 1, 32.0 for 32 and ' 1_0 ' for 10."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(?:0|[1-9][0-9]{0,17})", value):
+        return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError("write a whole number, such as 32")
+    return value
+
+
 def _word(value: object) -> object:
-    """YAML takes a bare `off` for false."""
+    """Some YAML takes a bare `off` for false, and then so do mappings that were read from it."""
     return "off" if value is False else value
 
 
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("write a number, such as 300")
+    return value
+
+
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Whole = Annotated[int, BeforeValidator(_whole)]
 Tier = Literal["device", "host", "nvme", "auto"]
 
 
@@ -49,16 +86,21 @@ class MemoryConfig(_Section):
 class NvmeConfig(_Section):
     """The disks and how they are driven."""
 
-    paths: Annotated[list[Path], BeforeValidator(_one_or_many)] = Field(default_factory=list)
+    paths: Annotated[
+        list[Annotated[Path, BeforeValidator(_path)]],
+        BeforeValidator(_one_or_many),
+        AfterValidator(_different),
+        Field(max_length=64),
+    ] = Field(default_factory=list)
     """Directories for the swap files; each belongs to one run at a time. Several are striped by measured bandwidth."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     block: Size | None = None
     """Larger transfers are cut to this; omitted = as infinity-bench measured, else 1 MiB."""
     in_flight: Size | None = None
     """In flight on each device, all blocks together; omitted = as infinity-bench measured, else 32 MiB."""
-    queue_depth: int = Field(default=128, ge=1, le=1024)
+    queue_depth: Whole = Field(default=128, ge=1, le=1024)
     """Blocks in flight on each device, however small they are."""
-    deadline_s: float = Field(default=300.0, gt=0, le=86400)
+    deadline_s: Annotated[float, BeforeValidator(_number)] = Field(default=300.0, gt=0, le=86400, allow_inf_nan=False)
     """A device that leaves a block unanswered for so long is given up: the run ends with an error, not in a hang."""
     checksums: bool = True
     """Check every page read against what was written."""
@@ -69,7 +111,7 @@ class UpdateConfig(_Section):
 
     tile: Size | None = None
     """Bytes of one fp32 moment per tile; omitted = enough for every thread's cache, 1 MiB at least."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
     """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
 
 
@@ -87,9 +129,9 @@ class SwapConfig(_Section):
     """When updates run: during_backward begins them before the step is decided and redoes what the step makes wrong;
     before_forward begins them with the step and lets each unit's next use wait for its own; off: step() does it all;
     auto: during_backward as long as that turns out right. Never changes a bit of the result."""
-    commit_every: int = Field(default=0, ge=0)
+    commit_every: Whole = Field(default=0, ge=0, lt=10**12)
     """Steps between durable generations; 0: never, states are updated in place."""
-    keep: int = Field(default=1, ge=1, le=64)
+    keep: Whole = Field(default=1, ge=1, le=64)
     """Generations that stay; each takes the space of the states once, beside the slots that are written."""
     master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
@@ -113,30 +155,38 @@ class SwapConfig(_Section):
                 raise NotAvailableError(f"{key} is not available yet; use {instead}")
 
 
-def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> list[str]:
+    """All of them, or those of one section."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             keys += _known_keys(field.annotation, f"{prefix}{name}.")
-    return keys
+    return [key.removeprefix(f"{under}.") for key in keys if key.startswith(f"{under}.")] if under else keys
 
 
 def _explain(error: ValidationError, source: str) -> ConfigError:
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, _known_keys(SwapConfig), n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(SwapConfig.model_fields)}"
-            lines.append(f"unknown key '{key}'; {hint}")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
-            near = difflib.get_close_matches(str(item["input"]), known, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            lines.append(f"{key}: {message} (given: {item['input']!r}){hint}")
+    mistakes = error.errors(include_url=False)
+    lines = [_explain_one(item) for item in mistakes[:_MISTAKES_MAX]]
+    if len(mistakes) > _MISTAKES_MAX:
+        lines.append(f"and {len(mistakes) - _MISTAKES_MAX} more")
     return ConfigError(f"{source}: " + "; ".join(lines))
+
+
+def _explain_one(item: Any) -> str:
+    key = printable(".".join(str(part)[:_KEY_CHARS_MAX] for part in item["loc"]))
+    if item["type"] in ("extra_forbidden", "invalid_key"):
+        near = difflib.get_close_matches(key, _known_keys(SwapConfig), n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(SwapConfig.model_fields)}"
+        return f"unknown key '{key}'; {hint}"
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "model_type":
+        message = f"keys and values belong here: {', '.join(_known_keys(SwapConfig, under=key))}"
+    known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
+    near = difflib.get_close_matches(str(item["input"])[:_KEY_CHARS_MAX], known, n=1, cutoff=0.5) if known else []
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    given = quoted(item["input"])
+    return f"{key}: {message}{'' if given in message else f' (given: {given})'}{hint}"
 
 
 def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> SwapConfig:
@@ -154,23 +204,40 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
     else:
         name, values = "swap config", source
         if isinstance(source, str | Path):
-            name, values = str(source), _read_file(Path(source))
+            name, values = printable(source), _read_file(Path(source))
         if not isinstance(values, Mapping | None):
             raise ConfigError(f"{name}: expected keys and values, found {type(values).__name__}")
         try:
             config = SwapConfig.model_validate(dict(values or {}))
         except ValidationError as error:
             raise _explain(error, name) from None
+    _require_directories(config.nvme.paths)
     config.require_available()
     return config
 
 
+def _require_directories(paths: list[Path]) -> None:
+    """Raises ConfigError where one of them can never be made: it, or what it should lie in, is no directory."""
+    for path in paths:
+        there = path.expanduser().absolute()
+        try:
+            above = next(each for each in (there, *there.parents) if each.exists())
+            found = above.is_dir()
+        except OSError as error:
+            raise ConfigError(f"nvme.paths: cannot use {printable(path)}: {error.strerror}") from error
+        if not found:
+            raise ConfigError(f"nvme.paths: {printable(above)} is not a directory: name one for the swap files")
+
+
 def _read_file(path: Path) -> Any:
+    name = printable(path)
     try:
-        text = path.read_text()
+        text = read_regular(path, _FILE_BYTES_MAX, follow=True).decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read the swap config {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the swap config {name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
+        return parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: not valid {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error

@@ -4,9 +4,32 @@ from __future__ import annotations
 
 import os
 
+_SHOWN_MAX = 4000
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """`text` as it may be shown on a terminal: control characters, escape sequences, characters that reverse the
+    direction of writing, and bytes that are no UTF-8 are spelled out; what is longer than 4000 characters is cut.
+
+    Args:
+        lines: leave line breaks and tabs as they are.
+    """
+    whole = str(text)
+    shown = whole[:_SHOWN_MAX]
+    if not shown.isprintable():
+        kept = "\n\t" if lines else ""
+        shown = "".join(
+            each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in shown
+        )
+    return shown if len(whole) <= _SHOWN_MAX else f"{shown}… ({len(whole)} characters)"
+
 
 class InfinityError(Exception):
-    """Base of every error infinity raises on purpose."""
+    """Base of every error infinity raises on purpose. Its message has names from files and models in it, so it is made
+    printable."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message, lines=True))
 
 
 class ConfigError(InfinityError, ValueError):
@@ -65,7 +88,8 @@ class ManifestError(ResumeError):
     """A file that says what a store holds is damaged, or not one."""
 
     def __init__(self, path: object, problem: str) -> None:
-        super().__init__(f"{path} {problem}")
+        problem = printable(problem)
+        super().__init__(f"{printable(path)} {problem}")
         self.path = str(path)
         self.problem = problem
 
@@ -120,7 +144,7 @@ class SwapIOError(InfinityError, OSError):
         cause = detail or os.strerror(errno)
         advice = self.advice or _ADVICE.get(errno, "Check the disk that holds the path.")
         when = f" at step {step}" if step else ""
-        message = (
+        message = printable(
             f"{operation} of {what} failed{when}: {path}, offset {offset}, {nbytes} bytes: {cause} "
             f"(errno {errno}). {advice} {_RESTART}"
         )

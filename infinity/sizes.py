@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+
+from infinity.echo import quoted
 
 PAGE_BYTES = 4096
 """Alignment of everything that goes to or comes from a swap file."""
 
+SIZE_MAX = 1 << 60
+"""Bytes: the largest size that can be asked for."""
+
+THREADS_MAX = 1024
+"""The most compute threads that can be asked for."""
+
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*")
 
 
 def parse_bytes(value: object) -> object:
-    """'64MiB', '2.5GB' or an integer number of bytes → int. Anything else raises ValueError."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].upper() not in _UNITS:
-        raise ValueError(f"{value!r} is not a size; write it like 64MiB or 20GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    """'64MiB', '2.5GB' or an integer number of bytes → int. Anything else, or more than 1 EiB, raises ValueError."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        nbytes = value
+    else:
+        match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"{quoted(value)} is not a size; write it like 64MiB or 20GiB")
+        nbytes = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+    if nbytes > SIZE_MAX:
+        raise ValueError(f"{quoted(value)} is more than 1 EiB")
+    return nbytes
 
 
 def format_bytes(nbytes: float) -> str:

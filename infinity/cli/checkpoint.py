@@ -30,7 +30,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     """
     paths = [path.expanduser() for path in options.directory]
     if options.act == "list":
-        return _list(paths[0])
+        return max([_list(path) for path in paths])
     if options.act == "verify":
         return _verify(paths, options.step)
     if options.act == "export":

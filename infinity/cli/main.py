@@ -1,5 +1,5 @@
 """`infinity`: the entry point. Errors are one line on stderr; exit code 2 for bad input, 1 for a failed run, 130
-after Ctrl-C."""
+after Ctrl-C. Only what a command needs is imported, after its options were found good."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from infinity import __version__
-from infinity.cli.optimizers import OPTIMIZERS, SGD_MOMENTUM
-from infinity.cli.scaling import DTYPES
-from infinity.cli.tracing import parse_steps
+from infinity.cli.options import (
+    DTYPE_NAMES,
+    OPTIMIZERS,
+    SEED_MAX,
+    SGD_MOMENTUM,
+    STEPS_MAX,
+    TOKENS_MAX,
+    Parser,
+    name,
+    number,
+    path,
+    steps,
+    whole,
+    word,
+)
+from infinity.cli.streams import INTERRUPTED, Outlet, interruptible_imports, outlets
+from infinity.echo import one_line
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -24,10 +37,11 @@ from infinity.errors import (
     StoreLockedError,
     StoreNotEmptyError,
 )
+from infinity.sizes import THREADS_MAX
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="infinity",
         description="Full fine-tuning of models larger than memory: states on NVMe, moved just in time.",
     )
@@ -35,16 +49,16 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     tune = commands.add_parser("finetune", help="fine-tune a causal language model on text")
     where = tune.add_argument_group("what and where")
-    where.add_argument("--model", help="directory of a Hugging Face checkpoint, or a hub id")
+    where.add_argument("--model", type=name, help="directory of a Hugging Face checkpoint, or a hub id")
     where.add_argument(
-        "--data", nargs="+", type=Path, help="text files, .jsonl files (text or messages), directories of text"
+        "--data", nargs="+", type=path, help="text files, .jsonl files (text or messages), directories of text"
     )
-    where.add_argument("--config", type=Path, help="swap config: where states live (YAML or JSON)")
-    where.add_argument("--output", type=Path, help="directory for the trained model and the report")
+    where.add_argument("--config", type=path, help="swap config: where states live (YAML or JSON)")
+    where.add_argument("--output", type=path, help="directory for the trained model and the report")
     past = where.add_mutually_exclusive_group()
     past.add_argument(
         "--from-checkpoint",
-        type=Path,
+        type=path,
         metavar="EXPORT_DIR",
         help="go on with the run that `infinity checkpoint export` wrote there, on any disks and with any swap config; "
         "its other options need not be given again",
@@ -52,7 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     past.add_argument(
         "--resume",
         nargs="?",
-        const="",
+        type=name,
+        const=False,  # an empty name is refused
         metavar="SWAP_DIR",
         help="go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), to the bits of "
         "a run that never stopped; its other options need not be given again",
@@ -61,14 +76,14 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
     tune.add_argument(
         "--trace",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: compute, stalls by cause, fetches, "
         "gradients, updates, reads and writes, each with its unit",
     )
     tune.add_argument(
         "--trace-steps",
-        type=parse_steps,
+        type=steps,
         metavar="A:B",
         help="trace steps A to B (default: the second to the sixth; a step of a large model takes megabytes)",
     )
@@ -78,33 +93,39 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_training(tune: argparse.ArgumentParser) -> None:
     job = tune.add_argument_group("training")
-    job.add_argument("--steps", type=int, help="optimizer steps; default: one pass over the data")
-    job.add_argument("--batch-size", type=int, help="sequences per backward pass (default 1)")
-    job.add_argument("--gradient-accumulation", type=int, help="backward passes per step (default 1)")
-    job.add_argument("--sequence-length", type=int, help="tokens per sequence (default 1024)")
+    job.add_argument("--steps", type=whole(1, STEPS_MAX), help="optimizer steps; default: one pass over the data")
+    job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per backward pass (default 1)")
+    job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
+    job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
     job.add_argument(
         "--dtype",
-        choices=DTYPES,
+        type=word,
+        choices=DTYPE_NAMES,
         help="of the weights, whatever the checkpoint's (default bf16); with fp16 the loss is scaled",
     )
     job.add_argument(
         "--optimizer",
+        type=word,
         choices=OPTIMIZERS,
         help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
     )
-    job.add_argument("--lr", type=float, help="peak learning rate (default 1e-5)")
-    job.add_argument("--schedule", choices=("constant", "linear", "cosine"), help="of the learning rate (cosine)")
-    job.add_argument("--warmup-steps", type=int, help="default 0")
-    job.add_argument("--weight-decay", type=float, help="default 0.01")
-    job.add_argument("--max-grad-norm", type=float, help="0 switches clipping off (default 1.0)")
+    job.add_argument("--lr", type=number(1e-12, 1e6), help="peak learning rate (default 1e-5)")
+    job.add_argument(
+        "--schedule", type=word, choices=("constant", "linear", "cosine"), help="of the learning rate (cosine)"
+    )
+    job.add_argument("--warmup-steps", type=whole(0, STEPS_MAX), help="default 0")
+    job.add_argument("--weight-decay", type=number(0, 1e3), help="default 0.01")
+    job.add_argument(
+        "--max-grad-norm", type=number(1e-12, 1e12, or_zero=True), help="0 switches clipping off (default 1.0)"
+    )
     job.add_argument(
         "--no-loss-scale",
         action="store_true",
         default=None,
         help="do not scale the loss with --dtype fp16 (by default torch.amp.GradScaler does)",
     )
-    job.add_argument("--seed", type=int, help="default 0")
-    job.add_argument("--threads", type=int, help="torch's compute threads; default: torch's choice")
+    job.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
+    job.add_argument("--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice")
     job.add_argument(
         "--verify-output",
         action="store_true",
@@ -124,41 +145,81 @@ def _add_checkpoint(commands: Any) -> None:
         "export": "write a portable copy: weights and optimizer states as safetensors",
         "remove": "delete them and free their space",
     }
-    for name, text in about.items():
-        act = acts.add_parser(name, help=text, description=text)
-        act.add_argument("directory", type=Path, nargs="+", help="the run's nvme.paths, in their order")
+    for verb, text in about.items():
+        act = acts.add_parser(verb, help=text, description=text)
+        act.add_argument("directory", type=path, nargs="+", help="the run's nvme.paths, in their order")
         act.add_argument("--verbose", action="store_true", help="log what is done")
-        if name in ("verify", "export"):
-            act.add_argument("--step", type=int, help="this generation only (export: default the newest that is whole)")
-        if name == "export":
-            act.add_argument("--output", type=Path, required=True, help="directory for the copy; must not exist")
+        if verb in ("verify", "export"):
+            act.add_argument(
+                "--step",
+                type=whole(1, STEPS_MAX),
+                help="this generation only (export: default the newest that is whole)",
+            )
+        if verb == "export":
+            act.add_argument("--output", type=path, required=True, help="directory for the copy; must not exist")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    with outlets(go_on=True) as out:
+        try:
+            return _run(arguments, out)
+        except (ConfigError, ModelError, PlanError, ResumeError, StoreLockedError, StoreNotEmptyError) as error:
+            return _fail(error, 2)
+        except (InfinityError, OSError, MemoryError) as error:
+            return _fail(error, 1)
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            return _fail(error, 1)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
     options = build_parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
-    try:
-        if options.command == "checkpoint":
+    if options.command == "checkpoint":
+        with interruptible_imports():
             from infinity.cli.checkpoint import checkpoint
 
-            return checkpoint(options)
+        code = checkpoint(options)
+        out.flush()
+        lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
+        return code or int(lost)
+    _require_possible_pass(options)
+    _without_bars()
+    out.of_a_run = True
+    with interruptible_imports():
         from infinity.cli.finetune import finetune
 
-        return finetune(options)
-    except (ConfigError, ModelError, PlanError, ResumeError, StoreLockedError, StoreNotEmptyError) as error:
-        return _fail(error, 2)
-    except (InfinityError, OSError) as error:
-        return _fail(error, 1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return finetune(options)
+
+
+def _require_possible_pass(options: argparse.Namespace) -> None:
+    """Raises ConfigError."""
+    tokens = (options.batch_size or 1) * (options.sequence_length or 1)
+    if tokens > TOKENS_MAX:
+        raise ConfigError(
+            f"--batch-size times --sequence-length is {tokens} tokens in one backward pass; at most {TOKENS_MAX} are "
+            "possible. Use a smaller --batch-size and more --gradient-accumulation."
+        )
+
+
+def _without_bars() -> None:
+    """Libraries draw progress bars with carriage returns: not into a file or a pipe."""
+    if not sys.stderr.isatty():
+        for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(variable, "1")
 
 
 def _fail(error: Exception, code: int) -> int:
     if os.environ.get("INFINITY_DEBUG"):
         raise error
-    print(f"error: {error}", file=sys.stderr)
+    memory = isinstance(error, MemoryError | RuntimeError)
+    what = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length." if memory else str(error)
+    print(f"error: {one_line(what)}", file=sys.stderr)
     return code
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, get_args
+from typing import Any
 
+from infinity.cli.options import SGD_MOMENTUM
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.sgd import SGD
 from infinity.state.moments import OptimizerName
-
-OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
-SGD_MOMENTUM = 0.9
 
 _MAKE: dict[str, Callable[..., OffloadedOptimizer]] = {
     "adamw": AdamW,

@@ -112,5 +112,7 @@ class RichProgress:
 
 
 def open_progress(total: int) -> PlainProgress | RichProgress:
-    console = Console(file=sys.stdout)
-    return RichProgress(total, console) if console.is_terminal else PlainProgress(total, sys.stdout)
+    """By where the lines go, not by what rich makes of FORCE_COLOR and its kin: a pipe gets no carriage returns."""
+    if not sys.stdout.isatty():
+        return PlainProgress(total, sys.stdout)
+    return RichProgress(total, Console(file=sys.stdout))

@@ -9,19 +9,11 @@ from types import TracebackType
 
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
 _STEPS = 5
 """Traced by default: enough to see one step hand over to the next, small enough for a browser."""
-
-
-def parse_steps(text: str) -> tuple[int, int]:
-    """'A:B', both counted from 1 and included. Raises argparse.ArgumentTypeError."""
-    first, colon, last = text.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"'{text}' is not A:B with 1 <= A <= B, such as 2:6")
-    return int(first), int(last)
 
 
 def check(options: argparse.Namespace) -> None:
@@ -30,7 +22,10 @@ def check(options: argparse.Namespace) -> None:
         if options.trace_steps is not None:
             raise ConfigError("--trace-steps needs --trace FILE")
         return
-    options.trace = require_writable(options.trace)
+    there = options.trace.expanduser()
+    if there.exists() and not there.is_file():  # it is replaced, and a device must not be
+        raise ConfigError(f"--trace {printable(there)}: it is not a regular file")
+    options.trace = require_writable(there)
     if options.output in options.trace.parents:
         raise ConfigError(f"--trace {options.trace}: --output must be empty when the run ends; write it elsewhere")
 

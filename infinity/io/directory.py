@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from pathlib import Path
 
 from infinity.errors import ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = "infinity.lock"
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
-_GENERATION = re.compile(r"generation-(\d{12})\.infinity")
+_GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
 class SwapDirectory:
@@ -42,21 +43,21 @@ class SwapDirectory:
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        self.path = path.expanduser().absolute()
-        self._created = not self.path.exists()
-        self.new_in = [above.parent for above in (self.path, *self.path.parents) if not above.exists()]
+        self.path = require_name(path.expanduser().absolute())
+        self._created = not os.path.exists(self.path)
+        self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
         self._ours = False  # what is in it was put there by this run
         if self._created and not create:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock_fd = self._open_lock()
+        except FileExistsError as error:
+            raise ConfigError(f"nvme.paths: {self.path} is a file. Name a directory that you may write to.") from error
         except OSError as error:
-            raise ConfigError(
-                f"nvme.paths: cannot use {self.path}: {error.strerror}. Name a directory that you may write to."
-            ) from error
+            raise _unusable(self.path, error) from error
+        self._lock_fd = self._open_lock()
         self._take_lock()
-        while not self._lock_is_there():  # the run before removed the file between our open and our lock
+        while not self._lock_is_ours():  # the run before removed the file between our open and our lock
             os.close(self._lock_fd)
             self._lock_fd = self._open_lock()
             self._take_lock()
@@ -82,20 +83,42 @@ class SwapDirectory:
         return generations_in(self.path)
 
     def _open_lock(self) -> int:
-        return os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-    def _lock_is_there(self) -> bool:
+        """Its content will be replaced, so it must be a regular file, and no link to one."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        path = self.path / LOCK_NAME
         try:
-            named = os.stat(self.path / LOCK_NAME, follow_symlinks=False)
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                raise _no_lock(path) from error
+            raise _unusable(self.path, error) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _no_lock(path)
+        return descriptor
+
+    def _lock_is_ours(self) -> bool:
+        """Whether the file we locked is the one of that name, and has no other name: then it is another file, too, and
+        the name is taken from it, for a new one."""
+        path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
+        try:
+            if not os.path.samestat(os.stat(path, follow_symlinks=False), mine):
+                return False
+            if mine.st_nlink > 1:
+                os.unlink(path)
         except FileNotFoundError:
             return False
-        return os.path.samestat(named, os.fstat(self._lock_fd))
+        except OSError as error:
+            os.close(self._lock_fd)
+            raise _no_lock(path) from error
+        return mine.st_nlink == 1
 
     def _take_lock(self) -> None:
         try:
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.pread(self._lock_fd, 64, 0).decode(errors="replace").strip() or "unknown"
+            said = os.pread(self._lock_fd, 64, 0).strip()
+            holder = said.decode() if said.isdigit() else "unknown"
             os.close(self._lock_fd)
             self._lock_fd = -1
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -133,7 +156,7 @@ class SwapDirectory:
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
-        left = self.header_path.exists()
+        left = os.path.lexists(self.header_path)
         self.remove_all()
         if left:
             durable.sync_directory(self.path)
@@ -146,7 +169,7 @@ class SwapDirectory:
         try:
             header = read_header(self.header_path)
         except ResumeError:
-            return {} if self.header_path.exists() else None  # damaged: a resumed run may rebuild it
+            return {} if os.path.lexists(self.header_path) else None  # damaged: a resumed run may rebuild it
         first = Path(header.members[0])
         if header.mode != "generations" or header.member == 0:
             return None
@@ -158,15 +181,20 @@ class SwapDirectory:
         return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
-        """Remove every file of a store. The manifests first: without their data they would promise too much."""
+        """Remove every file of a store. The manifests first: without their data they would promise too much. The header
+        last: it says what the rest is, to whoever finishes this if it is interrupted."""
+        self.remove_generations()
+        for path in (self.swap_path, self.header_path):
+            durable.remove(path)
+        self.remove_asides()
+
+    def remove_generations(self) -> None:
+        """Remove every manifest, for good. Raises SwapIOError."""
         found = self.generations()
         for path in found.values():
             durable.remove(path)
         if found:
             durable.sync_directory(self.path)
-        for path in (self.header_path, self.swap_path):
-            durable.remove(path)
-        self.remove_asides()
 
     def remove_asides(self) -> None:
         """Remove what a crash left of a file that was being written."""
@@ -212,6 +240,28 @@ class SwapDirectory:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+def require_name(path: Path) -> Path:
+    """`path`. Raises ConfigError for a name that cannot be written into the small files of a store, or is none."""
+    try:
+        if "\0" not in str(path) and str(path).encode():
+            return path
+        problem = "a name without a NUL"
+    except UnicodeEncodeError:
+        problem = "a name in UTF-8"
+    raise ConfigError(f"nvme.paths: {path}: the name of a swap directory must be {problem}. Choose another one.")
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"nvme.paths: cannot use {path}: {error.strerror}. Name a directory that you may write to.")
+
+
+def _no_lock(path: Path) -> ConfigError:
+    return ConfigError(
+        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity writes its "
+        "process id into it. Remove it."
+    )
 
 
 def _entries(path: Path) -> list[Path]:

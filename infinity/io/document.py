@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,10 +27,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity import files
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
+from infinity.sizes import format_bytes
 
 _HEADER_BYTES_MAX = 512
 _VERSION_MAX = 1_000_000
+_JSON_BYTES_MAX = 256 << 20
+_DATA_BYTES_MAX = 4 << 30
+_OBJECTS_MAX = 1_000_000
+_LISTS_MAX = 4_000_000
+"""Of the JSON. What is larger is neither written nor read: parsed, it would take many times its size."""
 _NUMBERS = ("version", "json_bytes", "data_bytes")
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -47,6 +55,7 @@ _TORCH_DTYPES = {
     )
 }
 _NUMPY_KINDS = "biuf"
+_NUMPY_DTYPE = re.compile(r"[<|][biuf](1|2|4|8|16)")
 _DATA = {"$", "at", "nbytes"}
 _FORMS = {
     "float": {"$", "value"},
@@ -68,11 +77,14 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
     """The bytes of a document.
 
     Raises:
-        TypeError: names the place in `value` of what has no form here.
+        TypeError: names the place in `value` of what has no form here; or it is too large, or nested too deeply.
     """
     packer = _Packer()
-    text = json.dumps(packer.pack(value, ""), allow_nan=False, separators=(",", ":")).encode()
+    text = packer.dump(value).encode()
     data_bytes = sum(len(blob) for blob in packer.blobs)
+    problem = _too_large(len(text), data_bytes) or _too_many(text, 0, len(text))
+    if problem:
+        raise TypeError(f"the value is too large to be read again: it {problem}. Keep long lists as tensors or arrays")
     return [
         _header(kind, version, len(text), data_bytes, _digest(version, text, *packer.blobs)),
         text,
@@ -83,32 +95,61 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
 def copy_of(value: Any) -> Any:
     """What read() would give back of it, sharing nothing. Raises TypeError, as write() would."""
     packer = _Packer()
-    text = json.dumps(packer.pack(value, ""), allow_nan=False)
+    text = packer.dump(value)
     return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
 
 
-def read(path: Path, kind: str, version: int = 1) -> Any:
+def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> Any:
     """The value of a document of this version or an older one.
 
+    Args:
+        follow: symbolic links.
+
     Raises:
-        DamagedFileError: it is missing, damaged or of another kind.
+        DamagedFileError: it is missing, damaged, of another kind or no regular file.
         NewerVersionError: it is of a newer version.
         ManifestError: it cannot be read, or its value has no known form. Each names the path.
     """
-    return parse(_bytes_of(path), path, kind, version)
+    return parse(_bytes_of(path, kind, follow=follow), path, kind, version)
 
 
 def check(path: Path, kind: str, version: int = 1) -> None:
     """Raises what read() would, but for the value, which is not looked at."""
-    _checked(_bytes_of(path), path, kind, version)
+    _checked(_bytes_of(path, kind), path, kind, version)
 
 
-def _bytes_of(path: Path) -> bytes:
+def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
+    """All of a file whose first line says that it is as large as it is: of another one nothing more is read."""
     try:
-        return path.read_bytes()
+        with files.opened(path, follow=follow) as (descriptor, nbytes):
+            end, sizes = _first_line(files.read(descriptor, _HEADER_BYTES_MAX), path, kind)
+            if end + sum(sizes[1:]) != nbytes:
+                problem = f"is damaged: it has {nbytes} bytes instead of {end + sum(sizes[1:])}"
+                raise DamagedFileError(path, problem)
+            problem = _too_large(*sizes[1:])
+            if problem:
+                raise ManifestError(path, f"is too large to be read: it {problem}")
+            return files.read(descriptor, nbytes)
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
-        raise (DamagedFileError if missing else ManifestError)(path, f"cannot be read: {error.strerror}") from error
+        damaged = isinstance(error, FileNotFoundError | NotADirectoryError | files.UnusableFileError)
+        raise (DamagedFileError if damaged else ManifestError)(path, f"cannot be read: {error.strerror}") from error
+
+
+def _too_large(json_bytes: int, data_bytes: int) -> str:
+    """What is too large; "" for a document that can be written and read."""
+    for what, nbytes, most in (("JSON", json_bytes, _JSON_BYTES_MAX), ("data", data_bytes, _DATA_BYTES_MAX)):
+        if nbytes > most:
+            return f"has {format_bytes(nbytes)} of {what}, and {format_bytes(most)} at most are read"
+    return ""
+
+
+def _too_many(data: bytes, begin: int, end: int) -> str:
+    """As _too_large, of the JSON in data[begin:end]."""
+    for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
+        found = data.count(sign, begin, end)
+        if found > most:
+            return f"has {found} {what}, and {most} at most are read"
+    return ""
 
 
 def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
@@ -119,17 +160,7 @@ def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
 
 def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int]:
     """Where the JSON of a document that is not damaged begins and ends."""
-    end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
-    try:
-        line = _value(data[:end], memoryview(b""), path)
-    except ManifestError:
-        line = None
-    if not isinstance(line, dict) or line.get("infinity") != kind:
-        raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
-    numbers = [value for name in _NUMBERS if type(value := line.get(name)) is int and value >= 0]
-    if len(numbers) < len(_NUMBERS) or not 0 < numbers[0] < _VERSION_MAX:
-        raise DamagedFileError(path, "has a damaged first line")
-    written, json_bytes, data_bytes = numbers
+    end, (written, json_bytes, data_bytes) = _first_line(data, path, kind)
     if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):
         raise DamagedFileError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
     if end + json_bytes + data_bytes != len(data):
@@ -140,7 +171,25 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
             f"was written by a newer infinity: it has version {written}, and this infinity reads those up to "
             f"{version}. Use that infinity.",
         )
+    problem = _too_many(data, end, end + json_bytes)
+    if problem:
+        raise ManifestError(path, f"is too large to be read: it {problem}")
     return end, end + json_bytes
+
+
+def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int, int]]:
+    """Its length, and the numbers in it. Raises DamagedFileError."""
+    end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
+    try:
+        line = _value(data[:end], memoryview(b""), path)
+    except ManifestError:
+        line = None
+    if not isinstance(line, dict) or line.get("infinity") != kind:
+        raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
+    numbers = [value for name in _NUMBERS if type(value := line.get(name)) is int and value >= 0]
+    if len(numbers) < len(_NUMBERS) or not 0 < numbers[0] < _VERSION_MAX:
+        raise DamagedFileError(path, "has a damaged first line")
+    return end, (numbers[0], numbers[1], numbers[2])
 
 
 def _digest(version: int, *parts: bytes | memoryview) -> str:
@@ -167,7 +216,7 @@ def _value(text: bytes, data: memoryview, path: Path) -> Any:
         return _Unpacker(data).parse(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
-    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError, MemoryError) as error:
         raise ManifestError(path, f"has a value that cannot be read: {error}") from error
 
 
@@ -177,6 +226,13 @@ class _Packer:
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
         self._at = 0
+
+    def dump(self, value: Any) -> str:
+        """The JSON. Raises TypeError."""
+        try:
+            return json.dumps(self.pack(value, ""), allow_nan=False, separators=(",", ":"))
+        except RecursionError:
+            raise TypeError("the value is nested too deeply, or contains itself") from None
 
     def pack(self, value: Any, where: str) -> Any:
         if value is None or type(value) in (bool, int, str):
@@ -311,7 +367,8 @@ class _Unpacker:
         return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
 
     def _array(self, tagged: dict[str, Any]) -> Any:
-        dtype, data = np.dtype(str(tagged["dtype"])), self._blob(tagged)
-        if dtype.kind not in _NUMPY_KINDS:
-            raise ValueError(f"an array of {dtype}")
+        name, data = str(tagged["dtype"]), self._blob(tagged)
+        if not _NUMPY_DTYPE.fullmatch(name):
+            raise ValueError(f"an array of {name}")
+        dtype = np.dtype(name)
         return np.frombuffer(bytes(data), dtype=dtype).reshape(self._shape(tagged, dtype.itemsize, len(data))).copy()

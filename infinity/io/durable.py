@@ -55,9 +55,7 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        with act("create", aside):
-            descriptor = os.open(aside, flags, 0o600)
+        descriptor = _create(aside)
         try:
             with act("write", aside, data=data):
                 _write_fully(descriptor, data)
@@ -72,6 +70,15 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
             aside.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def _create(aside: Path) -> int:
+    """A new file. What a crash left of its name is removed and not written to: it may be a link to another file."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    if os.path.lexists(aside):
+        remove(aside)
+    with act("create", aside):
+        return os.open(aside, flags, 0o600)
 
 
 def _write_fully(descriptor: int, data: bytes) -> None:

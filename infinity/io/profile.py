@@ -6,19 +6,29 @@ One JSON file per user. It is a cache: what cannot be read is ignored with a war
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from infinity import files
+from infinity.errors import printable
 from infinity.io.devices import disk_key
+from infinity.io.schema import Name, first_problem
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
+_BYTES_MAX = 1 << 20
+_RATE_MAX = 1e15
+
+_Rate = Annotated[float, Field(gt=0, lt=_RATE_MAX, allow_inf_nan=False)]
 
 
 class DiskProfile(BaseModel):
@@ -31,40 +41,49 @@ class DiskProfile(BaseModel):
         measured: date, ISO 8601.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    read_rate: float = Field(gt=0)
-    overwrite_rate: float = Field(gt=0)
-    mixed_rate: float = Field(gt=0)
+    read_rate: _Rate
+    overwrite_rate: _Rate
+    mixed_rate: _Rate
     block_bytes: int = Field(gt=0, multiple_of=4096, le=1 << 30)
-    in_flight_bytes: int = Field(gt=0)
-    engine: str
-    path: str
-    measured: str
+    in_flight_bytes: int = Field(gt=0, le=1 << 40)
+    engine: Name
+    path: Name
+    measured: Name
 
 
 class _Profiles(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     version: int = VERSION
-    disks: dict[str, DiskProfile] = Field(default_factory=dict)
+    disks: dict[Name, DiskProfile] = Field(default_factory=dict)
 
 
 def profile_path() -> Path:
-    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache."""
+    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache. Raises OSError where no home is known."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "infinity" / "disks.json"
+    try:
+        return Path(cache).expanduser() / "infinity" / "disks.json"
+    except RuntimeError as error:  # a user without an entry in passwd, as containers have them
+        raise OSError(errno.ENOENT, "no home directory is known: set HOME or XDG_CACHE_HOME", cache) from error
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
     """All disks measured so far, by `disk_key`; empty where there is no profile, or none that this version reads."""
-    path = path or profile_path()
     try:
-        profiles = _Profiles.model_validate_json(path.read_text())
+        path = path or profile_path()
+    except OSError:  # nothing can have been left there
+        return {}
+    try:
+        profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
     except FileNotFoundError:
         return {}
-    except (OSError, ValidationError, UnicodeDecodeError) as error:
-        logger.warning("the disk profile %s is not readable (%s); run infinity-bench to make it anew", path, error)
+    except (OSError, ValidationError) as error:
+        problem = error.strerror if isinstance(error, OSError) else first_problem(error)
+        logger.warning(
+            "the disk profile %s is not readable (%s); run infinity-bench to make it anew", path, printable(problem)
+        )
         return {}
     if profiles.version != VERSION:
         logger.warning("the disk profile %s has version %d; run infinity-bench to make it anew", path, profiles.version)
@@ -92,7 +111,13 @@ def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None
     path = path or profile_path()
     disks = dict(load_profiles(path)) | {disk_key(directory): profile}
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n")
-    aside.replace(path)
+    content = json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n"
+    with tempfile.NamedTemporaryFile("w", prefix=f".{path.name}-", dir=path.parent, delete=False) as aside:
+        try:
+            aside.write(content)
+            aside.close()
+            os.replace(aside.name, path)
+        except BaseException:
+            os.unlink(aside.name)
+            raise
     return path

@@ -184,12 +184,21 @@ class _Staging:
     threads: int
 
 
+def _require_isa() -> None:
+    """Raises ConfigError where INFINITY_ISA names what this processor has not."""
+    try:
+        _native.select_isa()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def _staging(units: Sequence[Unit], config: SwapConfig, host_budget: int, *, gradients: bool) -> _Staging:
     """The memory the update's tiles are read into; `gradients`: those, too. No less for any smaller budget than for 0.
 
     A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
     last one.
     """
+    _require_isa()
     threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
     groups = [group for unit in units for group in unit.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)

@@ -198,8 +198,7 @@ def test_a_trace_that_cannot_be_made_is_refused_before_training(
 
 @pytest.mark.parametrize("steps", ["3", "0:2", "3:2", "a:b", ":", "1:-1"])
 def test_steps_to_trace_that_make_no_sense_are_refused(steps: str, job: dict[str, Any], capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        run(job | {"--trace": "trace.json", "--trace-steps": steps})
+    assert run(job | {"--trace": "trace.json", "--trace-steps": steps}) == 2
     assert "is not A:B" in capsys.readouterr().err
 
 
@@ -227,8 +226,8 @@ def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp
         ({"--config": "typo.yaml"}, "unknown key 'optimzer'; did you mean 'optimizer'?"),
         ({"--output": "model"}, "exists and is not an empty directory"),
         ({"--output": "text.txt/out"}, "cannot write to"),
-        ({"--lr": 0}, "--lr must be positive"),
-        ({"--batch-size": 0}, "--batch-size must be at least 1"),
+        ({"--lr": 0}, "--lr: must be positive"),
+        ({"--batch-size": 0}, "--batch-size: must be at least 1"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -374,6 +373,40 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "swap").exists()
+
+
+def test_a_run_that_nobody_reads_any_more_goes_on_to_its_end(job: dict[str, Any], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [
+        sys.executable,
+        "-m",
+        "infinity.cli.main",
+        "finetune",
+        *(str(part) for item in job.items() for part in item),
+    ]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the work goes on without it") == 1
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 8
+
+
+def test_lines_that_are_piped_are_plain(job: dict[str, Any], tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "infinity.cli.main",
+        "finetune",
+        *(str(part) for item in job.items() for part in item),
+    ]
+    environment = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
+    done = subprocess.run([*command, "--verify-output"], capture_output=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert b"step 8/8" in done.stdout
+    for said in (done.stdout, done.stderr):
+        assert b"\r" not in said
+        assert b"\x1b" not in said
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from infinity.errors import StoreLockedError
-from infinity.io.directory import SwapDirectory
+from infinity.errors import ConfigError, StoreLockedError
+from infinity.io.directory import LOCK_NAME, SwapDirectory
+from tests.io.test_files import bound_socket
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -72,3 +74,55 @@ def test_an_orphaned_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
     SwapDirectory(tmp_path / "swap").close()
     os.write(go[1], b"x")
     os.waitpid(child, 0)
+
+
+def test_a_lock_that_is_another_file_too_is_made_anew_and_the_other_file_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "swap").mkdir()
+    os.link(tmp_path / "precious", tmp_path / "swap" / LOCK_NAME)
+    directory = SwapDirectory(tmp_path / "swap")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "swap" / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+    with pytest.raises(StoreLockedError):
+        SwapDirectory(tmp_path / "swap")
+    directory.close()
+
+
+def symlink(path: Path) -> None:
+    path.with_name("precious").write_text("precious")
+    path.symlink_to("precious")
+
+
+def to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("put", [symlink, to_nothing, device, os.mkfifo, bound_socket, Path.mkdir])
+def test_a_lock_that_is_no_regular_file_is_refused_and_stays(put: Any, tmp_path: Path) -> None:
+    put(tmp_path / LOCK_NAME)
+    with pytest.raises(ConfigError, match="infinity.lock is no file of its own.*Remove it"):
+        SwapDirectory(tmp_path)
+    assert os.path.lexists(tmp_path / LOCK_NAME)
+    assert not (tmp_path / "nothing").exists()
+    assert not (tmp_path / "precious").exists() or (tmp_path / "precious").read_text() == "precious"
+
+
+def test_the_holder_is_named_only_by_a_number(tmp_path: Path) -> None:
+    directory = SwapDirectory(tmp_path)
+    (tmp_path / LOCK_NAME).write_text("\x1b[2Jroot")
+    with pytest.raises(StoreLockedError, match="process unknown"):
+        SwapDirectory(tmp_path)
+    directory.close()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "\udc80", "file/below"])
+def test_a_name_that_cannot_be_a_directory_is_a_config_error(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="nvme.paths: "):
+        SwapDirectory(tmp_path / name)
+    with pytest.raises(ConfigError, match="is a file"):
+        SwapDirectory(tmp_path / "file")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity import _native
+from infinity import _native, files
 from infinity.cli.job import _saved, _saved_config
 from infinity.cli.main import main
 from infinity.errors import (
@@ -180,14 +180,14 @@ def test_a_generation_whose_manifest_cannot_be_read_now_stays(
 
 def fail_reading(which: Path, patch: pytest.MonkeyPatch) -> None:
     """An I/O error for whoever reads this file."""
-    read_bytes = Path.read_bytes
+    opened = files.opened
 
-    def read(path: Path) -> bytes:
+    def failing(path: Path, **options: Any) -> Any:
         if path == which:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-        return read_bytes(path)
+        return opened(path, **options)
 
-    patch.setattr(Path, "read_bytes", read)
+    patch.setattr(files, "opened", failing)
 
 
 @pytest.mark.parametrize("headerless", [False, True])

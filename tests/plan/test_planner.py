@@ -162,3 +162,11 @@ def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("infinity.plan.planner.available_host_bytes", lambda: 2 << 20)
     with pytest.raises(PlanError, match="80% of the RAM that is available now"):
         plan(**NVME, memory={"device": "64MiB"})
+
+
+@pytest.mark.parametrize("name", ["avx9", "\x1b[31m"])
+def test_an_instruction_set_that_does_not_exist_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_ISA", name)
+    with pytest.raises(ConfigError, match="unknown instruction set") as caught:
+        plan()
+    assert str(caught.value).isprintable()

@@ -110,7 +110,9 @@ class _Memory:
     _STREAMS = ("w", "r", "m", "v", "g", "z")
 
     def __init__(self, numel: int) -> None:
-        needed = len(self._STREAMS) * numel * _STREAM_BYTES_MAX
+        # Of few elements, int8 moments are the larger ones: whole chunks of them.
+        nbytes = max(numel * _STREAM_BYTES_MAX, *(_native.moment_bytes(form.moments, numel) for form in FORMATS))
+        needed = len(self._STREAMS) * nbytes
         available = psutil.virtual_memory().available
         if needed > available * 0.9:
             raise BenchError(
@@ -118,7 +120,7 @@ class _Memory:
                 "give fewer with --numel"
             )
         self.numel = numel
-        self._arenas = {name: _native.Arena(numel * _STREAM_BYTES_MAX) for name in self._STREAMS}
+        self._arenas = {name: _native.Arena(nbytes) for name in self._STREAMS}
         for arena in self._arenas.values():
             np.frombuffer(arena.view(0, arena.nbytes), np.uint8)[:] = 0
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.bench.report import SCHEMA, VERSION
+from infinity.cli.bench.report import SCHEMA, VERSION, cell
+from infinity.echo import quoted
 from infinity.errors import BenchError
+from infinity.files import read_regular
+from infinity.strict import parse_json
+
+_FILE_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -29,40 +33,79 @@ class Change:
         return self.after / self.before
 
 
-def load_survey(path: Path) -> dict[str, Any]:
+class _Kept(BaseModel):
+    """What is read of a survey; the rest of it is ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _Side(_Kept):
+    bw_bytes: float = Field(ge=0, allow_inf_nan=False)
+
+
+class _Job(_Kept):
+    jobname: str
+    read: _Side
+    write: _Side
+    spread: float = Field(ge=0, allow_inf_nan=False)
+
+    @property
+    def rate(self) -> float:
+        return self.read.bw_bytes + self.write.bw_bytes
+
+
+class _Path(_Kept):
+    path: str
+    jobs: list[_Job]
+
+
+class SurveyFile(_Kept):
+    """A survey that was written with --json."""
+
+    paths: list[_Path]
+
+
+def load_survey(path: Path) -> SurveyFile:
     """Raises BenchError: not readable, or not a survey of this version."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise BenchError(f"cannot read {path}: {error}") from error
+        found = parse_json(read_regular(path.expanduser(), _FILE_BYTES_MAX, follow=True).decode())
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise BenchError(f"cannot read {path}: not valid JSON: {error}") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise BenchError(f"{path} is not a survey of infinity-bench (--json)")
-    if found.get("version") != VERSION:
-        raise BenchError(f"{path} has version {found.get('version')} of the schema; this infinity reads {VERSION}")
-    return found
+    version = found.get("version")
+    if version != VERSION:
+        raise BenchError(f"{path} has version {quoted(version)} of the schema; this infinity reads {VERSION}")
+    try:
+        return SurveyFile.model_validate(found)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise BenchError(f"{path} is not a survey as infinity-bench writes it: {where}: {first['msg']}") from None
 
 
-def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """The jobs that both have. Paths are matched by name, or, where each has one, with each other."""
+def compare(before: SurveyFile, after: SurveyFile) -> list[Change]:
+    """The jobs that both have, and that moved something. Paths are matched by name, or, where each has one, with each
+    other."""
     changes = []
-    for one, other in _matched(before["paths"], after["paths"]):
-        jobs = {job["jobname"]: job for job in other["jobs"]}
-        for job in one["jobs"]:
-            if job["jobname"] not in jobs:
+    for one, other in _matched(before.paths, after.paths):
+        jobs = {job.jobname: job for job in other.jobs}
+        for job in one.jobs:
+            again = jobs.get(job.jobname)
+            if again is None or not job.rate or not again.rate:
                 continue
-            pair = (job, jobs[job["jobname"]])
-            rates = [side["read"]["bw_bytes"] + side["write"]["bw_bytes"] for side in pair]
-            noise = max(side["spread"] for side in pair)
-            beyond = abs(rates[1] / rates[0] - 1) > noise
-            changes.append(Change(other["path"], job["jobname"], rates[0], rates[1], beyond))
+            beyond = abs(again.rate / job.rate - 1) > max(job.spread, again.spread)
+            changes.append(Change(other.path, job.jobname, job.rate, again.rate, beyond))
     return changes
 
 
-def _matched(before: list[Any], after: list[Any]) -> list[tuple[Any, Any]]:
+def _matched(before: list[_Path], after: list[_Path]) -> list[tuple[_Path, _Path]]:
     if len(before) == len(after) == 1:
         return [(before[0], after[0])]
-    named = {report["path"]: report for report in after}
-    return [(report, named[report["path"]]) for report in before if report["path"] in named]
+    named = {report.path: report for report in after}
+    return [(report, named[report.path]) for report in before if report.path in named]
 
 
 def print_changes(console: Console, changes: list[Change]) -> None:
@@ -75,8 +118,8 @@ def print_changes(console: Console, changes: list[Change]) -> None:
     for change in changes:
         mark = " *" if change.beyond_noise else ""
         table.add_row(
-            change.path,
-            change.job,
+            cell(change.path),
+            cell(change.job),
             f"{change.before / 1e9:.2f}",
             f"{change.after / 1e9:.2f}",
             f"{change.ratio:.2f}{mark}",

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from infinity.cli.bench.sustained import Sustained
 from infinity.cli.bench.sweep import Choice, Point
 from infinity.cli.bench.versus import Comparison
 from infinity.cli.bench.workload import PERCENTILES, Latencies, Sample, percentile
+from infinity.echo import one_line
 from infinity.io.devices import DiskFacts, MachineFacts
 from infinity.sizes import format_bytes
 
@@ -52,6 +56,11 @@ class Survey:
     paths: Sequence[PathReport]
 
 
+def cell(text: object) -> Text:
+    """As it is: `[/]` in a path is no markup."""
+    return Text(one_line(text))
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -71,7 +80,7 @@ def print_machine(console: Console, survey: Survey) -> None:
     if machine.cgroup_io_max:
         rows.append(("cgroup io.max", machine.cgroup_io_max))
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, cell(value))
     console.print(table)
 
 
@@ -81,9 +90,9 @@ def print_disk(console: Console, disk: DiskFacts) -> None:
     if disk.dio_offset_align is not None:
         align = f"memory {disk.dio_memory_align} B, offset {disk.dio_offset_align} B"
     device = " + ".join(disk.members) or disk.device or "not known"
-    table.add_row("path", str(disk.path))
-    table.add_row("file system", f"{disk.filesystem} ({disk.mount_point}), {format_bytes(disk.free_bytes)} free")
-    table.add_row("device", f"{device} {disk.model}".strip())
+    table.add_row("path", cell(disk.path))
+    table.add_row("file system", cell(f"{disk.filesystem} ({disk.mount_point}), {format_bytes(disk.free_bytes)} free"))
+    table.add_row("device", cell(f"{device} {disk.model}".strip()))
     table.add_row("direct I/O", align)
     table.add_row("NUMA node", "none" if disk.numa_node is None else str(disk.numa_node))
     if disk.write_cache:
@@ -185,7 +194,7 @@ def swap_config(reports: Sequence[PathReport]) -> str:
     block = max(choice.block_bytes for choice in choices)
     in_flight = max(choice.in_flight_bytes for choice in choices)
     rate = sum(choice.mixed_rate for choice in choices)
-    paths = ", ".join(str(report.path / "infinity-swap") for report in reports)
+    paths = ", ".join(_yaml_word(str(report.path / "infinity-swap")) for report in reports)
     return (
         f"# measured {datetime.date.today().isoformat()}: {rate / 1e9:.2f} GB/s, half reads and half writes\n"
         "weights: auto\n"
@@ -195,6 +204,11 @@ def swap_config(reports: Sequence[PathReport]) -> str:
         f"nvme: {{paths: [{paths}], engine: auto, block: {format_block(block)}, "
         f"in_flight: {format_block(in_flight)}}}\n"
     )
+
+
+def _yaml_word(text: str) -> str:
+    """In quotes where YAML needs them."""
+    return text if re.fullmatch(r"[\w/.+-]+", text) else json.dumps(text)
 
 
 # -- JSON -------------------------------------------------------------------------------------------------------------

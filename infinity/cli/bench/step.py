@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from infinity.checkpoint.load import load_config_of, require_directory_or_id
 from infinity.config import SwapConfig, load_config
 from infinity.errors import BenchError, ModelError
 from infinity.io.devices import describe_disk
@@ -141,7 +142,7 @@ def _report(steps: list[ReplayedStep], plan: Plan, options: argparse.Namespace, 
         tflops=options.tflops,
         tokens_bound=-int(-seconds * options.tflops * 1e12 // flops_per_token),
         written_tb=written * 1000 / 1e12,
-        rated_tb=options.rated_tb or _rated_tb(paths),
+        rated_tb=_rated_tb(paths) if options.rated_tb is None else options.rated_tb,
         parameters=plan.trainable_numel,
     )
 
@@ -161,16 +162,21 @@ def _rated_tb(paths: list[Path]) -> float | None:
 
 
 def _model_on_meta(name: str, dtype: str) -> Any:
-    """The model of a checkpoint's directory, a config.json or a hub id, without its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The model of a checkpoint's directory, a config.json or a hub id, without its weights. Raises ModelError."""
+    from transformers import AutoModelForCausalLM
 
-    path = Path(name)
+    path = Path(name).expanduser()
+    where = str(path.parent if path.name == "config.json" and path.is_file() else path if path.exists() else name)
+    require_directory_or_id(where)
+    config = load_config_of(where)
     try:
-        config = AutoConfig.from_pretrained(path.parent if path.name == "config.json" else name)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--model {name}: cannot load a model's configuration: {error}") from error
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    except Exception as error:  # a model's code meets values that it was not written for
+        said = " ".join(str(error).split())
+        raise ModelError(
+            f"--model {name}: cannot make the model of its config: {type(error).__name__}: {said}"
+        ) from error
     return _real_buffers(model)
 
 

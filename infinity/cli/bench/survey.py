@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,18 +25,20 @@ from infinity.cli.bench.report import (
 )
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.sustained import Minute, Sustained, sustain
-from infinity.cli.bench.sweep import Choice, Point, Sweep
+from infinity.cli.bench.sweep import Choice, Point, Sweep, most_written
 from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
 from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.io.devices import describe_disk, describe_machine
 from infinity.io.profile import DiskProfile, save_profile
-from infinity.sizes import format_bytes
+from infinity.sizes import format_bytes, round_up
 
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
 """Slow disks move less per run, so that a survey stays short."""
+_WRITTEN_SHARE = {"read": 0.0, "mixed": 0.5}
 
 
 def run_survey(options: argparse.Namespace, console: Console) -> Survey:
@@ -58,9 +61,13 @@ def conclude(survey: Survey, console: Console) -> None:
     swept = [report for report in survey.paths if report.choice is not None]
     if not swept:
         return
-    for report in swept:
-        remembered = save_profile(report.path, _profile(report, survey.engine))
-    console.print(f"\nThe planner reads these figures from {remembered}.", highlight=False)
+    try:
+        for report in swept:
+            remembered = save_profile(report.path, _profile(report, survey.engine))
+        console.print(f"\nThe planner reads these figures from {one_line(remembered)}.", markup=False, highlight=False)
+    except OSError as error:  # what was measured is worth its config all the same
+        said = f"{error.filename}: {error.strerror}"
+        console.print(f"\nThe planner cannot read these figures: {one_line(said)}", markup=False, highlight=False)
     console.print("A swap config for these disks:\n")
     console.print(swap_config(swept), markup=False, highlight=False, soft_wrap=True)
 
@@ -89,8 +96,10 @@ def _open(engine: str) -> _native.IOEngine:
 
 
 def _measure(path: Path, options: argparse.Namespace, engine: str, console: Console) -> PathReport:
-    memory = _memory_bytes()
-    file_bytes = max(options.size // memory, 1) * memory
+    memory = _memory_bytes(options.size)
+    file_bytes = options.size // memory * memory
+    fio_bytes = _fio_bytes(options, memory)
+    _announce(path, options, file_bytes, fio_bytes, console)
     with Scratch(path, file_bytes) as scratch:
         disk = describe_disk(path, file=Path(scratch.open_path), endurance=True)
         print_disk(console, disk)
@@ -103,34 +112,59 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
         choice: Choice | None = None
         sustained: Sustained | None = None
         comparisons: list[Comparison] = []
-        asked_only = options.sustained or options.vs_fio
-        sample = _sample_bytes(rig, engine)
-        if not asked_only:
-            sweep = Sweep(path, rig, sample, engine, lambda point: _say(console, point))
+        if not (options.sustained or options.vs_fio):
+            sweep = Sweep(path, rig, _sample_bytes(rig, engine), engine, lambda point: _say(console, point))
             choice, points = sweep.run(), sweep.points
             print_points(console, points)
         if options.vs_fio:
-            comparisons = _compare(scratch, rig, options, console)
+            comparisons = _compare(scratch, rig, options, fio_bytes, console)
             print_comparisons(console, comparisons)
         if options.sustained:
             load = Workload("overwrite", options.block, options.depth, file_bytes, engine)
-            sustained = sustain(
-                rig, load, options.limit_s, lambda minute: console.print(f"{minute.rate / 1e9:.2f} GB/s")
-            )
+            sustained = sustain(rig, load, options.limit_s, lambda minute: _say_minute(console, minute))
             print_sustained(console, sustained)
         with console.status("verifying"):
             verify(scratch, options.faults)
         console.print(f"verified: all {file_bytes >> 20} MiB read back as written")
-    written = _written(points, sustained, comparisons, options, file_bytes)
+    written = _written(points, sustained, file_bytes, memory)
+    written += _written_beside_fio(options.rounds, fio_bytes) if options.vs_fio else 0
     console.print(f"written to this disk: about {format_bytes(written)}", highlight=False)
     return PathReport(path, disk, points, choice, sustained, comparisons, written)
 
 
-def _compare(scratch: Scratch, rig: Rig, options: argparse.Namespace, console: Console) -> list[Comparison]:
+def _announce(path: Path, options: argparse.Namespace, file_bytes: int, fio_bytes: int, console: Console) -> None:
+    """How much will be written, before anything is."""
+    for option, given, used in (("--size", options.size, file_bytes), ("--fio-bytes", options.fio_bytes, fio_bytes)):
+        if used != given and (option == "--size" or options.vs_fio):
+            console.print(f"{option} {format_bytes(given)}: {format_bytes(used)} are used", highlight=False)
+    filled = 2 * file_bytes
+    if options.sustained:
+        longest = f"for up to {options.limit_s:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
+        wear = f"{format_bytes(filled)} and then whatever the disk takes, {longest}"
+    elif options.vs_fio:
+        wear = format_bytes(filled + _written_beside_fio(options.rounds, fio_bytes))
+    else:
+        wear = f"{format_bytes(filled + most_written(min(file_bytes, _SAMPLE_BYTES)))} at most, less on a slow disk"
+    console.print(f"will write to {one_line(path)}: {wear}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _fio_bytes(options: argparse.Namespace, memory: int) -> int:
+    """A multiple of what is moved at once, and of a read beside a write."""
+    return round_up(int(options.fio_bytes), max(memory, 2 * int(options.block)))
+
+
+def _written_beside_fio(rounds: int, fio_bytes: int) -> int:
+    """By four contenders."""
+    return int(sum(4 * rounds * _WRITTEN_SHARE.get(kind, 1.0) for kind in COMPARED) * fio_bytes)
+
+
+def _compare(
+    scratch: Scratch, rig: Rig, options: argparse.Namespace, fio_bytes: int, console: Console
+) -> list[Comparison]:
     comparisons = []
     with console.status("taking turns with fio") as status:
         for kind in COMPARED:
-            load = Workload(kind, options.block, options.depth, options.fio_bytes)
+            load = Workload(kind, options.block, options.depth, fio_bytes)
             comparisons.append(compare_with_fio(scratch, rig, load, options.rounds, status.update))
     return comparisons
 
@@ -148,42 +182,41 @@ def _say_minute(console: Console, minute: Minute) -> None:
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:
-    """So much that a run takes about 0.6 s, at most 1 GiB; a multiple of the largest block, at least four of them."""
+    """So much that a run takes about 0.6 s, at most 1 GiB or the file; a multiple of what is moved at once."""
     probe = rig.run(Workload("overwrite", 1 << 20, 16, rig.memory_bytes, engine))
-    step = 64 << 20
-    wanted = int(min(probe.rate * _SAMPLE_S, _SAMPLE_BYTES)) // step * step
+    wanted = int(min(probe.rate * _SAMPLE_S, _SAMPLE_BYTES, rig.scratch.nbytes))
     return max(wanted // rig.memory_bytes * rig.memory_bytes, rig.memory_bytes)
 
 
-def _memory_bytes() -> int:
-    """For the source and the target each: a power of two, at most an eighth of what is free."""
-    available = psutil.virtual_memory().available // 8
+def _memory_bytes(size: int) -> int:
+    """For the source and the target each: a power of two, at most the file and an eighth of what is free; 16 MiB at
+    least, a block of the largest size."""
+    most = min(psutil.virtual_memory().available // 8, size)
     memory = _MEMORY_BYTES
-    while memory > available and memory > 16 << 20:
+    while memory > most and memory > 16 << 20:
         memory //= 2
     return memory
 
 
-def _written(
-    points: list[Point],
-    sustained: Sustained | None,
-    comparisons: list[Comparison],
-    options: argparse.Namespace,
-    file_bytes: int,
-) -> int:
+def _written(points: list[Point], sustained: Sustained | None, file_bytes: int, probe_bytes: int) -> int:
     """Filling and verifying the file included."""
     samples = [(point.workload.kind, sample) for point in points for sample in point.samples]
-    shares = {"read": 0.0, "mixed": 0.5}
-    runs = sum(4 * found.rounds * shares.get(found.kind, 1.0) for found in comparisons)
+    probe = probe_bytes if points else 0
     settled = sustained.written_bytes if sustained else 0
-    return written_bytes(samples) + settled + int(runs * options.fio_bytes) + 2 * file_bytes
+    return written_bytes(samples) + settled + 2 * file_bytes + probe
 
 
-def require_directory(path: Path) -> Path:
-    """Raises BenchError unless `path` is a directory that may be written to."""
-    path = path.expanduser().absolute()
-    if not path.is_dir():
-        raise BenchError(f"--path {path}: not a directory")
-    if not os.access(path, os.W_OK):
-        raise BenchError(f"--path {path}: not writable")
-    return path
+def require_directories(paths: Sequence[Path]) -> list[Path]:
+    """Each absolute. Raises BenchError unless all are directories that may be written to; ConfigError for one that is
+    named twice."""
+    found: list[Path] = []
+    for given in paths:
+        path = given.expanduser().absolute()
+        if not path.is_dir():
+            raise BenchError(f"--path {path}: not a directory")
+        if not os.access(path, os.W_OK):
+            raise BenchError(f"--path {path}: not writable")
+        if any(path.samefile(other) for other in found):
+            raise ConfigError(f"--path {path} is named twice: each disk is measured once")
+        found.append(path)
+    return found

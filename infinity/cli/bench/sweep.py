@@ -60,6 +60,13 @@ class Choice:
     mixed_rate: float
 
 
+def most_written(sample_bytes: int) -> int:
+    """Bytes that a sweep with samples of no more than `sample_bytes` writes: all depths, all blocks, half of what the
+    finalists move, the first write, and the probe that says how large a sample is."""
+    runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2 + 1
+    return int((runs * _REPEATS + 1) * sample_bytes)
+
+
 class Sweep:
     """First the depth at 1 MiB, until more brings nothing; then the block at as many bytes in flight; then the best few
     with reads and writes mixed, which is what training does; then the first write to fresh space.
@@ -90,7 +97,7 @@ class Sweep:
         for kind in ("read", "overwrite"):
             self._find_depth(kind)
         depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
-        for block in BLOCKS:
+        for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):  # a read beside a write
             self._measure_both(block, max(min(depth * _MIDDLE_BLOCK // block, 256), _DEPTH_MIN))
         finalists = self._ranked()[:_FINALISTS]
         for block, blocks_deep in finalists:

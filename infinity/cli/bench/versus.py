@@ -24,7 +24,6 @@ from infinity.cli.bench.fio import huge_pages_for, require_fio, run_fio
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
 
-ROUNDS = 41
 COMPARED: tuple[Kind, ...] = ("read", "overwrite", "mixed")
 _REFERENCE, _AGAIN = "fio", "fio again"
 
@@ -67,7 +66,7 @@ class Comparison:
 
 
 def compare_with_fio(
-    scratch: Scratch, rig: Rig, workload: Workload, rounds: int = ROUNDS, say: Callable[[str], None] = lambda _: None
+    scratch: Scratch, rig: Rig, workload: Workload, rounds: int, say: Callable[[str], None] = lambda _: None
 ) -> Comparison:
     """Run `rounds` rounds of `workload`.
 

@@ -41,6 +41,10 @@ def test_bytes_per_parameter_are_those_of_the_design(form: Format, state_bytes: 
     assert form.memory_bytes == memory_bytes
 
 
+def test_one_parameter_is_enough(tmp_path: Path, capsys: Any) -> None:
+    assert main(["adam", "--numel", "1", "--threads", "1", "--rounds", "1"]) == 0
+
+
 def test_bad_arguments_are_named(capsys: Any) -> None:
     assert main(["adam", "--threads", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err

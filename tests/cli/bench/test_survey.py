@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.config import load_config
 from infinity.errors import BenchError
 from infinity.io.profile import profile_of
+from infinity.sizes import parse_bytes
 from tests.processes import Forked
 
 SMALL = ["--size", "32MiB"]
@@ -175,9 +177,30 @@ def test_wrong_data_end_the_command_with_a_code(
     [
         (["--path", "/nonexistent/place"], "not a directory"),
         (["--path", "{}", "--size", "1000TiB"], "less than 5 % of the disk free"),
+        (["--path", "{}", "--path", "{}", "{}/."], "is named twice"),
         (["--path", "{}", "--vs-fio", "--rounds", "0"], "at least 1"),
+        (["--path", "{}", "--size", "0"], "--size: must be between 16.00 MiB and"),
+        (["--path", "{}", "--size", "1"], "--size: must be between 16.00 MiB and"),
+        (["--path", "{}", "--size", "9" * 400], "is not a size"),
+        (["--path", "{}", "--rounds", "3"], "--rounds does nothing without --vs-fio"),
+        (["--path", "{}", "--limit-s", "3"], "--limit-s does nothing without --sustained"),
+        (["--path", "{}", "--fio-bytes", "1GiB"], "--fio-bytes does nothing without --vs-fio"),
+        (["--path", "{}", "--depth", "3"], "--depth does nothing without --sustained or --vs-fio"),
+        (["--path", "{}", "--sustained", "--limit-s", "nan"], "'nan' is not a number"),
+        (["--path", "{}", "--sustained", "--limit-s", "0"], "must be positive"),
+        (["--path", "{}", "--sustained", "--block", "12KiB"], "must be a power of two"),
+        (["--path", "{}", "--sustained", "--block", "16MiB", "--depth", "100"], "1.00 GiB in flight"),
+        (["--path", "{}", "--sustained", "--plot", "{}/x.png"], "--plot draws the sweep"),
+        (["--path", "{}", "--json", "{}"], "--json: cannot write to"),
+        (["--path", "{}", "--json", "{}/no/x.json"], "--json: cannot write to"),
+        (["--path", "{}", "--json", "{}/x", "--plot", "{}/x"], "are the same file"),
+        (["--path", "{}", "--plot", "/dev"], "--plot: cannot write to"),
+        (["--path", "{}", "--siz", "1GiB"], "unknown argument '--siz'; did you mean --size?"),
         (["step", "--model", "/nonexistent", "--config", "/nonexistent.yaml"], "cannot read the swap config"),
         (["step", "--model", "x", "--config", "x", "--tflops", "-1"], "positive"),
+        (["step", "--model", "x", "--config", "x", "--tflops", "inf"], "between 0.001 and 1e+06"),
+        (["step", "--model", "x", "--config", "x", "--rated-tb", "0"], "positive"),
+        (["adam", "--threads", "100000"], "at most 1024"),
         (["compare", "/nonexistent.json", "/nonexistent.json"], "cannot read"),
     ],
 )
@@ -187,6 +210,69 @@ def test_bad_input_is_named(
     assert main([argument.format(tmp_path) for argument in arguments]) in (1, 2)
     assert message in capsys.readouterr().err
     assert left_in(tmp_path) == []
+
+
+def test_what_will_be_written_is_said_before_and_is_not_exceeded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--path", str(tmp_path), "--size", "40MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "--size 40.00 MiB: 32.00 MiB are used" in out
+    said = re.search(r"will write to .*: ([0-9.]+ [KMG]iB) at most", out)
+    did = re.search(r"written to this disk: about ([0-9.]+ [KMG]iB)", out)
+    assert said is not None
+    assert did is not None
+    assert out.index(said[0]) < out.index("file system")
+    assert 0 < int(str(parse_bytes(did[1]))) <= int(str(parse_bytes(said[1])))
+
+
+@pytest.mark.parametrize("cache", ["~nobody.here", "/dev/null"])
+def test_a_survey_that_cannot_be_remembered_is_a_survey(
+    cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    assert main(["--path", str(tmp_path), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "The planner cannot read these figures" in out
+    assert "A swap config for these disks" in out
+    assert profile_of(tmp_path) is None
+
+
+def test_a_small_file_is_not_written_over_and_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--path", str(tmp_path), "--size", "16MiB"]) == 0
+    did = re.search(r"written to this disk: about ([0-9.]+) MiB", capsys.readouterr().out)
+    assert did is not None
+    assert float(did[1]) < 16 * 20
+
+
+def test_a_path_that_looks_like_markup_is_a_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    disk = tmp_path / "[bold]a: #, b[/]"
+    disk.mkdir(parents=True)
+    assert main(["--path", str(disk), *SMALL]) == 0
+    out = capsys.readouterr().out
+    (tmp_path / "swap.yaml").write_text(out[out.index("# measured") :])
+    assert load_config(tmp_path / "swap.yaml").nvme.paths == [disk / "infinity-swap"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("\xff", "not valid JSON"),
+        ("[]", "is not a survey"),
+        ('{"schema": "infinity-bench", "version": 1}', "paths: Field required"),
+        ('{"schema": "infinity-bench", "version": 1, "paths": 3}', "paths"),
+        ('{"schema": "infinity-bench", "version": 1, "paths": [{"path": "x", "jobs": [{}]}]}', "jobs.0.jobname"),
+        ('{"schema": "infinity-bench", "version": "\\u001b[31m", "paths": []}', r"version '\\x1b[31m'"),
+        ('{"schema": "infinity-bench", "version": 1, "paths": []}', "no job in common"),
+    ],
+)
+def test_a_file_that_is_no_survey_is_named(text: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
+    error = capsys.readouterr().err
+    assert message.replace("\\\\", "\\") in error
+    assert len(error.splitlines()) == 1
 
 
 def test_the_last_five_percent_of_a_disk_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,171 @@
+"""The options of `infinity` and `infinity-bench`: what a value may be is checked before anything slow is imported.
+
+Each function that makes a type for argparse raises argparse.ArgumentTypeError; a wrong command line is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, get_args
+
+from infinity.echo import one_line, quoted
+from infinity.errors import ConfigError, printable
+from infinity.files import require_possible
+from infinity.sizes import SIZE_MAX, format_bytes, parse_bytes
+from infinity.state.moments import OptimizerName
+
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
+SGD_MOMENTUM = 0.9
+DTYPE_NAMES = ("bf16", "fp16")
+
+STEPS_MAX = 10**12 - 1
+"""A generation's number has twelve digits."""
+SEED_MAX = 2**64 - 1
+TOKENS_MAX = 1 << 24
+"""In one backward pass, of all its sequences: more do not fit any memory."""
+
+_MESSAGE_MAX = 400
+
+
+class Parser(argparse.ArgumentParser):
+    """Knows no abbreviations: a script that uses one would change its meaning with the next option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        line = one_line(message)
+        line = line if len(line) <= _MESSAGE_MAX else f"{line[:_MESSAGE_MAX]}…"
+        raise ConfigError(f"{line} (see `{self.prog} --help`)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses the unknown ones, with the nearest one that is known: a sub-parser's are those of its command."""
+        given = sys.argv[1:] if args is None else list(args)
+        for text in given:
+            if re.fullmatch(r"--[^=]+=--", text):  # argparse makes an empty list of it
+                self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
+        known, unknown = super().parse_known_args(given, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0][:_MESSAGE_MAX]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near and name.startswith("-") else ""
+            self.error(f"unknown argument {quoted(unknown[0])}{hint}")
+        return known, unknown
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Whole numbers between two, both included."""
+
+    def parse(text: str) -> int:
+        if re.fullmatch(r"[-+]?[0-9]{1,4000}", text) is None:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number")
+        value = int(text)
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, not {_short(text)}")
+        if value > high:
+            raise argparse.ArgumentTypeError(f"must be at most {high}, not {_short(text)}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
+    """Numbers between two, both included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text) if text.isascii() and "_" not in text else math.nan
+        except ValueError:
+            value = math.nan
+        if math.isnan(value):
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
+        if low <= value <= high or (or_zero and value == 0):
+            return value
+        if value < 0 or (value == 0 and low > 0):
+            raise argparse.ArgumentTypeError(
+                f"must be positive{' or 0' if or_zero or low == 0 else ''}, not {_short(text)}"
+            )
+        raise argparse.ArgumentTypeError(f"must be between {low:g} and {high:g}, not {_short(text)}")
+
+    return parse
+
+
+def size(low: int, high: int = SIZE_MAX, *, power_of_two: bool = False) -> Callable[[str], int]:
+    """Sizes in bytes between two, both included."""
+
+    def parse(text: str) -> int:
+        try:
+            nbytes = int(str(parse_bytes(text)))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if not low <= nbytes <= high:
+            limits = f"between {format_bytes(low)} and {format_bytes(high)}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {_short(text)}")
+        if power_of_two and nbytes & (nbytes - 1):
+            raise argparse.ArgumentTypeError(f"must be a power of two, such as 1MiB, not {_short(text)}")
+        return nbytes
+
+    return parse
+
+
+def name(text: str) -> str:
+    """Of a model: a path or a hub id."""
+    try:
+        require_possible(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def path(text: str) -> Path:
+    return Path(name(text))
+
+
+def word(text: str) -> str:
+    """One of a few that argparse compares it with."""
+    if len(text) > 80:
+        raise argparse.ArgumentTypeError(f"invalid choice: {quoted(text)}")
+    return text
+
+
+def steps(text: str) -> tuple[int, int]:
+    """'A:B', both counted from 1 and included."""
+    match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not A:B with 1 <= A <= B, such as 2:6")
+    return int(match[1]), int(match[2])
+
+
+def require_file_place(option: str, place: Path | None) -> None:
+    """Raises ConfigError when nothing can be written there: said before the work, not after it. A device is written to
+    as it is, and a FIFO that somebody reads."""
+    if place is None:
+        return
+    there = place.expanduser().absolute()
+    new = not os.path.lexists(there)
+    try:
+        os.close(os.open(there, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666))
+        if new:
+            there.unlink()
+    except OSError as error:
+        why = "nobody reads this FIFO" if error.errno == errno.ENXIO else error.strerror
+        raise ConfigError(f"{option}: cannot write to {printable(place)}: {why}") from error
+
+
+def require_alone(option: str, given: object, needed: str, there: object) -> None:
+    """Raises ConfigError when an option was given that does nothing without another."""
+    if given is not None and not there:
+        raise ConfigError(f"{option} does nothing without {needed}")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else quoted(text)

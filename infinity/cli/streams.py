@@ -1,0 +1,129 @@
+"""What both programs do with their terminal: lines that go on when nobody reads them, and Ctrl-C in one line.
+
+[Note: when the reader of the output is gone]
+`infinity finetune … | head` closes the pipe while the run goes on for days: the run must not end with it. So a write
+that fails is said once on stderr, and from there on that stream goes nowhere. The exit code stays that of the work.
+`infinity checkpoint … | head` does the same without a word, for `remove` must not end half-way; where its output was
+lost for another reason than a closed pipe (a full disk), it ends with 1. infinity-bench writes to disks for nothing but
+its output: it ends, silently, with 141, as a program that SIGPIPE ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class ReaderGoneError(Exception):
+    """Nobody reads the output any more, and it was all that was asked for."""
+
+
+class Outlet:
+    """A stream whose failures are kept, not raised.
+
+    Args:
+        go_on: False: a closed pipe is a ReaderGoneError, once.
+
+    Attributes:
+        failure: the first one.
+        of_a_run: a closed pipe is worth a line; any other failure always is.
+    """
+
+    def __init__(self, stream: Any, *, go_on: bool) -> None:
+        self._stream = stream
+        self._go_on = go_on
+        self.of_a_run = False
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lose(self, error: OSError) -> None:
+        first, self.failure = self.failure is None, self.failure or error
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, self._stream.fileno())  # also what the stream holds back goes there
+        os.close(nowhere)
+        if not first:
+            return
+        closed = error.errno == errno.EPIPE
+        if closed and not self._go_on:
+            raise ReaderGoneError
+        if self is not sys.stderr and (self.of_a_run or not closed):
+            print(
+                f"the output cannot be written any more ({error.strerror}); the work goes on without it",
+                file=sys.stderr,
+            )
+
+
+@contextmanager
+def outlets(*, go_on: bool) -> Iterator[Outlet]:
+    """sys.stdout and sys.stderr as outlets; gives the first. Names that the terminal's encoding lacks are escaped."""
+    _open_what_is_closed()
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    out = Outlet(sys.stdout, go_on=go_on)
+    sys.stdout, sys.stderr = out, Outlet(sys.stderr, go_on=True)
+    try:
+        yield out
+        out.flush()
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _open_what_is_closed() -> None:
+    """`>&-` leaves a number free that the next file would get: a swap file must not be what prints go to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        if nowhere > number and not os.path.exists(f"/proc/self/fd/{number}"):
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+            nowhere = number
+        setattr(sys, name, open(nowhere, "w" if number else "r", closefd=False))  # noqa: SIM115 (as long as the process)
+
+
+@contextmanager
+def interruptible_imports() -> Iterator[None]:
+    """Ctrl-C ends the process at once, in one line: raised inside an import it would be swallowed, or reported as
+    something else. Nothing is lost, for nothing was begun."""
+    mine = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT)
+    if not mine or previous is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _quit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)

@@ -1,0 +1,53 @@
+"""What small files may say: every field typed and bounded, none unknown, nothing converted; and what is wrong with one,
+in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from infinity.errors import ManifestError, printable
+from infinity.sizes import PAGE_BYTES
+
+BYTES_MAX = 1 << 60
+COUNT_MAX = 1 << 48
+
+Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
+Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX, multiple_of=PAGE_BYTES)]
+Name = Annotated[str, Field(max_length=4096)]
+
+
+class Record(BaseModel):
+    """Data from disk: every field typed, none unknown, nothing converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def validated(model: type[_Model], value: Any, source: object) -> _Model:
+    """Raises ManifestError that names `source` and the field."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ManifestError(source, f"has a wrong value: {first_problem(error)}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong, and where."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    what = first["msg"].removeprefix("Value error, ")
+    return printable(f"{where}: {what}" if where else what)
+
+
+def require_unique(names: Iterable[Any], what: str) -> None:
+    """Raises ValueError that names the one that is there twice."""
+    seen: set[Any] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"{what} {name!r} twice")
+        seen.add(name)

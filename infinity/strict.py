@@ -1,0 +1,101 @@
+"""YAML and JSON, read strictly: a key that is given twice, or a word that two versions of YAML read differently, is
+never taken for something silently.
+
+[Note: which YAML]
+Plain scalars are those of YAML 1.2's core schema, decimal only: null, true and false, whole numbers and fractions.
+Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates, which YAML 1.1 (and PyYAML) takes
+for other values; whoever asked for a number refuses such a text. Anchors, aliases, merge keys and tags are refused: a
+swap config needs none, and a few lines of them stand for gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+from infinity.echo import one_line, quoted
+
+_DEPTH_MAX = 16
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of one YAML document. Raises ValueError: one line, with the line and column where they are known."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise ValueError(f"{one_line(problem)}{where}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from error
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError: one line."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """See the note."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (add_implicit_resolver puts a copy there)
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            self._refuse(event, "anchors (&) and aliases (*) are not used here: write the value out")
+        if getattr(event, "tag", None) is not None:
+            self._refuse(event, "tags (!) are not used here: write the value alone")
+        self._depth += 1
+        if self._depth > _DEPTH_MAX:
+            self._refuse(event, f"it is nested more than {_DEPTH_MAX} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse(key, "a key is one word")
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                self._refuse(key, f"the key {quoted(key.value)} is given twice, in lines {lines[key.value]} and {line}")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+    @staticmethod
+    def _refuse(at: Any, problem: str) -> None:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
+
+
+for _tag, _form, _begins in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),  # longer ones stay text, which no schema takes
+    ("float", r"[-+]?(?:[1-9][0-9]*|0)?(?:\.[0-9]+|(?<=[0-9])\.)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    ("float", r"[-+]?(?:[1-9][0-9]*|0)[eE][-+]?[0-9]+", list("-+0123456789")),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})\\Z"), _begins)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {quoted(double)} is given twice")
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")

@@ -1,0 +1,204 @@
+"""Every option of every command with absurd values: a result, or one line that says what is wrong. The parsers are
+walked, so a new option is tried as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import infinity
+from infinity.cli import main as infinity_main
+from infinity.cli.bench import main as bench_main
+from infinity.cli.bench import survey, sustained, sweep
+from tests.hostile.limits import failures, printed
+from tests.models import VOCABULARY, llama
+from tests.sampling import SHARE, number, seed
+
+ABSURD = [
+    "", " ", "0", "-1", "-0", "+0", "00", "9999999999999", "9" * 20, "9" * 400, "9" * 5000, "-" + "9" * 400, "1e400",
+    "1e-400", "1e-320", "nan", "-nan", "inf", "-inf", "0x10", "1_000", "٣", "½", "1e3", "1.5", "1,5", "true", "None",
+    "--", "-", "-x", "@x", "0B", "1B", "1EiB", "9999999TiB", "0MiB", "-1MiB", "12KiB", "1:2", "0:0", "2:1",
+    "1:" + "9" * 400, "a:b", ":", "/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "file", "folder", "fifo",
+    "missing", "missing/below", "file/below", "../" * 2000, "n" * 300, "n" * 100_000, "~nobody.here/x", ".",
+    "\udcff\udcfe", "\x1b[2J\x1b]0;x\x07", "[/]", "%s%n", "{}", "$(true)", "two\nlines", "💥" * 50, "\u202eexe.txt",
+    "nope", "no/pe",
+]  # fmt: skip
+_PARTS = 4
+
+
+def text_tokenizer() -> PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE(unk_token="<unk>"))
+    bpe.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<unk>"])
+    bpe.train_from_iterator(["the quick brown fox"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<unk>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the commands need: a model, text, a swap config, a survey."""
+    place = tmp_path_factory.mktemp("things")
+    llama()[0].bfloat16().save_pretrained(place / "model")
+    text_tokenizer().save_pretrained(place / "model")
+    (place / "text.txt").write_text("the quick brown fox " * 100)
+    side = {"bw_bytes": 1e9}
+    path = {"path": "/x", "jobs": [{"jobname": "a", "read": side, "write": side, "spread": 0.1}]}
+    (place / "survey.json").write_text(json.dumps({"schema": "infinity-bench", "version": 1, "paths": [path]}))
+    return place
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """(command line, its parser) of all that take options."""
+
+    def walk(line: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not inner:
+            yield line, parser
+        for action in inner:
+            for name, each in action.choices.items():
+                yield from walk(f"{line} {name}", each)
+
+    yield from walk("infinity", infinity_main.build_parser())
+    yield "infinity-bench", bench_main.build_parser()
+    yield "infinity-bench step", bench_main.build_step_parser()
+    yield "infinity-bench adam", bench_main.build_adam_parser()
+    yield "infinity-bench compare", bench_main.build_compare_parser()
+
+
+NEEDED = {
+    "infinity finetune": "--model {}/model --data {}/text.txt --config swap.yaml --output out --steps 1 "
+    "--sequence-length 8",
+    "infinity checkpoint list": "swap",
+    "infinity checkpoint verify": "swap",
+    "infinity checkpoint export": "swap --output out",
+    "infinity checkpoint remove": "swap",
+    "infinity-bench": "--path folder --size 16MiB",
+    "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
+    "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
+    "infinity-bench compare": "{}/survey.json {}/survey.json",
+}
+"""A command line that works; `{}` is where the things are."""
+BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
+WRITTEN = ("--trace", "--json", "--plot")
+"""Options that name a file to write."""
+BESIDE |= {"--block": ["--vs-fio"], "--depth": ["--vs-fio"], "--trace-steps": ["--trace", "trace.json"]}
+"""What else an option needs so that it does something."""
+LONG = ("--sustained", "--vs-fio")
+"""Minutes; with a value of one of their options that is refused, nothing."""
+
+
+def all_cases() -> list[tuple[str, str, str]]:
+    """(command, option or place of a positional, value)."""
+    found = []
+    for command, parser in parsers():
+        for action in parser._actions:
+            names = [name for name in action.option_strings if name.startswith("--")] or [action.dest]
+            takes_value = action.nargs != 0
+            found += [(command, names[0], value) for value in (ABSURD if takes_value else [""])]
+    return [case for case in found if case[1] not in LONG]
+
+
+def chosen() -> list[tuple[str, str, str]]:
+    """One value of every option, and of the rest as many as INFINITY_TESTS says."""
+    draw, cases = random.Random(seed("INFINITY_HOSTILE_SEED")), all_cases()
+    draw.shuffle(cases)
+    if SHARE == 1:
+        return cases
+    first = list({case[:2]: case for case in cases}.values())
+    return first + [case for case in cases if case not in first][: number(0, len(cases), "INFINITY_HOSTILE")]
+
+
+def test_every_command_has_a_line_that_works() -> None:
+    assert {command for command, _ in parsers()} == set(NEEDED)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_absurd_values_end_in_a_result_or_one_line(part: int, things: Path, tmp_path: Path) -> None:
+    cases = []
+    for number_of, case in enumerate(chosen()[part::_PARTS]):
+        place = tmp_path / str(number_of)
+        place.mkdir()
+        cases.append((str(things), str(place), *case))
+    assert failures(check, cases, tmp_path) == []
+
+
+def prepared(place: Path) -> None:
+    """An empty directory becomes one in which each command works."""
+    os.chdir(place)
+    Path("file").write_text("mine")
+    Path("folder").mkdir()
+    os.mkfifo("fifo")
+    config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "8MiB", "host": "64MiB"}}
+    config |= {"commit_every": 1, "nvme": {"paths": [str(place / "swap")]}}
+    Path("swap.yaml").write_text(yaml.safe_dump(config))
+
+
+def check(case: tuple[str, str, str, str, str]) -> None:
+    things, place, command, option, value = case
+    prepared(Path(place))
+    survey._MEMORY_BYTES = 16 << 20
+    sustained.sustain.__defaults__ = (lambda _: None, 0.05)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    sweep.DEPTHS, sweep.BLOCKS, sweep._REPEATS = (1, 4), (256 << 10, 1 << 20), 1
+    if command.startswith("infinity checkpoint"):
+        make_store(Path("swap"))
+    arguments = command.split()[1:]
+    needed = [word.replace("{}", things) for word in NEEDED[command].split()]
+    if option.startswith("--"):
+        if option in needed:
+            del needed[needed.index(option) : needed.index(option) + 2]
+        given = [f"{option}={value}"] if value.startswith("-") else [option, value]
+        if takes_nothing(command, option):
+            given = [option]
+        line = [*arguments, *needed, *BESIDE.get(option, []), *given]
+    else:
+        line = [*arguments, value, *needed[1:]]
+    program: Callable[[list[str]], int] = (
+        bench_main.main if command.startswith("infinity-bench") else infinity_main.main
+    )
+    with printed(Path(place)) as (_, errors):
+        try:
+            code = program(line)
+        except SystemExit as ended:  # --help
+            code = int(ended.code or 0)
+    said = errors.read_text(errors="surrogateescape")
+    assert code in (0, 1, 2), (code, said)
+    assert "Traceback" not in said, said
+    assert "\x1b" not in said
+    assert option in WRITTEN or Path("file").read_text() == "mine"
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    if code:
+        last = said.splitlines()[-1]
+        assert last.startswith("error: "), said
+        assert len(last) < 1500, last
+    if code == 0 and command == "infinity finetune" and option != "--help":
+        assert any(Path(place).rglob("report.json")) or option == "--output", "a success that made nothing"
+
+
+def takes_nothing(command: str, option: str) -> bool:
+    parser = dict(parsers())[command]
+    return any(action.nargs == 0 for action in parser._actions if option in action.option_strings)
+
+
+def make_store(place: Path) -> None:
+    """With a generation."""
+    model, batch = llama()
+    config = {"weights": "nvme", "optimizer": "nvme", "commit_every": 1, "nvme": {"paths": [str(place)]}}
+    model = infinity.offload(model, config | {"memory": {"device": "8MiB", "host": "64MiB"}})
+    optim: Any = infinity.AdamW(model.parameters(), lr=1e-3)
+    model(**batch).loss.backward()
+    optim.step()
+    infinity.close(model)
