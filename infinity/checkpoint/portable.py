@@ -20,7 +20,8 @@ import torch
 
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
-from infinity.io.manifest import Manifest, validated
+from infinity.io.manifest import Manifest
+from infinity.io.schema import validated
 from infinity.state.records import parse_body
 
 OPTIMIZER = "optimizer"

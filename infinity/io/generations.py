@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
+from infinity.io.directory import HEADER_NAME
 from infinity.io.engine import Transfer
 from infinity.io.manifest import (
     SUM_BLOCK_BYTES,
@@ -281,6 +282,7 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
         try:
             if isinstance(manifest, ManifestError):
                 raise manifest
+            _require_of(store, manifest)
             _require_provable(store, manifest)
             return use(manifest)
         except ResumeError as error:
@@ -298,6 +300,16 @@ def _require_readable(manifest: Manifest | ManifestError) -> None:
         raise ResumeError(
             f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
         ) from manifest
+
+
+def _require_of(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ManifestError where a manifest says of the store what its headers do not say."""
+    mine, its = (
+        each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
+    )
+    if its is not None and its != mine:
+        path = store.directories[0].generation_path(manifest.step)
+        raise ManifestError(path, f"is of a store that lies on its disks in another way than {HEADER_NAME} says")
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:
