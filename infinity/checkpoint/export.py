@@ -74,6 +74,7 @@ def export_checkpoint(
         folder.mkdir()
         _write_states(folder, generation, max_shard_size)
         portable.write_training_state(aside, generation.manifest)
+        portable.write_checksums(aside)
         put_in_place(aside, target)
     return generation.manifest.step
 
