@@ -168,11 +168,12 @@ class Generations:
         Raises:
             NewerVersionError: a newer infinity wrote one of them, whichever is asked for.
             ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
-                proves a header that was rebuilt.
+                proves a header that was rebuilt. Or a swap file has another name, too.
             SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
                 before, and so is the disk but for rebuilt headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
+        self._store.require_sole_names()
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
@@ -289,6 +290,7 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    wrong = "; ".join([wrong, *store.rebuilt])
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
 
 
