@@ -49,6 +49,14 @@ class GroupRecord(Record):
     moments: Literal["fp32", "bf16", "int8"]
     numel: Count
 
+    @model_validator(mode="after")
+    def _sound(self) -> GroupRecord:
+        """state/dtypes.py says which masters a dtype has."""
+        masters = {"float32": ("weight",), "float16": ("fp32",)}.get(self.dtype, ("split16", "fp32", "none"))
+        if self.master not in masters:
+            raise ValueError(f"{self.dtype} weights with a {self.master} master")
+        return self
+
 
 class ParameterRecord(Record):
     """A parameter: elements [offset, offset + numel) of its group.

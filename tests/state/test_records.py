@@ -136,6 +136,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "grad norm a string": (optimizer("last_grad_norm", "nan"), "last_grad_norm"),
     "dtype unknown": (model("groups", 0, "dtype", "float8"), r"model\.groups\.0\.dtype"),
+    "master of another dtype": (model("groups", 0, "dtype", "float16"), "float16 weights with a split16 master"),
     "group twice": (model("groups", 1, "group", 0), "the group .* twice"),
     "group too large": (model("groups", 0, "numel", 1024), "has 1024 elements instead of 768"),
     "group negative": (model("groups", 0, "numel", -1), "greater than or equal to 0"),

@@ -1,0 +1,102 @@
+"""What hostile input may cost: seconds, 500 MB, and never a traceback. Cases run in processes forked from one that has
+imported everything (tests/processes.py), many in each; one that dies or hangs is named, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import InfinityError
+from tests.processes import Forked
+
+MEMORY_BYTES = 500_000_000
+"""More than before the case, at its peak."""
+
+_SECONDS = 60
+"""After which a case counts as hanging, on a machine with other work."""
+_ADDRESSES_BYTES = 16 << 30
+"""Beyond what the process has: what would take all memory gets a MemoryError before the machine suffers."""
+
+Check = Callable[[Any], object]
+
+
+def failures(check: Check, cases: Sequence[Any], directory: Path) -> list[str]:
+    """What went wrong with which case; empty when each ended in a result or a typed error within the limits.
+
+    Args:
+        check: does something with a case; an InfinityError is as good as a result, anything else raised is not. Must be
+            of a module, and the cases picklable.
+        directory: for the list of outcomes.
+    """
+    outcomes, wrong = directory / "outcomes", []
+    begin = 0
+    while begin < len(cases):
+        outcomes.write_text("")
+        process = Forked(_run, check, list(cases[begin:]), str(outcomes))
+        out, _ = process.finished(within_s=_SECONDS * (len(cases) - begin) + 60)
+        lines = [json.loads(line) for line in outcomes.read_text().splitlines()]
+        wrong += [f"{cases[begin + at]!r:.300}: {line}" for at, line in enumerate(lines) if line]
+        begin += len(lines)
+        if begin < len(cases):
+            wrong.append(f"{cases[begin]!r:.300}: ended the process with {process.returncode}; {out[-1000:]}")
+            begin += 1
+    return wrong
+
+
+def _run(check: Check, cases: list[Any], outcomes: str) -> None:
+    """In the new process."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES_BYTES, used + _ADDRESSES_BYTES))
+    with open(outcomes, "a", buffering=1) as file:
+        for case in cases:
+            signal.alarm(_SECONDS)  # not handled: ends the process
+            print(json.dumps(_outcome(check, case)), file=file)
+        signal.alarm(0)
+
+
+def _outcome(check: Check, case: Any) -> str:
+    """What is wrong with it; "" when nothing is."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this case
+    before = _memory("VmRSS")
+    try:
+        check(case)
+    except InfinityError:
+        pass
+    except BaseException:
+        return traceback.format_exc(limit=-6)
+    grown = _memory("VmHWM") - before
+    return f"took {grown / 1e6:.0f} MB" if grown > MEMORY_BYTES else ""
+
+
+def _memory(kind: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
+
+
+@contextlib.contextmanager
+def printed(directory: Path) -> Any:
+    """What a program prints meanwhile, to descriptors 1 and 2: paths of the two files."""
+    files = directory / "stdout", directory / "stderr"
+    kept = [os.dup(number) for number in (1, 2)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        for number, file in zip((1, 2), files, strict=True):
+            descriptor = os.open(file, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        yield files
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
