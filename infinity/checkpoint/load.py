@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -61,8 +62,8 @@ def load_pretrained(
         The offloaded model, in training mode.
 
     Raises:
-        ModelError: there is no such model, it is not a causal language model (with the default class), or tensors
-        are missing.
+        ModelError: there is no such model, it is not a causal language model (with the default class), or its files
+        are damaged, incomplete, or not those of its config.
         others: as infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
@@ -72,6 +73,7 @@ def load_pretrained(
     copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
     if copy is not None:
         copy.verify()
+    require_directory_or_id(str(path))
     if model_class is None:
         from transformers import AutoModelForCausalLM
 
@@ -89,15 +91,60 @@ def load_pretrained(
     return model
 
 
-def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
+def require_directory_or_id(path: str) -> bool:
+    """Whether a model is in a directory; otherwise it may be one of the hub's.
+
+    Raises:
+        ModelError: there is no such directory, and the hub has no such names.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if Path(path).expanduser().is_dir():
+        return True
+    if Path(path).expanduser().exists():
+        raise ModelError(f"'{path}' is a file: name the directory of the model, with its config.json and its weights")
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        raise ModelError(f"there is no directory '{path}', and the Hugging Face hub has no such names") from None
+    return False
+
+
+def _cannot_load(path: str, error: Exception) -> ModelError:
+    """What to raise for an error of the libraries that read models: each raises others, of every kind."""
+    directory = Path(path).expanduser()
+    where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
+    damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not _opens(file)), "")
+    said = " ".join(str(error).split()) or type(error).__name__
+    return ModelError(f"cannot load a model from '{path}': {where}{damaged}{said}")
+
+
+def _opens(file: Path) -> bool:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def load_config_of(path: str, **options: Any) -> Any:
+    """The config of a model, as transformers makes it. Raises ModelError."""
     from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, **options)
+    except Exception as error:
+        raise _cannot_load(path, error) from error
+
+
+def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     options = {key: kwargs[key] for key in ("revision", "token", "trust_remote_code", "subfolder") if key in kwargs}
-    try:
-        config = AutoConfig.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load a model from '{path}': {error}") from error
+    config = load_config_of(path, **options)
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     architectures = config.architectures or []
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -140,23 +187,41 @@ def _on_meta(
     """The model with its parameters on meta and buffers real, and where each value is."""
     from accelerate.hooks import remove_hook_from_submodules
 
-    noise = logging.getLogger("accelerate.big_modeling")  # says that parameters are on meta: they are meant to be
-    level = noise.level
-    noise.setLevel(logging.ERROR)
     try:
-        model = model_class.from_pretrained(
-            path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **kwargs
-        )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load a model from '{path}': {error}") from error
-    finally:
-        noise.setLevel(level)
+        with _quiet():
+            model = model_class.from_pretrained(
+                path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **kwargs
+            )
+    except Exception as error:
+        raise _cannot_load(path, error) from error
     loader = _weights_loader(model)
+    model.tie_weights()
+    _require_complete(model, loader, path)
     remove_hook_from_submodules(model)
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # what dispatching planted
     model.tie_weights()
     return model, _source(model, loader, path)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without accelerate's line about parameters on meta, which are meant to be there, and without progress bars where
+    nobody sees them move."""
+    from transformers.utils import logging as hf_logging
+
+    noise = logging.getLogger("accelerate.big_modeling")
+    level = noise.level
+    bars = hf_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    noise.setLevel(logging.ERROR)
+    if bars:
+        hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        noise.setLevel(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def _weights_loader(model: nn.Module) -> Any:
@@ -170,25 +235,56 @@ def _weights_loader(model: nn.Module) -> Any:
     raise ModelError("transformers did not leave the weights on disk; is the checkpoint in safetensors format?")
 
 
-def _source(model: nn.Module, loader: Any, path: str) -> Source:
-    from safetensors import safe_open
-
+def _names(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter: a tied one has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    aliases = {name: same for same in names.values() for name in same}
+    return list(names.values())
+
+
+def _require_complete(model: nn.Module, loader: Any, path: str) -> None:
+    """Raises ModelError where parameters have no tensor."""
+    missing = [same[0] for same in _names(model) if not any(name in loader.index or name in loader for name in same)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
+            "config.json its own?"
+        )
+
+
+def _source(model: nn.Module, loader: Any, path: str) -> Source:
+    aliases = {name: same for same in _names(model) for name in same}
 
     def read(name: str) -> torch.Tensor:
         for alias in [name, *aliases.get(name, [])]:
             entry = loader.index.get(alias)
             if entry is not None and entry.get("safetensors_file"):
-                # Opened per tensor, so that its pages leave with the mapping.
-                with safe_open(entry["safetensors_file"], framework="pt", device="cpu") as file:
-                    tensor: torch.Tensor = file.get_tensor(entry.get("weight_name", alias))
-                    return tensor
+                return _floating(_tensor_of(entry["safetensors_file"], entry.get("weight_name", alias)), name, path)
             if alias in loader:
-                stored: torch.Tensor = loader[alias]
-                return stored
+                return _floating(loader[alias], name, path)
         raise ModelError(f"'{path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
 
     return read
+
+
+def _tensor_of(file: str, name: str) -> torch.Tensor:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # Opened per tensor, so that its pages leave with the mapping.
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: '{name}' cannot be read: {error}. Is the file complete?") from error
+
+
+def _floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise ModelError(
+            f"'{path}' has '{name}' as {tensor.dtype}: a quantized checkpoint cannot be trained. Give the model in "
+            "bf16, fp16 or fp32."
+        )
+    return tensor

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import infinity
 from infinity.schedule import registry
@@ -138,8 +139,86 @@ def test_a_model_that_is_not_causal_is_refused(build: Callable[..., Any], loaded
 
 
 def test_a_missing_model_is_named(loaded: Any, tmp_path: Path) -> None:
-    with pytest.raises(infinity.ModelError, match="cannot load a model from .*nowhere"):
+    with pytest.raises(infinity.ModelError, match="there is no directory '.*nowhere'"):
         loaded(tmp_path / "nowhere")
+
+
+def test_an_id_that_the_hub_may_have_is_asked_for_there(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("no connection")
+
+    monkeypatch.setattr(hf.AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(infinity.ModelError, match="'nope': there is no such directory, and .* hub: no connection"):
+        loaded(Path("nope"))
+
+
+def _truncate(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 60_000)
+
+
+def _empty(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 0)
+
+
+def _drop_a_tensor(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def _quantize(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def _take_the_config_of_another(model: Path) -> None:
+    gpt2()[0].config.save_pretrained(model)
+
+
+def _configure(**values: Any) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_truncate, "model.safetensors: .*incomplete"),
+        (_empty, "model.safetensors: .*header too small"),
+        (_drop_a_tensor, "has no tensor for parameter 'model.layers.1.mlp.up_proj.weight'; is the checkpoint complete"),
+        (_quantize, "'model.norm.weight' as torch.int8: a quantized checkpoint"),
+        (_take_the_config_of_another, "no tensor for parameter 'transformer.* and .* more; .* config.json its own"),
+        (_configure(hidden_size="x"), "cannot load a model from .*hidden_size"),
+        (_configure(num_attention_heads=7), "cannot load a model from .*attention heads"),
+        (_configure(hidden_size=32), "is .* in the checkpoint and .* in the model"),
+    ],
+)
+def test_a_damaged_model_is_named(damage: Callable[[Path], None], message: str, loaded: Any, tmp_path: Path) -> None:
+    llama()[0].save_pretrained(tmp_path / "in")
+    damage(tmp_path / "in")
+    with pytest.raises(infinity.ModelError, match=message) as caught:
+        loaded(tmp_path / "in")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "swap").exists()
+
+
+def test_a_file_instead_of_a_model_is_named(loaded: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(infinity.ModelError, match="is a file: name the directory"):
+        loaded(tmp_path / "model.gguf")
+
+
+def test_where_no_terminal_is_loading_prints_no_bar(loaded: Any, tmp_path: Path, capfd: Any) -> None:
+    llama()[0].save_pretrained(tmp_path / "in")
+    capfd.readouterr()
+    hf.utils.logging.enable_progress_bar()
+    loaded(tmp_path / "in")
+    assert "\r" not in capfd.readouterr().err
+    assert hf.utils.logging.is_progress_bar_enabled()
 
 
 def test_a_swap_directory_that_cannot_be_made_is_named(swap_config: Any, tmp_path: Path) -> None:
