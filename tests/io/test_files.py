@@ -13,7 +13,9 @@ import pytest
 
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.io import document, files
-from infinity.io.profile import load_profiles
+from infinity.io.profile import load_profiles, save_profile
+from infinity.runtime.trace import require_writable
+from tests.io.test_store import measured
 
 Put = Callable[[Path], None]
 
@@ -142,3 +144,28 @@ def test_a_file_of_a_newer_version_is_named_as_such_whatever_its_size(tmp_path: 
     path.write_bytes(b"".join(document.write("generation", {}, 3)))
     with pytest.raises(NewerVersionError):
         document.read(path, "generation", 2)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_what_is_written_anew_is_no_other_files_content(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    path, precious = tmp_path / "file", tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("file", "file.aside", f"file.{os.getpid()}.tmp"):
+        link(precious, tmp_path / name)
+    save_profile(tmp_path, measured(1e9, tmp_path), path)
+    assert not path.is_symlink()
+    require_writable(path)
+    with files.replacing(path) as file:
+        file.write("new")
+    assert path.read_text() == "new"
+    assert precious.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_could_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), files.replacing(path) as file:
+        file.writelines(["new", 1])  # type: ignore[list-item]
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
