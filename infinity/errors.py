@@ -80,6 +80,10 @@ class ResumeError(InfinityError):
     """There is nothing to resume, or it does not go with the model, the optimizer or the config. Says what differs."""
 
 
+class NoStoreError(ResumeError):
+    """The directory holds no store."""
+
+
 class DirtyStoreError(ResumeError):
     """The store was updated in place (commit_every: 0): its states are of no step."""
 

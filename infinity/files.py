@@ -1,5 +1,5 @@
-"""Opening small files that anybody may have put there: only regular ones, and no more of them than their reader wants.
-And the names of files that anybody may give.
+"""Opening small files that anybody may have put there: only regular ones, and no more of them than their reader wants;
+writing files that nothing depends on; and the names of files that anybody may give.
 
 A FIFO, a device or a socket in a file's place would hang its reader or feed it without end. What a file is, is asked of
 the open descriptor: a path may name something else the next time it is looked at.
@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from infinity.echo import quoted
 from infinity.sizes import format_bytes
@@ -104,3 +106,33 @@ def require_possible(name: str) -> None:
         Path(name).expanduser()
     except RuntimeError as error:
         raise ValueError(f"{quoted(name)}: there is no such user, or no home is known") from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A new file, which takes the place of `path` when the block ends without an error. What has that name now, or any
+    other, is never written to: it may be a link to something else.
+
+    Raises:
+        OSError: it cannot be written; `path` is as it was.
+    """
+    aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
+    try:
+        with aside.open("x", encoding="utf-8") as file:
+            yield file
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises OSError where replacing() would."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
+    aside.touch(exist_ok=False)
+    aside.unlink()

@@ -15,7 +15,9 @@ from infinity import files
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.files import require_possible
 from infinity.io import document
-from infinity.io.profile import load_profiles
+from infinity.io.profile import load_profiles, save_profile
+from infinity.runtime.trace import require_writable
+from tests.io.test_store import measured
 
 Put = Callable[[Path], None]
 
@@ -155,3 +157,28 @@ def test_names_that_no_file_can_have_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", [".", "/", "n" * 255, "ü" * 127, "x/" * 1000, "~", "a b\n\x1b"])
 def test_other_names_are_left_to_the_file_system(name: str) -> None:
     require_possible(name)
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_what_is_written_anew_is_no_other_files_content(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    path, precious = tmp_path / "file", tmp_path / "precious"
+    precious.write_text("precious")
+    for name in ("file", "file.aside", f"file.{os.getpid()}.tmp"):
+        link(precious, tmp_path / name)
+    save_profile(tmp_path, measured(1e9, tmp_path), path)
+    assert not path.is_symlink()
+    require_writable(path)
+    with files.replacing(path) as file:
+        file.write("new")
+    assert path.read_text() == "new"
+    assert precious.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_could_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(TypeError), files.replacing(path) as file:
+        file.writelines(["new", 1])  # type: ignore[list-item]
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

@@ -40,7 +40,8 @@ def offload_from_checkpoint(
 
     Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
     infinity.track, which returns how many steps are done. Where the config keeps masters and moments as the run did,
-    what follows has the bits of a run that never stopped, wherever they are placed.
+    what follows has the bits of a run that never stopped, wherever they are placed. All of the copy is read once and
+    compared with its checksums first.
 
     Args:
         model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
@@ -56,6 +57,7 @@ def offload_from_checkpoint(
         others: as infinity.offload.
     """
     copy = Portable(Path(directory).expanduser())
+    copy.verify()
     return carry_on(
         model,
         copy,

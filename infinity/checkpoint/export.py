@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from infinity import _native
 from infinity.checkpoint import portable
 from infinity.checkpoint.aside import put_in_place, written_aside
-from infinity.checkpoint.generation import StoredGeneration, chunks, dtype_of, newest_whole, numel_of, opened
-from infinity.checkpoint.save import Tensors, revert_of, write_configs, write_weights
+from infinity.checkpoint.generation import StoredGeneration, chunks, dtype_of, newest_whole, opened
+from infinity.checkpoint.recorded import RecordedModel
+from infinity.checkpoint.save import Tensors, write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, ManifestError
+from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of, scales_of
-from infinity.state.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
+from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ def export_checkpoint(
         portable.write_training_state(aside, generation.manifest)
         if also is not None:
             also(aside, generation.body.tracked)
+        portable.write_checksums(aside)
         put_in_place(aside, target)
     return generation.manifest.step
 
@@ -92,24 +94,19 @@ def _warn_without_optimizer(generation: StoredGeneration) -> None:
 
 def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
     record = generation.body.model
-    model = _on_meta(record)
+    model = RecordedModel(record, generation.source)
     parts = _Parts(generation, model)
-    numel = sum(numel_of(parameter) for parameter in record.parameters)
+    numel = sum(parameter.numel for parameter in record.parameters)
     write_weights(directory, parts.meta, parts.values, numel, max_shard_size)
-    if model is not None:
-        write_configs(model, directory)
-        return
-    for name, text in (("config", record.config), ("generation_config", record.generation_config)):
-        if text is not None:
-            (directory / f"{name}.json").write_text(text)
+    model.write_configs(directory)
 
 
 class _Parts:
     """The tensors of a generation's model, unit by unit and then the buffers."""
 
-    def __init__(self, generation: StoredGeneration, model: nn.Module | None) -> None:
+    def __init__(self, generation: StoredGeneration, model: RecordedModel) -> None:
         self._generation = generation
-        self._revert = revert_of(model)
+        self._model = model
         self._buffers: Tensors = generation.body.buffers
 
     def meta(self) -> Iterator[Tensors]:
@@ -119,41 +116,15 @@ class _Parts:
             dtype = dtype_of(groups[parameter.unit, parameter.group])
             units[parameter.unit][parameter.name] = _empty(parameter.shape, dtype)
         for part in units.values():
-            yield self._revert(part)
+            yield self._model.revert(part)
         if self._buffers:
-            yield self._revert({name: buffer.to("meta") for name, buffer in self._buffers.items()})
+            yield self._model.revert({name: buffer.to("meta") for name, buffer in self._buffers.items()})
 
     def values(self) -> Iterator[Tensors]:
         for unit in self._generation.units:
-            yield self._revert(self._generation.weights(unit))
+            yield self._model.revert(self._generation.weights(unit))
         if self._buffers:
-            yield self._revert(self._buffers)
-
-
-def _on_meta(record: ModelRecord) -> nn.Module | None:
-    """The model a generation is of, on the meta device; None when it is not one of transformers' own."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    values = json.loads(record.config) if record.config is not None else {}
-    model_class: Any = getattr(transformers, record.class_name, None)
-    if values.get("model_type") not in CONFIG_MAPPING or not isinstance(model_class, type):
-        return None
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    with torch.device("meta"):
-        model: nn.Module = model_class(config)
-    if record.generation_config is not None:
-        generation = transformers.GenerationConfig.from_dict(json.loads(record.generation_config))
-        model.generation_config = generation
-    dtypes = {(group.unit, group.group): dtype_of(group) for group in record.groups}
-    trained = {
-        name: dtypes[parameter.unit, parameter.group]
-        for parameter in record.parameters
-        for name in (parameter.name, *parameter.aliases)
-    }
-    for name, weight in model.named_parameters():
-        weight.data = weight.data.to(trained.get(name, weight.dtype))
-    return model
+            yield self._model.revert(dict(self._buffers))
 
 
 @dataclass(frozen=True)
@@ -172,12 +143,16 @@ class _Tensor:
 
     @property
     def shape(self) -> list[int]:
-        return [blocks_of(numel_of(self.parameter))] if self.scales else self.parameter.shape
+        return [blocks_of(self.parameter.numel)] if self.scales else self.parameter.shape
 
 
 def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
     optimizers = generation.body.optimizers
     wanted = [(group, _tensors(generation, group, optimizers)) for group in generation.trained_groups()]
+    try:
+        require_unique((tensor.name for _, tensors in wanted for tensor in tensors), "the optimizer's tensor")
+    except ValueError as error:
+        raise ManifestError(generation.source, f"has {error}") from None
     shapes = {tensor.name: _empty(tensor.shape, torch.float32) for _, tensors in wanted for tensor in tensors}
     pieces = (
         piece
@@ -215,7 +190,7 @@ def _pieces(
     here = [
         tensor
         for tensor in tensors
-        if tensor.parameter.offset < begin + numel and begin < tensor.parameter.offset + numel_of(tensor.parameter)
+        if tensor.parameter.offset < begin + numel and begin < tensor.parameter.offset + tensor.parameter.numel
     ]
     for state in sorted({tensor.state for tensor in here}):
         values, scales = _decode(generation, group, state, begin, numel)
@@ -223,7 +198,7 @@ def _pieces(
             if tensor.state != state:
                 continue
             offset = tensor.parameter.offset
-            first, last = max(begin, offset), min(begin + numel, offset + numel_of(tensor.parameter))
+            first, last = max(begin, offset), min(begin + numel, offset + tensor.parameter.numel)
             if tensor.scales:
                 blocks = slice(blocks_of(first - begin), blocks_of(last - begin))
                 yield tensor.name, blocks_of(first - offset), scales[blocks]
@@ -253,8 +228,16 @@ def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
-    return value.tolist() if isinstance(value, torch.Tensor | np.generic | np.ndarray) else value
+    """As JSON has it; what JSON has no form of, in words."""
+    if isinstance(value, torch.Tensor | np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -24,6 +24,8 @@ CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
 """Elements of a state in memory at a time: borders of all formats are multiples of 4 KiB."""
 
 _VERIFY_BYTES = 16 << 20
+_STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
+"""What a generation has of a group; of a frozen one the first alone."""
 
 
 @contextmanager
@@ -75,15 +77,18 @@ class StoredGeneration:
     Args:
         store: open, with the manifest's run in it.
 
+    Attributes:
+        source: the manifest's path, for messages.
+
     Raises:
         ManifestError: the manifest does not go together with itself or the store.
     """
 
     def __init__(self, store: SwapStore, manifest: Manifest) -> None:
         self._store = store
-        self._source = store.directories[0].generation_path(manifest.step)
+        self.source = store.directories[0].generation_path(manifest.step)
         self.manifest = manifest
-        self.body = parse_body(manifest.body, self._source)
+        self.body = parse_body(manifest.body, self.source)
         self._extents = {(extent.unit, extent.group, extent.state): extent for extent in extents_of(manifest)}
         self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
         for parameter in self.body.model.parameters:
@@ -94,24 +99,31 @@ class StoredGeneration:
         self._require_sound()
 
     def _require_sound(self) -> None:
-        for extent in self._extents.values():
+        groups = {(group.unit, group.group): group for group in self.body.model.groups}
+        for (unit, index, state), extent in self._extents.items():
             if extent.offset + extent.nbytes > self._store.nbytes:
-                raise ManifestError(self._source, f"places {extent.state} of unit '{extent.unit}' outside the store")
-        for group in self.body.model.groups:
+                raise ManifestError(self.source, f"places {state} of unit '{unit}' outside the store")
+            group = groups.get((unit, index))
+            if group is None or state not in (_STATES if group.trainable else _STATES[:1]):
+                raise ManifestError(self.source, f"has {state} of unit '{unit}' (group {index}), which has none")
+        for group in groups.values():
             self._require_room(group, "weight", group.numel * dtype_of(group).itemsize)
             if group.trainable:
                 self._require_room(group, "residual", group.numel * residual_itemsize(group.master))
-            for parameter in self._parameters.get((group.unit, group.group), []):
-                if parameter.offset + numel_of(parameter) > group.numel:
-                    raise ManifestError(self._source, f"places '{parameter.name}' outside its group")
-        known = {(group.unit, group.group) for group in self.body.model.groups}
-        if len(known) != len(self.body.model.groups) or not self._parameters.keys() <= known:
-            raise ManifestError(self._source, "has groups of parameters that do not go together")
+        self._require_facts()
+
+    def _require_facts(self) -> None:
+        """The forms of the states are said twice. Old manifests say once what the config asked for."""
+        for name in ("master", "moments"):
+            fact = self.manifest.facts.get(name)
+            forms = {getattr(group, name) for group in self.trained_groups()}
+            if isinstance(fact, list) and set(fact) != forms:
+                raise ManifestError(self.source, f"says that {name} is {fact}, and its groups have {sorted(forms)}")
 
     def _require_room(self, group: GroupRecord, state: str, nbytes: int) -> None:
         extent = self._extents.get((group.unit, group.group, state))
         if nbytes > (extent.nbytes if extent else 0):
-            raise ManifestError(self._source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
+            raise ManifestError(self.source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
 
     def require_whole(self) -> None:
         """Raises ResumeError that names what is damaged."""
@@ -136,7 +148,7 @@ class StoredGeneration:
             dtype = dtype_of(group)
             flat = self._read(group, "weight", 0, group.numel * dtype.itemsize).view(dtype)
             for parameter in self.parameters(group):
-                part = flat[parameter.offset : parameter.offset + numel_of(parameter)]
+                part = flat[parameter.offset : parameter.offset + parameter.numel]
                 result[parameter.name] = part.view(parameter.shape)
         return result
 
@@ -164,7 +176,7 @@ class StoredGeneration:
         """Bytes [at, at + nbytes) of a state; `at` is a multiple of 4 KiB."""
         extent = self._extents.get((group.unit, group.group, state))
         if extent is None or at + nbytes > extent.nbytes:
-            raise ManifestError(self._source, f"has no {state} of unit '{group.unit}' (group {group.group})")
+            raise ManifestError(self.source, f"has no {state} of unit '{group.unit}' (group {group.group})")
         whole = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         memory = _native.Arena(whole, huge_pages=False).view(0, whole)
         self._store.read(extent, memory, at=at, io_class="states").result()
@@ -180,7 +192,3 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 def dtype_of(group: GroupRecord) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, group.dtype)
     return dtype
-
-
-def numel_of(parameter: ParameterRecord) -> int:
-    return torch.Size(parameter.shape).numel()

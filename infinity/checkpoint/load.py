@@ -71,6 +71,8 @@ def load_pretrained(
         resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
+    if copy is not None:
+        copy.verify()
     require_directory_or_id(str(path))
     if model_class is None:
         from transformers import AutoModelForCausalLM

@@ -6,28 +6,45 @@ optimizer/optimizer*.safetensors      fp32, of the parameters' shapes: "<paramet
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
 optimizer/optimizer.safetensors.index.json    where each is; classes, hyperparameters and steps of the optimizers
 training-state.infinity               what else a run needs to go on: the manifest without places (io/manifest.py)
+SHA256SUMS                            of all of these files, for `sha256sum --check`; older copies have none
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
-from collections.abc import Sequence
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 
+from infinity import files
+from infinity.checkpoint.shards import index_name
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
-from infinity.io.manifest import Manifest, validated
+from infinity.io.manifest import Manifest
+from infinity.io.schema import Name, validated
 from infinity.state.records import parse_body
+
+logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
 """The folder of the optimizer's tensors, and the stem of their files."""
 
 STATE_NAME = "training-state.infinity"
+SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
+_INDEX_BYTES_MAX = 256 << 20
+_HASHED_BYTES = 4 << 20
+_THREADS_MAX = 4
+_SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
 _STORED = {"sum": "exp_avg_sq", "momentum_buffer": "exp_avg"}
 
 
@@ -52,7 +69,37 @@ def write_training_state(directory: Path, manifest: Manifest) -> None:
     """Raises OSError."""
     placeless = dict(manifest) | {"extents": [], "sums": None}
     del placeless["store"]
-    (directory / STATE_NAME).write_bytes(b"".join(document.write(_KIND, placeless)))
+    try:
+        parts = document.write(_KIND, placeless)
+    except TypeError as error:  # it could be read, and is larger or deeper than what can be written
+        raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
+    (directory / STATE_NAME).write_bytes(b"".join(parts))
+
+
+def write_checksums(directory: Path) -> None:
+    """Of every file that is there. Raises OSError."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    lines = [f"{digest}  {path.relative_to(directory).as_posix()}\n" for path, digest in _digests(paths)]
+    (directory / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
+
+
+def _digests(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
+    """The SHA-256 of each file, a few at the same time. Raises OSError."""
+    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+        yield from zip(paths, pool.map(_digest, paths), strict=True)
+
+
+def _digest(path: Path) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_HASHED_BYTES)
+    with files.opened(path, follow=True) as (descriptor, nbytes):
+        at = 0
+        while at < nbytes:
+            read = os.preadv(descriptor, [buffer], at)
+            if not read:
+                break  # it was cut meanwhile
+            digest.update(memoryview(buffer)[: min(read, nbytes - at)])
+            at += read
+    return digest.hexdigest()
 
 
 class Portable:
@@ -65,14 +112,60 @@ class Portable:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         path = directory / STATE_NAME
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ResumeError(
                 f"{directory} is no portable copy of a run (there is no {STATE_NAME}); make one with `infinity "
                 "checkpoint export`, or load it as a model, without its training state"
             )
-        self.manifest = validated(Manifest, document.read(path, _KIND), path)
+        self.manifest = validated(Manifest, document.read(path, _KIND, follow=True), path)
         self.body = parse_body(self.manifest.body, path)
-        self._files = _weight_map(directory / OPTIMIZER / f"{OPTIMIZER}.safetensors.index.json")
+        self._files = _weight_map(directory / OPTIMIZER / index_name(OPTIMIZER))
+
+    def verify(self) -> None:
+        """Read all of the copy and compare it with its checksums; of one that has none, say so.
+
+        Raises:
+            ResumeError: a file is damaged, missing, or has no checksum; names it.
+        """
+        path = self.directory / SUMS_NAME
+        if not os.path.lexists(path):
+            logger.warning(
+                "%s has no %s: an older infinity exported it, and nothing shows whether its files are as they were "
+                "written",
+                self.directory, SUMS_NAME,
+            )  # fmt: skip
+            return
+        sums = _read_sums(path)
+        for name in sums:
+            if not os.path.lexists(self.directory / name):
+                raise ResumeError(f"{self.directory / name} is missing: {SUMS_NAME} names it. Export the run again.")
+        for name in self._used():
+            if name not in sums:
+                raise ResumeError(f"{path} has no checksum of {name}: it was changed, or cut. Export the run again.")
+        there = [self.directory / name for name in sums]
+        try:
+            for file, digest in _digests(there):
+                if digest != sums[file.relative_to(self.directory).as_posix()]:
+                    raise ResumeError(
+                        f"{file} is damaged: it does not have the checksum that {SUMS_NAME} says. Copy the file again, "
+                        f"or export the run again; a file that you changed on purpose you may take out of {SUMS_NAME}."
+                    )
+        except OSError as error:
+            raise ResumeError(
+                f"{error.filename} is named by {SUMS_NAME} and cannot be read: {error.strerror}. Export the run again."
+            ) from error
+        logger.info("%s: %d files as they were written", self.directory, len(there))
+
+    def _used(self) -> Iterable[str]:
+        """The files a run goes on from, by their names in the copy."""
+        yield STATE_NAME
+        yield f"{OPTIMIZER}/{index_name(OPTIMIZER)}"
+        yield from (f"{OPTIMIZER}/{name}" for name in sorted(set(self._files.values())))
+        if self._shards is None:
+            yield "model.safetensors"
+        else:
+            yield index_name("model")
+            yield from sorted(set(self._shards.values()))
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this name among the optimizer's."""
@@ -110,30 +203,58 @@ class Portable:
     @functools.cached_property
     def _shards(self) -> dict[str, str] | None:
         """The file of each weight; None where there is one file."""
-        index = self.directory / "model.safetensors.index.json"
-        return _weight_map(index) if index.exists() else None
+        index = self.directory / index_name("model")
+        return _weight_map(index) if os.path.lexists(index) else None
 
 
 def _tensor(path: Path, name: str) -> torch.Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opened per tensor, so that its pages leave with the mapping.
-        with safe_open(path, framework="pt", device="cpu") as file:
+        # Opened per tensor, so that its pages leave with the mapping; by its descriptor, which is of a regular file.
+        with (
+            files.opened(path, follow=True) as (descriptor, _),
+            safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as file,
+        ):
             value: torch.Tensor = file.get_tensor(name)
             return value
     except (OSError, SafetensorError) as error:
-        raise ResumeError(f"{path}: '{name}' cannot be read: {error}. Export the run again.") from error
+        problem = error.strerror or error if isinstance(error, OSError) else error
+        raise ResumeError(f"{path}: '{name}' cannot be read: {problem}. Export the run again.") from error
+
+
+class _Index(BaseModel):
+    """What is used of an index: it has more."""
+
+    model_config = ConfigDict(strict=True)
+
+    weight_map: dict[Name, Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors\z")]]
 
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        index: Any = json.loads(path.read_bytes())
+        index: Any = json.loads(files.read_regular(path, _INDEX_BYTES_MAX, follow=True))
     except OSError as error:
         raise ManifestError(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
-        raise ManifestError(path, "has no weight_map that names files beside it")
-    return files
+    return validated(_Index, index, path).weight_map
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    """The checksum of each file. Raises ManifestError."""
+    try:
+        *lines, rest = files.read_regular(path, _INDEX_BYTES_MAX, follow=True).decode().split("\n")
+    except OSError as error:
+        raise ManifestError(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ManifestError(path, f"is damaged: {error}") from error
+    if not lines or rest:
+        raise ManifestError(path, "is damaged: it was cut")
+    sums: dict[str, str] = {}
+    for line in lines:
+        match = _SUM.fullmatch(line)
+        if match is None or match[2] in sums or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+            raise ManifestError(path, f"is damaged: it has the line {line[:200]!r}")
+        sums[match[2]] = match[1]
+    return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ from torch import nn
 
 from infinity.checkpoint.aside import put_in_place, sync, sync_tree, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
+from infinity.errors import ModelError, printable
 from infinity.runtime import buffers
 from infinity.schedule import registry
 from infinity.schedule.ledger import Ledger
+
+logger = logging.getLogger(__name__)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -65,10 +69,13 @@ def write_weights(
         numel: parameters of the model, for the index.
 
     Raises:
+        ModelError: two tensors have the same name.
         OSError: the disk is full, or cannot be written.
     """
     shapes: Tensors = {}
     for part in meta():
+        for name in part.keys() & shapes.keys():
+            raise ModelError(f"two tensors of the model are called '{name}' in files")
         shapes |= part
     placed = write_shards(directory, "model", shapes, _pieces(values()), max_shard_size)
     if len(set(placed.values())) > 1:
@@ -130,7 +137,11 @@ def write_configs(model: nn.Module, directory: Path) -> None:
         config.save_pretrained(directory)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(directory)
+        try:
+            generation.save_pretrained(directory)
+        except ValueError as error:  # many models come with one that transformers reads and does not write
+            logger.warning("generation_config.json is written as it is; transformers says: %s", printable(error))
+            (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 
 def _merge(aside: Path, target: Path) -> None:

@@ -95,7 +95,7 @@ def write_index(
     """Write the index of what write_shards wrote. Raises OSError."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(placed)}
-    (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, _Slice]]:

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.errors import ConfigError, DamagedFileError, ManifestError, ModelError, ResumeError
+from infinity.errors import (
+    ConfigError,
+    DamagedFileError,
+    ManifestError,
+    ModelError,
+    NewerVersionError,
+    NoStoreError,
+    ResumeError,
+    printable,
+)
+from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
 from infinity.io.generations import Damage, extents_of, verify
-from infinity.io.headers import header_in
-from infinity.io.manifest import Manifest, read_kept
+from infinity.io.headers import header_in, is_there
+from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
 
@@ -37,7 +49,7 @@ def checkpoint(options: argparse.Namespace) -> int:
         from infinity.checkpoint.export import export_checkpoint
 
         step = export_checkpoint(paths, options.output, step=options.step, also=_write_tokenizer)
-        print(f"generation {step} exported to {options.output}")
+        _say(f"generation {step} exported to {options.output}")
         return 0
     return _remove(paths)
 
@@ -46,28 +58,37 @@ def _list(path: Path) -> int:
     """Only the manifests are read, and a run may be using the store meanwhile."""
     of_store = header_in(path)
     header = of_store.header
-    print(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
+    _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
         print("updated in place (commit_every: 0): nothing can be resumed")
         return 0
     damaged = 0
     if of_store.rebuilt:
         damaged += 1
-        print(f"damaged: {of_store.rebuilt}")
+        _say(f"damaged: {of_store.rebuilt}")
     for number, found in read_kept(generations_in(path), header.run):
-        if isinstance(found, ManifestError):
+        if isinstance(found, NewerVersionError):
+            _say(f"generation {number:>8}  newer: {found}")
+        elif isinstance(found, ManifestError):
             damaged += 1
-            print(f"generation {number:>8}  damaged: {found}")
+            _say(f"generation {number:>8}  damaged: {found}")
         else:
             nbytes = sum(extent.nbytes for extent in found.extents)
-            print(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states")
+            _say(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states")
+    if not is_there(header, path):
+        _say(f"it was {header.members[header.member]} when the store was made: a copy, or moved")
     if header.member:
-        print(
+        _say(
             f"part {header.member + 1} of {len(header.members)} of a store; its generations are in {header.members[0]}"
         )
     elif not generations_in(path):
         print("no generation was committed yet")
     return 1 if damaged else 0
+
+
+def _say(line: str) -> None:
+    """Print what may have names from files in it."""
+    print(printable(line))
 
 
 def _verify(paths: list[Path], step: int | None) -> int:
@@ -83,7 +104,7 @@ def _verify(paths: list[Path], step: int | None) -> int:
             )
             damaged += bool(problems)
             for problem in problems:
-                print(f"damaged: {problem}")
+                _say(f"{'newer' if isinstance(found, NewerVersionError) else 'damaged'}: {problem}")
             if not problems and isinstance(found, Manifest):
                 nbytes = sum(extent.nbytes for extent in found.extents)
                 with_sums = (
@@ -126,32 +147,89 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
 
 
 def _remove(paths: list[Path]) -> int:
-    for path in paths:
-        _require_all_named(path, paths)
-    for path in reversed(paths):  # the first says of the others whose they are
-        directory = SwapDirectory(path, create=False)
-        try:
+    """If it is interrupted it can be done again: what says that something is a store goes last, and a part that is gone
+    already is no error."""
+    _require_one_store(paths)
+    with ExitStack() as held:
+        directories = []
+        for path in paths:
+            directories.append(SwapDirectory(path, create=False))
+            held.callback(directories[-1].close)
+        for directory in directories:
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
+            durable.remove(directory.swap_path)
+            _say(f"{directory.path}: {format_bytes(freed)} freed")
+        for directory in reversed(directories):  # the first says of the others whose they are
             directory.remove_all()
-            print(f"{path}: {format_bytes(freed)} freed")
-        finally:
-            directory.close()
     return 0
 
 
-def _require_all_named(path: Path, paths: list[Path]) -> None:
-    """Raises ResumeError where `path` holds no store, ConfigError where `paths` may not be all directories of it."""
-    try:
-        members = header_in(path).header.members
-    except DamagedFileError as error:
-        if len(paths) == 1 and not generations_in(path):
-            raise ConfigError(
-                f"{error}. {path} may be a part of a store that can still be resumed: name the store's other "
-                f"directories too. If it has none, delete {HEADER_NAME} and {SWAP_NAME} there yourself."
-            ) from None
-        return
-    if len(paths) < len(members):
+def _require_one_store(paths: Sequence[Path]) -> None:
+    """That these are all directories of one store, of which some may be removed already.
+
+    Raises:
+        NoStoreError: there is none in one of them, and none of theirs was there.
+        ConfigError: they may not be all; or nobody can tell what one of them is a part of.
+        ManifestError: a header is not understood.
+    """
+    found = {path: _header_or_problem(path) for path in paths}
+    known = {path: each for path, each in found.items() if isinstance(each, Header)}
+    where = next((path for path, each in known.items() if len(each.members) == len(found)), None)
+    if where is None:
+        raise _refusal(found, known)
+    store = known[where]
+    moved = not is_there(store, where)
+    places = {os.path.realpath(name) for name in store.members}
+    for path, each in found.items():
+        is_part = isinstance(each, Header) and each.run == store.run
+        is_named = os.path.realpath(path) in places
+        if is_part or is_named or (moved and not isinstance(each, Header)):
+            continue
+        if isinstance(each, NoStoreError):
+            raise each
         raise ConfigError(
-            f"{path} is a part of a store: name the directories of all its {len(members)} parts. Where the store was "
-            f"made they are {' '.join(members)}."
+            f"{path} is no part of the store in {where}. Where that store was made its parts are "
+            f"{' '.join(store.members)}."
         )
+    if len(found) == 1 and store.mode == "generations" and not generations_in(where):
+        _require_own(where, store)
+
+
+def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
+    try:
+        return header_in(path).header
+    except (DamagedFileError, NoStoreError) as error:
+        return error
+
+
+def _refusal(
+    found: dict[Path, Header | DamagedFileError | NoStoreError], known: dict[Path, Header]
+) -> NoStoreError | ConfigError:
+    """What is wrong with directories none of which has a header of a store with so many parts."""
+    nothing = next((each for each in found.values() if isinstance(each, NoStoreError)), None)
+    if nothing is not None:
+        return nothing
+    if known:
+        path, header = next(iter(known.items()))
+        return ConfigError(
+            f"{path} is a part of a store: name the directories of all its {len(header.members)} parts. Where the "
+            f"store was made they are {' '.join(header.members)}."
+        )
+    path, problem = next(iter(found.items()))
+    return _nobody_knows(path, str(problem))
+
+
+def _require_own(path: Path, header: Header) -> None:
+    """Raises ConfigError where the header of a store without generations may be that of another one, put here."""
+    swap = path / SWAP_NAME
+    if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):
+        return
+    problem = f"no generation is beside {path / HEADER_NAME}, and nothing shows that {SWAP_NAME} is what it describes"
+    raise _nobody_knows(path, problem)
+
+
+def _nobody_knows(path: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"{problem}. {path} may be a part of a store that can still be resumed: name the store's other directories "
+        f"too. If it has none, delete {HEADER_NAME} and {SWAP_NAME} there yourself."
+    )

@@ -52,7 +52,7 @@ class SwapDirectory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise ConfigError(f"nvme.paths: {self.path} is a file. Name a directory that you may write to.") from error
+            raise _unusable(self.path, NotADirectoryError(errno.ENOTDIR, "it is no directory")) from error
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._lock_fd = self._open_lock()
@@ -183,18 +183,14 @@ class SwapDirectory:
     def remove_all(self) -> None:
         """Remove every file of a store. The manifests first: without their data they would promise too much. The header
         last: it says what the rest is, to whoever finishes this if it is interrupted."""
-        self.remove_generations()
-        for path in (self.swap_path, self.header_path):
-            durable.remove(path)
-        self.remove_asides()
-
-    def remove_generations(self) -> None:
-        """Remove every manifest, for good. Raises SwapIOError."""
         found = self.generations()
         for path in found.values():
             durable.remove(path)
         if found:
             durable.sync_directory(self.path)
+        for path in (self.swap_path, self.header_path):
+            durable.remove(path)
+        self.remove_asides()
 
     def remove_asides(self) -> None:
         """Remove what a crash left of a file that was being written."""

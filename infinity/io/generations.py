@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
+from infinity.io.directory import HEADER_NAME
 from infinity.io.engine import Transfer
 from infinity.io.manifest import (
     SUM_BLOCK_BYTES,
@@ -167,11 +168,12 @@ class Generations:
         Raises:
             NewerVersionError: a newer infinity wrote one of them, whichever is asked for.
             ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
-                proves a header that was rebuilt.
+                proves a header that was rebuilt. Or a swap file has another name, too.
             SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
                 before, and so is the disk but for rebuilt headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
+        self._store.require_sole_names()
         # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
         durable.sync_directory(directory.path)
         found = directory.generations()
@@ -281,12 +283,14 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
         try:
             if isinstance(manifest, ManifestError):
                 raise manifest
+            _require_of(store, manifest)
             _require_provable(store, manifest)
             return use(manifest)
         except ResumeError as error:
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    wrong = "; ".join([wrong, *store.rebuilt])
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
 
 
@@ -298,6 +302,16 @@ def _require_readable(manifest: Manifest | ManifestError) -> None:
         raise ResumeError(
             f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
         ) from manifest
+
+
+def _require_of(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ManifestError where a manifest says of the store what its headers do not say."""
+    mine, its = (
+        each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
+    )
+    if its is not None and its != mine:
+        path = store.directories[0].generation_path(manifest.step)
+        raise ManifestError(path, f"is of a store that lies on its disks in another way than {HEADER_NAME} says")
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:

@@ -1,20 +1,22 @@
 """The headers of a store's members: as they were written, or rebuilt where one is damaged or missing.
 
 [Note: what a header is rebuilt from]
-Another member's header, or else the newest manifest that can be read: each says all that a header says. Neither proves
-that a swap file without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a
-generation was read as a whole and all its checksums were right (Generations.recover), and only then is it written, if
-some of those bytes lie in that very swap file; a generation without checksums is refused. A store that is updated in
-place has no manifests, so its header is never rebuilt as that of a store that can be resumed.
+Another member's header, or else the newest manifest that can be read: each says all that a header says. A header of
+another run than the generations was put there, and is rebuilt like a damaged one. Neither proves that a swap file
+without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a generation was
+read as a whole and all its checksums were right (Generations.recover), and only then is it written, if some of those
+bytes lie in that very swap file; a generation without checksums is refused. A store that is updated in place has no
+manifests, so its header is never rebuilt as that of a store that can be resumed.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import DamagedFileError, DirtyStoreError, ManifestError, ResumeError
+from infinity.errors import DamagedFileError, DirtyStoreError, ManifestError, NoStoreError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.manifest import Header, Manifest, read_header, read_kept, require_known
 
@@ -37,7 +39,7 @@ def header_in(path: Path) -> FoundHeader:
         DamagedFileError: the header is damaged and cannot be rebuilt.
         ManifestError: it, or the manifest it would be rebuilt from, cannot be read or understood.
     """
-    found = _read_beside_generations(path)
+    (found,) = _own([path])
     return FoundHeader(found) if isinstance(found, Header) else _rebuild(path, 0, found, None)
 
 
@@ -54,7 +56,7 @@ def members_of(path: Path) -> list[Path]:
     if len(named) == 1:
         return [path]
     there = named[header.member]
-    if there.resolve() != path.resolve():
+    if not is_there(header, path):
         raise ResumeError(
             f"{path} was {there} when the store was made: it is a copy, or was moved, and the other parts of that "
             f"store are not its own. Name the directories of all {len(named)} parts, where {', '.join(header.members)} "
@@ -62,6 +64,11 @@ def members_of(path: Path) -> list[Path]:
             "resume."
         )
     return named
+
+
+def is_there(header: Header, path: Path) -> bool:
+    """Whether `path` is the directory that its header says it was when the store was made."""
+    return os.path.realpath(header.members[header.member]) == os.path.realpath(path)
 
 
 def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
@@ -72,7 +79,7 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
             understood; or the paths are not all of the store's, in its order.
         DirtyStoreError: the store was updated in place.
     """
-    read = [_read_beside_generations(paths[0]), *(_read(path) for path in paths[1:])]
+    read = _own(paths)
     source = next((header for header in read if isinstance(header, Header)), None)
     found: list[FoundHeader] = []
     for index, (path, header) in enumerate(zip(paths, read, strict=True)):
@@ -85,21 +92,28 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
     return found
 
 
-def _read_beside_generations(path: Path) -> Header | DamagedFileError:
-    """As _read. One of another run than all generations beside it is no header of theirs: it was put there."""
-    found = _read(path)
-    if not isinstance(found, Header) or found.mode != "generations":
-        return found
-    runs = set()
-    for _, manifest in read_kept(generations_in(path)):
+def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
+    """As _read, of all parts of a store, whose generations are in the first. A header of another run than all of them
+    is none of theirs."""
+    read = [_read(path) for path in paths]
+    runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
+    for index, (path, each) in enumerate(zip(paths, read, strict=True)):
+        if isinstance(each, Header) and each.mode == "generations" and len(runs) == 1 and each.run not in runs:
+            beside = "the generations beside it" if index == 0 else f"the generations in {paths[0]}"
+            problem = f"is of run {each.run[:8]}, and {beside} are of run {min(runs)[:8]}"
+            read[index] = DamagedFileError(path / HEADER_NAME, problem)
+    return read
+
+
+def _runs_in(path: Path, wanted: set[str]) -> set[str]:
+    """The runs of the generations in a directory; no more of them are read when all that are wanted were found."""
+    runs: set[str] = set()
+    for _, manifest in read_kept(generations_in(path)) if wanted else ():
         if isinstance(manifest, Manifest):
-            if manifest.run == found.run:
-                return found
             runs.add(manifest.run)
-    if len(runs) != 1:
-        return found
-    problem = f"is of run {found.run[:8]}, and the generations beside it are of run {runs.pop()[:8]}"
-    return DamagedFileError(path / HEADER_NAME, problem)
+        if wanted <= runs:
+            break
+    return runs
 
 
 def _read(path: Path) -> Header | DamagedFileError:
@@ -111,9 +125,9 @@ def _read(path: Path) -> Header | DamagedFileError:
     try:
         return read_header(path / HEADER_NAME)
     except DamagedFileError as error:
-        if (path / HEADER_NAME).exists() or (path / SWAP_NAME).exists():
+        if os.path.lexists(path / HEADER_NAME) or os.path.lexists(path / SWAP_NAME):
             return error
-        raise ResumeError(f"{path} holds no store of infinity (there is no {HEADER_NAME})") from None
+        raise NoStoreError(f"{path} holds no store of infinity (there is no {HEADER_NAME})") from None
 
 
 def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:

@@ -5,32 +5,31 @@ Both are data from disk: parsed strictly, every field typed and bounded, before 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+import numpy as np
+from pydantic import AfterValidator, Field, PlainValidator, ValidationError
 
 from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
+from infinity.io.schema import Bytes, Count, Name, Record, first_problem, require_unique, validated
 from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
 """A manifest has a checksum for each so many bytes of an extent."""
 SUM_BYTES = 8
-_BYTES_MAX = 1 << 60
 _VERSION = 2
 """Of manifests. Version 1 has the extents in rows, or in columns as well; `store` may be missing in it."""
-
-Count = Annotated[int, Field(ge=0, le=1 << 48)]
-Bytes = Annotated[int, Field(ge=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
-Name = Annotated[str, Field(max_length=4096)]
+_EXTENTS_MAX = 1 << 20
 
 
-class Record(BaseModel):
-    """Data from disk: every field typed, none unknown, nothing converted."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+def _directory(name: str) -> str:
+    if not os.path.isabs(name) or "\0" in name:
+        raise ValueError(f"{name!r} is no absolute path")
+    return name
 
 
 class StoreRecord(Record):
@@ -44,9 +43,9 @@ class StoreRecord(Record):
     """
 
     created: Name
-    members: Annotated[list[Name], Field(min_length=1, max_length=64)]
-    shares: list[Annotated[int, Field(ge=1, le=1024)]]
-    stripe_bytes: Annotated[int, Field(gt=0, le=_BYTES_MAX, multiple_of=PAGE_BYTES)]
+    members: Annotated[list[Annotated[Name, AfterValidator(_directory)]], Field(min_length=1, max_length=64)]
+    shares: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(max_length=64)]
+    stripe_bytes: Annotated[int, Field(gt=0, le=1 << 40, multiple_of=PAGE_BYTES)]
     nbytes: Bytes
 
 
@@ -80,15 +79,20 @@ class ExtentRecord(NamedTuple):
     nbytes: int
 
 
+_Counts = Annotated[list[Count], Field(max_length=_EXTENTS_MAX)]
+_Sizes = Annotated[list[Bytes], Field(max_length=_EXTENTS_MAX)]
+_Names = Annotated[list[Name], Field(max_length=_EXTENTS_MAX)]
+
+
 class _Columns(Record):
     """All extents of a manifest, field by field: there may be very many."""
 
-    unit: list[Name]
-    group: list[Count]
-    state: list[Name]
-    slot: list[Count]
-    offset: list[Bytes]
-    nbytes: list[Bytes]
+    unit: _Names
+    group: _Counts
+    state: _Names
+    slot: _Counts
+    offset: _Sizes
+    nbytes: _Sizes
 
 
 def _extents(value: Any) -> list[ExtentRecord]:
@@ -103,10 +107,38 @@ def _extents(value: Any) -> list[ExtentRecord]:
     try:
         columns = dict(_Columns.model_validate(value))
     except ValidationError as error:
-        raise ValueError(_first(error)) from None
+        raise ValueError(first_problem(error)) from None
     if len({len(column) for column in columns.values()}) != 1:
         raise ValueError("columns that are not equally long")
+    require_unique(zip(columns["unit"], columns["group"], columns["state"], strict=True), "the extent")
+    _require_apart(columns["offset"], columns["nbytes"])
     return list(map(ExtentRecord, *(columns[name] for name in names)))
+
+
+def _require_apart(offsets: list[int], sizes: list[int]) -> None:
+    """Raises ValueError where two extents have a byte in common."""
+    begin, nbytes = np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)
+    begin, nbytes = begin[nbytes > 0], nbytes[nbytes > 0]
+    order = np.argsort(begin, kind="stable")
+    begin, end = begin[order], (begin + nbytes)[order]
+    common = np.flatnonzero(end[:-1] > begin[1:])
+    if len(common):
+        raise ValueError(f"two extents with the bytes from offset {begin[common[0] + 1]} on in common")
+
+
+_FACTS_MAX = 64
+
+
+def _facts(value: Any) -> dict[str, Any]:
+    """What is compared by `==`: strings, numbers, and lists of them. Raises ValueError."""
+    plain = str | int | float | None
+    if not isinstance(value, dict) or len(value) > _FACTS_MAX:
+        raise ValueError("no dict of a few facts")
+    for key, fact in value.items():
+        items = fact if isinstance(fact, list) else [fact]
+        if not isinstance(key, str) or len(items) > _FACTS_MAX or not all(isinstance(item, plain) for item in items):
+            raise ValueError(f"{key} is neither a string, a number, nor a list of these")
+    return value
 
 
 class Manifest(Record):
@@ -127,7 +159,7 @@ class Manifest(Record):
     created: Name
     extents: Annotated[list[ExtentRecord], PlainValidator(_extents)]
     sums: bytes | None
-    facts: dict[str, Any]
+    facts: Annotated[dict[str, Any], PlainValidator(_facts)]
     body: dict[str, Any]
     store: StoreRecord | None = None
 
@@ -140,9 +172,6 @@ class Manifest(Record):
             result.append(None if self.sums is None else self.sums[at : at + nbytes])
             at += nbytes
         return result
-
-
-_Model = TypeVar("_Model", bound=Record)
 
 
 def sum_bytes(nbytes: int) -> int:
@@ -171,7 +200,7 @@ def read_header(path: Path) -> Header:
 
 
 def _require_sound(store: StoreRecord, path: Path) -> None:
-    if len(store.shares) != len(store.members):
+    if len(store.shares) != len(store.members) or len(set(store.members)) != len(store.members):
         raise ManifestError(path, "names members that do not go together")
 
 
@@ -187,6 +216,9 @@ def read_manifest(path: Path) -> Manifest:
         raise ManifestError(path, f"has {len(manifest.sums)} bytes of checksums instead of {expected}")
     if manifest.store is not None:
         _require_sound(manifest.store, path)
+        for extent in manifest.extents:
+            if extent.offset + extent.nbytes > manifest.store.nbytes:
+                raise ManifestError(path, f"places {extent.state} of unit '{extent.unit}' outside the store")
     return manifest
 
 
@@ -210,17 +242,3 @@ def write_manifest(manifest: Manifest) -> list[bytes]:
         "store": None if manifest.store is None else dict(manifest.store),
     }
     return document.write("generation", dict(manifest) | plain, _VERSION)
-
-
-def validated(model: type[_Model], value: Any, source: object) -> _Model:
-    """Raises ManifestError that names `source` and the field."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise ManifestError(source, f"has a wrong value: {_first(error)}") from None
-
-
-def _first(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"

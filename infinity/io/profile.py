@@ -10,7 +10,6 @@ import errno
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -111,13 +110,6 @@ def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None
     path = path or profile_path()
     disks = dict(load_profiles(path)) | {disk_key(directory): profile}
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n"
-    with tempfile.NamedTemporaryFile("w", prefix=f".{path.name}-", dir=path.parent, delete=False) as aside:
-        try:
-            aside.write(content)
-            aside.close()
-            os.replace(aside.name, path)
-        except BaseException:
-            os.unlink(aside.name)
-            raise
+    with files.replacing(path) as file:
+        file.write(json.dumps(_Profiles(disks=disks).model_dump(), indent=2) + "\n")
     return path

@@ -17,7 +17,7 @@ from typing import Literal
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory
+from infinity.io.directory import HEADER_NAME, SwapDirectory, require_name
 from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
@@ -88,6 +88,9 @@ class SwapStore:
             opens those that are there.
         spare_bytes: that must be free on the first path beside it.
 
+    Attributes:
+        rebuilt: what is wrong with the headers that were rebuilt.
+
     Raises:
         SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
         StoreLockedError, StoreNotEmptyError, ConfigError: see SwapDirectory.
@@ -115,6 +118,7 @@ class SwapStore:
         self._members: list[_native.File] = []
         self._mode = mode
         self._unwritten: list[Header] = []
+        self.rebuilt: list[str] = []
         require_paths(paths)
         try:
             for path in paths:
@@ -156,6 +160,7 @@ class SwapStore:
     def _reopen(self) -> None:
         found = headers_of([directory.path for directory in self.directories])
         self._unwritten = [each.header for each in found if each.rebuilt]
+        self.rebuilt = [each.rebuilt for each in found if each.rebuilt]
         for each in found:
             if each.rebuilt:
                 logger.warning("%s", each.rebuilt)
@@ -313,6 +318,20 @@ class SwapStore:
         future = self.engine.write(self.file, offset + at, data, io_class)
         return Transfer(future, extent.unit, extent.state, self.step)
 
+    def require_sole_names(self) -> None:
+        """Before something is written to files that were there.
+
+        Raises:
+            ResumeError: one has another name, too: a copy that was made with hard links would change with it.
+        """
+        for directory in self.directories:
+            names = directory.swap_path.stat().st_nlink
+            if names > 1:
+                raise ResumeError(
+                    f"{directory.swap_path} has {names} names (hard links), and what is under the others would change "
+                    "with this run. Make a copy of its own: `cp --reflink=auto`, then rename it to this one."
+                )
+
     def sync(self) -> Transfer:
         """Start making what was written and completed before durable."""
         return Transfer(self.engine.sync(self.file), "", "", self.step)
@@ -425,10 +444,16 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 
 def require_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError when two paths are the same directory."""
-    seen: dict[Path, Path] = {}
+    """Raises ConfigError when two paths are the same directory, by links or mounts."""
+    seen: dict[object, Path] = {}
     for path in paths:
-        resolved = path.expanduser().resolve()
-        if resolved in seen:
-            raise ConfigError(f"nvme.paths: {seen[resolved]} and {path} are the same directory; name each disk once")
-        seen[resolved] = path
+        require_name(path)
+        place = os.path.realpath(path.expanduser())
+        try:
+            info = os.stat(place)
+            place_id: object = (info.st_dev, info.st_ino)
+        except OSError:
+            place_id = place  # it will be made
+        if place_id in seen:
+            raise ConfigError(f"nvme.paths: {seen[place_id]} and {path} are the same directory; name each disk once")
+        seen[place_id] = path

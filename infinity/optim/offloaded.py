@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
+from infinity.io.schema import first_problem
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
@@ -239,20 +241,30 @@ class OffloadedOptimizer(GroupedOptimizer):
         return segment, {"step": step, "begun": begun | dict.fromkeys(used, True)}
 
     def checkpoint(self) -> OptimizerRecord:
-        """What a generation keeps of this optimizer beside the states in the store."""
+        """What a generation keeps of this optimizer beside the states in the store.
+
+        Raises:
+            ConfigError: a hyperparameter is not one that could be read again: NaN, say.
+        """
         names: dict[Any, str] = {parameter: place.spec.name for parameter, place in self._places.items()}
-        return OptimizerRecord(
-            class_name=type(self).__name__,
-            param_groups=[
-                {key: value for key, value in group.items() if key not in _NAMES}
-                | {"params": [names[parameter] for parameter in group["params"]]}
-                for group in self.param_groups
-            ],
-            state={names[parameter]: ParameterProgress(**state) for parameter, state in self.state.items()},
-            last_grad_norm=self.last_grad_norm,
-            skipped_steps=self.skipped_steps,
-            skips_in_a_row=self._skips_in_a_row,
-        )
+        groups = [
+            {key: value for key, value in group.items() if key not in _NAMES}
+            | {"params": [names[parameter] for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+        try:
+            return OptimizerRecord(
+                class_name=type(self).__name__,
+                param_groups=groups,
+                state={names[parameter]: ParameterProgress(**state) for parameter, state in self.state.items()},
+                last_grad_norm=self.last_grad_norm,
+                skipped_steps=self.skipped_steps,
+                skips_in_a_row=self._skips_in_a_row,
+            )
+        except ValidationError as error:
+            raise ConfigError(
+                f"infinity.{type(self).__name__} cannot be kept in a generation: {first_problem(error)}"
+            ) from error
 
     def names(self) -> set[str]:
         """Of the parameters."""

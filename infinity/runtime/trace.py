@@ -10,17 +10,16 @@ the extent it begins in; its step that of the update it belongs to, or else the 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from infinity import files
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.durable import ASIDE
 from infinity.io.events import IO_CLASSES, OPERATIONS, Recorded, take
 from infinity.io.store import Extent
 from infinity.runtime.chrome import Event, document
@@ -70,19 +69,11 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
 def require_writable(path: str | Path) -> Path:
     """`path`, absolute. Raises ConfigError when no file can be written there."""
     target = Path(path).expanduser().absolute()
-    aside = _aside(target)
     try:
-        if target.is_dir():
-            raise IsADirectoryError(0, "it is a directory")
-        aside.touch()
-        aside.unlink()
+        files.require_replaceable(target)
     except OSError as error:
         raise ConfigError(f"cannot write a trace to {target}: {error.strerror}") from error
     return target
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(target.name + ASIDE)
 
 
 def _stop(log: Any) -> Recorded | None:
@@ -110,17 +101,11 @@ def _write(
     events = _Events(ledger, recording)
     about = {"producer": "infinity", "dropped": dropped, "missing": missing}
     parts = document(events.all(requests, tiles), recording.begin_ns, recording.end_ns, about)
-    aside = _aside(target)
     try:
-        with aside.open("w") as file:
+        with files.replacing(target) as file:
             file.writelines(parts)
-        os.replace(aside, target)
-    except BaseException as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise InfinityError(f"the trace could not be written to {target}: {error.strerror}") from error
-        raise
+    except OSError as error:
+        raise InfinityError(f"the trace could not be written to {target}: {error.strerror}") from error
 
 
 class _Events:

@@ -269,7 +269,7 @@ class Residents:
             for other in self.records
             if other.residency is Residency.RESIDENT
             and self._takes_room(other)
-            and not (other.slot is not None and other.slot.outstanding())
+            and not (other.slot is not None and self._is_referred_to(other, other.slot))
             and not self._updates.reads_slot(other.unit.index)
         ]
         were_open = [other for other in others if other.open]

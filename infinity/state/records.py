@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import numpy as np
+import torch
+from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from infinity.io.manifest import Record, validated
+from infinity.io.schema import COUNT_MAX, Count, Name, Record, require_unique, validated
+from infinity.sizes import round_up
+from infinity.state.unit import ELEMENT_ALIGNMENT
 
-_Count = Annotated[int, Field(ge=0, le=1 << 48)]
-_Name = Annotated[str, Field(max_length=4096)]
+_GROUPS_MAX = 1 << 17
+_PARAMETERS_MAX = 1 << 20
+_DIMENSIONS_MAX = 64
+_METADATA = "__metadata__"
+"""What a safetensors file has under this name is no tensor."""
+
+
+def _tensor_name(name: str) -> str:
+    if name == _METADATA:
+        raise ValueError(f"{name} cannot be the name of a tensor")
+    return name
+
+
+_TensorName = Annotated[Name, AfterValidator(_tensor_name)]
 
 
 class GroupRecord(Record):
@@ -22,13 +41,21 @@ class GroupRecord(Record):
         moments: how exp_avg and exp_avg_sq are kept.
     """
 
-    unit: _Name
-    group: _Count
+    unit: Name
+    group: Count
     dtype: Literal["float32", "bfloat16", "float16"]
     trainable: bool
     master: Literal["weight", "split16", "fp32", "none"]
     moments: Literal["fp32", "bf16", "int8"]
-    numel: _Count
+    numel: Count
+
+    @model_validator(mode="after")
+    def _sound(self) -> GroupRecord:
+        """state/dtypes.py says which masters a dtype has."""
+        masters = {"float32": ("weight",), "float16": ("fp32",)}.get(self.dtype, ("split16", "fp32", "none"))
+        if self.master not in masters:
+            raise ValueError(f"{self.dtype} weights with a {self.master} master")
+        return self
 
 
 class ParameterRecord(Record):
@@ -38,12 +65,16 @@ class ParameterRecord(Record):
         aliases: other names of a tied parameter.
     """
 
-    name: _Name
-    aliases: list[_Name]
-    shape: list[_Count]
-    unit: _Name
-    group: _Count
-    offset: _Count
+    name: _TensorName
+    aliases: Annotated[list[_TensorName], Field(max_length=_PARAMETERS_MAX)]
+    shape: Annotated[list[Count], Field(max_length=_DIMENSIONS_MAX)]
+    unit: Name
+    group: Count
+    offset: Count
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class ModelRecord(Record):
@@ -53,18 +84,90 @@ class ModelRecord(Record):
         class_name: of the model; `config` and `generation_config`: as transformers writes them, None for other models.
     """
 
-    class_name: _Name
+    class_name: Name
     config: str | None
     generation_config: str | None
-    groups: list[GroupRecord]
-    parameters: list[ParameterRecord]
+    groups: Annotated[list[GroupRecord], Field(max_length=_GROUPS_MAX)]
+    parameters: Annotated[list[ParameterRecord], Field(max_length=_PARAMETERS_MAX)]
+
+    @model_validator(mode="after")
+    def _sound(self) -> ModelRecord:
+        """Parameters lie in their groups one behind the other, as state/unit.py lays them out."""
+        require_unique(((group.unit, group.group) for group in self.groups), "the group")
+        require_unique(self.names(), "the parameter")
+        ends = {(group.unit, group.group): 0 for group in self.groups}
+        for parameter in self.parameters:
+            key = parameter.unit, parameter.group
+            if key not in ends:
+                raise ValueError(f"'{parameter.name}' is in a group that is not there, {parameter.group} of {key[0]!r}")
+            if parameter.numel > COUNT_MAX or parameter.offset != ends[key]:
+                raise ValueError(f"'{parameter.name}' is not where it belongs in its group, at {ends[key]}")
+            ends[key] += round_up(parameter.numel, ELEMENT_ALIGNMENT)
+        for group in self.groups:
+            numel = max(ends[group.unit, group.group], ELEMENT_ALIGNMENT)
+            if group.numel != numel:
+                raise ValueError(f"group {group.group} of {group.unit!r} has {group.numel} elements instead of {numel}")
+        return self
+
+    def names(self) -> Iterable[str]:
+        """Of all parameters; those of tied ones, too."""
+        for parameter in self.parameters:
+            yield parameter.name
+            yield from parameter.aliases
 
 
 class ParameterProgress(Record):
     """A parameter's optimizer steps, and which of its moments have begun, by torch's names."""
 
-    step: _Count
-    begun: dict[_Name, bool]
+    step: Count
+    begun: Annotated[dict[Name, Literal[True]], Field(max_length=_DIMENSIONS_MAX)]
+
+
+_NUMBERS = (
+    "lr", "initial_lr", "eps", "weight_decay", "momentum", "dampening", "lr_decay", "initial_accumulator_value",
+)  # fmt: skip
+_SWITCHES = ("maximize", "amsgrad", "nesterov")
+_SEED_END = 1 << 64
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    """A param group whose hyperparameters are of their types; each optimizer checks their ranges. Raises ValueError."""
+    params = group.get("params")
+    if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+        raise ValueError("params is no list of names")
+    if "lr" not in group:
+        raise ValueError("lr is missing")
+    for name in _NUMBERS:
+        if name in group:
+            _require_finite(name, group[name])
+    if "betas" in group:
+        betas = group["betas"]
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise ValueError(f"betas is {_short(betas)}, and no pair of numbers")
+        for index, beta in enumerate(betas):
+            _require_finite(f"betas[{index}]", beta)
+    for name in _SWITCHES:
+        if not isinstance(group.get(name, False), bool | np.bool_ | int):
+            raise ValueError(f"{name} is {_short(group[name])}, and neither true nor false")
+    seed = group.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < _SEED_END:
+        raise ValueError(f"seed is {_short(seed)}, and no integer between 0 and 2^64 - 1")
+    return group
+
+
+def _require_finite(name: str, value: Any) -> None:
+    one = value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) and _size(value) == 1 else value
+    if isinstance(one, bool) or not isinstance(one, int | float) or not abs(one) <= sys.float_info.max:
+        raise ValueError(f"{name} is {_short(value)}, and no finite number")
+
+
+def _size(value: Any) -> int:
+    return int(value.numel() if isinstance(value, torch.Tensor) else value.size)
+
+
+def _short(value: Any) -> str:
+    """A value in a message; of one that may be long its type."""
+    return repr(value) if value is None or isinstance(value, bool | float) else f"a {type(value).__name__}"
 
 
 class OptimizerRecord(Record):
@@ -76,12 +179,68 @@ class OptimizerRecord(Record):
         state: by parameter.
     """
 
-    class_name: _Name
-    param_groups: list[dict[str, Any]]
-    state: dict[str, ParameterProgress]
+    class_name: Name
+    param_groups: list[Annotated[dict[str, Any], AfterValidator(_hyperparameters)]]
+    state: Annotated[dict[str, ParameterProgress], Field(max_length=_PARAMETERS_MAX)]
     last_grad_norm: float
-    skipped_steps: _Count
-    skips_in_a_row: _Count
+    skipped_steps: Count
+    skips_in_a_row: Count
+
+    @model_validator(mode="after")
+    def _sound(self) -> OptimizerRecord:
+        expected = _MOMENTS.get(self.class_name)
+        for name, progress in self.state.items():
+            if expected is not None and progress.begun.keys() != expected:
+                raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {expected}")
+        return self
+
+
+_MOMENTS: dict[str, set[str]] = {
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Lion": {"exp_avg"},
+    "Adagrad": {"sum"},
+}
+"""What these optimizers keep of each parameter that has done a step."""
+
+
+def _random_numbers(value: Any) -> dict[str, Any]:
+    """What schedule/rng.py takes a snapshot of, as far as the generators would not find out that it is wrong.
+
+    Raises ValueError.
+    """
+    if not isinstance(value, dict) or value.keys() != {"python", "numpy", "torch", "cuda"}:
+        raise ValueError("no states of the generators of Python, numpy, torch and CUDA")
+    python, mine, cuda = value["python"], value["numpy"], value["cuda"]
+    if not isinstance(python, tuple) or len(python) != 3 or not _is_words(python[1], 625) or python[1][-1] > 624:
+        raise ValueError("no state of Python's generator")
+    if not isinstance(mine, dict) or not isinstance(mine.get("state"), dict):
+        raise ValueError("no state of numpy's generator")
+    if mine.get("bit_generator") == "MT19937":
+        at = mine["state"].get("pos")
+        if not _is_words(mine["state"].get("key"), 624) or not isinstance(at, int | np.integer) or not 0 <= at <= 624:
+            raise ValueError("no state of numpy's generator")
+    states = [value["torch"], *(cuda if isinstance(cuda, list) else [None])]
+    if not all(isinstance(each, torch.Tensor) and each.dtype == torch.uint8 and each.dim() == 1 for each in states):
+        raise ValueError("no states of torch's generators")
+    return value
+
+
+def _is_words(value: Any, count: int) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype == np.uint32 and value.shape == (count,)
+
+
+_RandomNumbers = Annotated[dict[str, Any], PlainValidator(_random_numbers)]
+
+
+def _buffers(value: Any) -> dict[str, torch.Tensor]:
+    if not isinstance(value, dict) or not all(isinstance(each, torch.Tensor) for each in value.values()):
+        raise ValueError("no tensors by their names")
+    for name in value:
+        if not isinstance(name, str):
+            raise ValueError("no tensors by their names")
+        _tensor_name(name)
+    return value
 
 
 class Body(Record):
@@ -98,9 +257,26 @@ class Body(Record):
     optimizers: list[OptimizerRecord]
     tracked: dict[str, Any]
     model: ModelRecord
-    buffers: dict[str, Any]
-    rng: dict[str, Any]
-    rng_before_forward: dict[str, Any] | None
+    buffers: Annotated[dict[str, torch.Tensor], PlainValidator(_buffers)]
+    rng: _RandomNumbers
+    rng_before_forward: _RandomNumbers | None
+
+    @model_validator(mode="after")
+    def _sound(self) -> Body:
+        """What the optimizers and buffers name goes with the model's parameters."""
+        trainable = {(group.unit, group.group) for group in self.model.groups if group.trainable}
+        known = {each.name: (each.unit, each.group) in trainable for each in self.model.parameters}
+        require_unique((name for each in self.optimizers for name in each.state), "the optimizer's state of")
+        for optimizer in self.optimizers:
+            for name in (name for group in optimizer.param_groups for name in group["params"]):
+                if name not in known:
+                    raise ValueError(f"{optimizer.class_name} has '{name}', which is no parameter of the model")
+            for name in optimizer.state:
+                if not known.get(name, False):
+                    raise ValueError(f"{optimizer.class_name} trained '{name}', which is no trained parameter")
+        for name in self.buffers.keys() & set(self.model.names()):
+            raise ValueError(f"'{name}' is a parameter and a buffer")
+        return self
 
 
 def parse_body(value: dict[str, Any], source: object) -> Body:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -361,3 +362,115 @@ def test_memory_is_bounded_by_chunks_and_not_by_the_model(tmp_path: Path) -> Non
     assert copied >= 168 << 20
     assert exporting < 56 << 20
     assert importing < 32 << 20
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def files_of(copy: Path) -> list[str]:
+    return sorted(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
+
+
+def test_every_file_of_a_copy_has_a_checksum_that_any_tool_checks(copy: Path) -> None:
+    sums = [line.split("  ") for line in (copy / "SHA256SUMS").read_text().splitlines()]
+    assert [name for _, name in sums] == [name for name in files_of(copy) if name != "SHA256SUMS"]
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=copy, check=True)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_a_damaged_file_of_a_copy_is_named_and_nothing_is_made(
+    damage: Any, copy: Path, config: Config, tmp_path: Path
+) -> None:
+    for name in files_of(copy):
+        whole = (copy / name).read_bytes()
+        damage(copy / name)
+        for begin in (
+            lambda: infinity.load_pretrained(copy, config("other"), from_checkpoint=True),
+            lambda: infinity.offload_from_checkpoint(llama(layers=2)[0].bfloat16(), copy, config("other")),
+        ):
+            if damage is Path.unlink and name == "SHA256SUMS":
+                continue
+            with pytest.raises(infinity.ResumeError, match=name):
+                begin()
+            assert not (tmp_path / "other").exists()
+        (copy / name).write_bytes(whole)
+    infinity.close(infinity.load_pretrained(copy, config("other"), from_checkpoint=True))
+
+
+def test_a_copy_without_checksums_is_read_and_a_line_says_so(
+    copy: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    (copy / "SHA256SUMS").unlink()
+    with caplog.at_level("WARNING", "infinity"):
+        infinity.close(infinity.load_pretrained(copy, config("other"), from_checkpoint=True))
+    assert f"{copy} has no SHA256SUMS: an older infinity exported it" in caplog.text
+
+
+def test_a_list_that_was_cut_does_not_pass_for_a_shorter_one(copy: Path, config: Config) -> None:
+    whole = (copy / "SHA256SUMS").read_text().splitlines(keepends=True)
+    needed = [line for line in whole if "safetensors" in line or "training-state" in line]
+    for line in needed:
+        (copy / "SHA256SUMS").write_text("".join(other for other in whole if other != line))
+        with pytest.raises(infinity.ResumeError, match="has no checksum of"):
+            infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
+    (copy / "SHA256SUMS").write_text("")
+    with pytest.raises(infinity.ResumeError, match="SHA256SUMS is damaged"):
+        infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
+
+
+def test_what_was_changed_on_purpose_is_taken_out_of_the_list(copy: Path, config: Config) -> None:
+    (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
+    (copy / "README.md").write_text("mine")
+    with pytest.raises(infinity.ResumeError, match="config.json is damaged.*take out of SHA256SUMS"):
+        infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
+    lines = (copy / "SHA256SUMS").read_text().splitlines(keepends=True)
+    (copy / "SHA256SUMS").write_text("".join(line for line in lines if "  config.json" not in line))
+    infinity.close(infinity.load_pretrained(copy, config("other"), from_checkpoint=True))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("put", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "training-state.infinity",
+        "SHA256SUMS",
+        "optimizer/optimizer.safetensors.index.json",
+        "optimizer/optimizer-00001-of-00005.safetensors",
+        "model.safetensors.index.json",
+    ],
+)
+def test_what_is_no_file_is_not_read(name: str, put: Any, copy: Path, config: Config, tmp_path: Path) -> None:
+    if not (copy / name).exists():
+        name = next(each for each in files_of(copy) if each.startswith("optimizer/optimizer-00001"))
+    (copy / name).unlink()
+    put(copy / name)
+    for without in (False, True):
+        if without and name in ("SHA256SUMS", "model.safetensors.index.json"):
+            continue  # where there are masters no weight is read
+        if without:
+            (copy / "SHA256SUMS").unlink()
+        with pytest.raises(infinity.ResumeError, match=name):
+            infinity.offload_from_checkpoint(llama(layers=2)[0].bfloat16(), copy, config("other"))
+        assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [None, [], {"a": 1}, {"a": "../model.safetensors"}, {"a": ".."}, {"a": ""}, {"a": "/dev/zero"}, {"a": "x\0"}],
+)
+def test_an_index_that_names_no_files_beside_it_is_refused(weight_map: Any, copy: Path, config: Config) -> None:
+    path = copy / "optimizer" / "optimizer.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(infinity.ManifestError, match=f"{path} has a wrong value: weight_map"):
+        infinity.offload_from_checkpoint(llama(layers=2)[0].bfloat16(), copy, config("other"))
+    path.write_text("[" * 100_000)
+    with pytest.raises(infinity.ManifestError, match=f"{path} is not valid JSON"):
+        infinity.offload_from_checkpoint(llama(layers=2)[0].bfloat16(), copy, config("other"))

@@ -124,5 +124,5 @@ def test_a_name_that_cannot_be_a_directory_is_a_config_error(name: str, tmp_path
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="nvme.paths: "):
         SwapDirectory(tmp_path / name)
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match="it is no directory"):
         SwapDirectory(tmp_path / "file")

@@ -114,3 +114,34 @@ def test_extents_in_no_known_form_are_refused(extents: Any, tmp_path: Path) -> N
 def test_other_wrong_values_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=str(tmp_path)):
         read_manifest(written(plain() | change, tmp_path))
+
+
+def changed(**columns: list[Any]) -> dict[str, Any]:
+    return plain() | {"extents": plain()["extents"] | columns}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (changed(unit=["unit0"] * 5, group=[0] * 5), "the extent .'unit0', 0, 'weight'. twice"),
+        (changed(offset=[0, 4096, 16384, 24576, 32768]), "two extents with the bytes from offset 4096 on in common"),
+        (changed(offset=[0] * 5), "two extents with the bytes from offset 0 on in common"),
+        (changed(offset=[0, 8192, 16384, 24576, 1 << 40]), "places weight of unit 'unit4' outside the store"),
+        (changed(offset=[0, 8192, 16384, 24576, 1 << 61]), "extents.*less than or equal to"),
+        (plain() | {"facts": {"a": {"b": 1}}}, "facts: a is neither"),
+        (plain() | {"facts": {"a": [bytes(3)]}}, "facts: a is neither"),
+        (plain() | {"store": dict(STORE) | {"members": ["/a", "/a"]}}, "names members that do not go together"),
+        (plain() | {"store": dict(STORE) | {"members": ["/a", "b"]}}, "'b' is no absolute path"),
+        (plain() | {"store": dict(STORE) | {"members": ["/a", "/\0"]}}, "is no absolute path"),
+        (plain() | {"store": dict(STORE) | {"stripe_bytes": 1 << 50}}, "stripe_bytes"),
+        (plain() | {"store": dict(STORE) | {"\x1b[2J": 1}}, r"store\.\\x1b\[2J: Extra inputs"),
+    ],
+)
+def test_what_cannot_be_of_a_store_is_named(value: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=f"{tmp_path}/manifest .*{message}"):
+        read_manifest(written(value, tmp_path))
+
+
+def test_extents_without_a_byte_may_lie_anywhere(tmp_path: Path) -> None:
+    value = changed(nbytes=[0] * 5, offset=[0] * 5) | {"sums": b""}
+    assert [extent.nbytes for extent in read_manifest(written(value, tmp_path)).extents] == [0] * 5

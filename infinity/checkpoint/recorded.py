@@ -1,0 +1,174 @@
+"""The model that a generation says it is of, built anew on the meta device: how its weights are called in files, and
+its configs.
+
+[Note: what may go wrong]
+transformers checks a config while it uses it, and raises whatever comes of a wrong one; some numbers in it say how
+often something is built. So what such numbers may be is bounded, how much is built is counted, and every error of
+transformers is one of the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from infinity.checkpoint.save import Tensors, revert_of, write_configs
+from infinity.errors import ManifestError
+from infinity.state.records import ModelRecord
+
+logger = logging.getLogger(__name__)
+
+_BOUNDS = (
+    (re.compile("vocab"), 1 << 40),
+    (re.compile("layer"), 1 << 16),
+    (re.compile("label"), 1 << 20),
+    (re.compile("^(num|n|d)_|_(size|dim)$"), 1 << 24),
+)
+"""The largest integer under a key of a config; the first line that fits the key counts. Beyond are no models, and lists
+that take all memory."""
+_BUILT_PER_NAME = 64
+_BUILT_MIN = 4096
+
+
+class RecordedModel:
+    """What is known of a generation's model.
+
+    Raises:
+        ManifestError: it is one of transformers', and its config is not one that transformers can build it from.
+    """
+
+    def __init__(self, record: ModelRecord, source: Path) -> None:
+        self._record = record
+        self._source = source
+        self._model = self._on_meta()
+        self._revert = revert_of(self._model)
+
+    def revert(self, part: Tensors) -> Tensors:
+        """The tensors of a unit as files have them. Raises ManifestError."""
+        with self._blamed("weights that transformers cannot convert back to the form of files"):
+            return self._revert(part)
+
+    def write_configs(self, directory: Path) -> None:
+        """config.json and generation_config.json, where there are any.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
+            ManifestError: transformers does not write such ones.
+        """
+        if self._model is not None:
+            with self._blamed("a config that transformers cannot write", but=OSError):
+                write_configs(self._model, directory)
+            return
+        for name, text in (("config", self._record.config), ("generation_config", self._record.generation_config)):
+            if text is not None:
+                (directory / f"{name}.json").write_text(text, encoding="utf-8")
+
+    @contextmanager
+    def _blamed(self, what: str, but: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        try:
+            yield
+        except but:
+            raise
+        except Exception as error:
+            problem = f"has {what}: {type(error).__name__}: {error}"
+            raise ManifestError(self._source, problem) from error
+
+    def _on_meta(self) -> nn.Module | None:
+        """None when it is not one of transformers' own."""
+        model_class = _class_of(self._record.class_name)
+        if model_class is None or self._record.config is None:
+            return None
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        with self._blamed(f"a config of which transformers cannot build a {self._record.class_name}"):
+            values = json.loads(self._record.config)
+            if values.get("model_type") not in CONFIG_MAPPING:
+                return None
+            _require_bounded(values)
+            config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+            most = _BUILT_MIN + _BUILT_PER_NAME * sum(1 for _ in self._record.names())
+            with _counted(most), torch.device("meta"):
+                model: nn.Module = model_class(config)
+            self._give_generation_config(model)
+            self._give_dtypes(model)
+        return model
+
+    def _give_generation_config(self, model: Any) -> None:
+        import transformers
+
+        if self._record.generation_config is not None:
+            values = json.loads(self._record.generation_config)
+            _require_bounded(values)
+            model.generation_config = transformers.GenerationConfig.from_dict(values)
+
+    def _give_dtypes(self, model: nn.Module) -> None:
+        groups = {(group.unit, group.group): getattr(torch, group.dtype) for group in self._record.groups}
+        recorded = {
+            name: (groups[parameter.unit, parameter.group], tuple(parameter.shape))
+            for parameter in self._record.parameters
+            for name in (parameter.name, *parameter.aliases)
+        }
+        for name, weight in model.named_parameters():
+            dtype, shape = recorded.get(name, (weight.dtype, None))
+            weight.data = weight.data.to(dtype)
+            if shape is not None and shape != tuple(weight.shape):
+                logger.warning(
+                    "%s: the config says that '%s' is %s, and it is %s: from_pretrained will not load the copy",
+                    self._source, name, tuple(weight.shape), shape,
+                )  # fmt: skip
+
+
+def _class_of(name: str) -> Any:
+    """One of transformers' models; None where the name is not that of one."""
+    import transformers
+
+    try:
+        found = getattr(transformers, name, None)
+    except Exception:  # a class that needs what is not installed
+        return None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def _require_bounded(value: Any, key: str = "") -> None:
+    """Raises ValueError for a number that would have transformers build without end."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _require_bounded(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _require_bounded(item, key)
+    elif isinstance(value, int | float):
+        most = next((bound for pattern, bound in _BOUNDS if pattern.search(key)), None)
+        if most is not None and not abs(value) <= most:
+            raise ValueError(f"{key} is larger than {most}")
+
+
+@contextmanager
+def _counted(most: int) -> Iterator[None]:
+    """Raises ValueError in the block when more than so many modules and parameters are made."""
+    made = 0
+
+    def count(module: nn.Module, name: str, what: Any) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise ValueError(f"it has more than {most} modules and parameters")
+
+    handles = [
+        hooks.register_module_module_registration_hook(count),
+        hooks.register_module_parameter_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,21 @@
+"""Runs whose small files are changed, made once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.hostile.stores import BUILD, make_run
+
+Runs = dict[str, Path]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """By kind of model: a directory with the run's swap directories "a" and "b", and what must come out of it."""
+    made = {}
+    for kind in BUILD:
+        made[kind] = tmp_path_factory.mktemp(kind)
+        make_run(kind, made[kind], [made[kind] / "a", made[kind] / "b"])
+    return made

@@ -1,0 +1,177 @@
+"""What tests of hostile small files share: runs with what must come out of them, and every command put to a copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import infinity
+from infinity.cli.checkpoint import checkpoint
+from infinity.errors import InfinityError
+from infinity.io import store
+from tests.conftest import states_of, weights_of
+from tests.models import llama
+
+STEPS = 2
+Values = dict[str, torch.Tensor]
+
+
+def plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)).bfloat16()
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    return llama(layers=1)[0].bfloat16()
+
+
+BUILD: dict[str, Callable[[], Any]] = {"plain": plain, "transformer": transformer}
+
+
+def config(*paths: Path, **overrides: Any) -> dict[str, Any]:
+    base = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "64MiB", "host": "256MiB"}}
+    nvme = {"paths": [str(path) for path in paths], "engine": "threads"}
+    return base | {"nvme": nvme, "update": {"threads": 1}, "commit_every": 1, "keep": STEPS} | overrides
+
+
+def loss_of(kind: str, model: Any) -> torch.Tensor:
+    if kind == "plain":
+        loss: torch.Tensor = model(torch.ones(4, 32).bfloat16()).float().square().mean()
+        return loss
+    batch = {key: value.clone() for key, value in llama(layers=1)[1].items()}
+    result: torch.Tensor = model(**batch).loss
+    return result
+
+
+def make_run(kind: str, root: Path, paths: list[Path]) -> None:
+    """A run in `paths`; beside it, for each step, what must come out of it ("values-STEP.pt") and its portable copy."""
+    before, store.STRIPE_BYTES = store.STRIPE_BYTES, 4096
+    probe, store._probe = store._probe, lambda *_: 1e9
+    try:
+        model = infinity.offload(BUILD[kind](), config(*paths))
+    finally:
+        store.STRIPE_BYTES, store._probe = before, probe
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=model)
+    for step in range(1, STEPS + 1):
+        loss_of(kind, model).backward()
+        optim.step()
+        optim.zero_grad()
+        infinity.commit(model)
+        torch.save({"weights": weights_of(model), "states": states_of(model)}, root / f"values-{step}.pt")
+    infinity.close(model)
+    for step in range(1, STEPS + 1):
+        infinity.export_checkpoint(paths, root / f"copy-{step}", step=step)
+
+
+def tensors_of(copy: Path) -> Values:
+    """All tensors of a portable copy, by their file's folder and their name."""
+    found: Values = {}
+    for path in sorted(copy.rglob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {f"{path.parent.name == 'optimizer'}/{name}": file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def require_same_tensors(copy: Path, reference: Path) -> None:
+    """What a copy has are values of the run, under whatever names and in whatever shapes the manifest gives them."""
+    found, whole = tensors_of(copy), tensors_of(reference)
+    assert found, "a copy of nothing"
+    known = {bits(tensor) for tensor in whole.values()}
+    for name, tensor in found.items():
+        assert bits(tensor) in known, f"{name} is no value of the run"
+
+
+def require_same_run(model: Any, root: Path) -> None:
+    """Weights and states are those of one step of the run; a file may say that it is another one."""
+    optim = infinity.AdamW(model.parameters(), lr=0.5)
+    infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=model)
+    found = {"weights": weights_of(model), "states": states_of(model)}
+    wrong = [_difference(found, torch.load(root / f"values-{step}.pt")) for step in range(1, STEPS + 1)]
+    assert "" in wrong, wrong
+
+
+def _difference(found: dict[str, Values], expected: dict[str, Values]) -> str:
+    for what, values in found.items():
+        for name, tensor in values.items():
+            if bits(tensor) != bits(expected[what][name]):
+                return f"{what}: {name}"
+    return ""
+
+
+def typed(act: Callable[[], Any]) -> Any:
+    """What `act` returns; the error, where it is one of infinity's."""
+    try:
+        return act()
+    except InfinityError as error:
+        assert str(error)
+        assert all(letter.isprintable() or letter in "\n\t" for letter in str(error)), ascii(str(error))
+        return error
+
+
+def command(act: str, paths: list[Path], **options: Any) -> Any:
+    return typed(lambda: checkpoint(Namespace(act=act, directory=paths, **({"step": None} | options))))
+
+
+def put_through(kind: str, root: Path, paths: list[Path], work: Path) -> None:
+    """Everything that reads a store, put to one in `paths` that is a changed copy of the run of `root`."""
+    for path in paths:
+        command("list", [path])
+    command("verify", paths)
+    exported = work / "exported"
+    result = typed(lambda: infinity.export_checkpoint(paths, exported))
+    assert isinstance(result, InfinityError) == (not exported.exists())
+    if exported.exists():
+        require_same_tensors(exported, root / f"copy-{result}")
+        carry_on(kind, root, exported, work)
+    resume(kind, root, paths)
+    if command("remove", paths) == 0:
+        assert [name for path in paths if path.exists() for name in os.listdir(path)] == []
+
+
+def resume(kind: str, root: Path, paths: list[Path]) -> None:
+    model = BUILD[kind]()
+
+    def go_on() -> None:
+        infinity.resume(model, config(*paths))
+        try:
+            require_same_run(model, root)
+        finally:
+            infinity.close(model)
+
+    typed(go_on)
+
+
+def carry_on(kind: str, root: Path, copy: Path, work: Path) -> Any:
+    model = BUILD[kind]()
+
+    def go_on() -> bool:
+        infinity.offload_from_checkpoint(model, copy, config(work / "other", weights="host", optimizer="host"))
+        try:
+            require_same_run(model, root)
+        finally:
+            infinity.close(model, discard=True)
+        return True
+
+    return typed(go_on)
+
+
+def copied(paths: list[Path], work: Path) -> list[Path]:
+    """Copies under `work`."""
+    work.mkdir(parents=True)
+    for path in paths:
+        shutil.copytree(path, work / path.name)
+    return [work / path.name for path in paths]
