@@ -11,9 +11,9 @@ SHARE  ?= all
 SEED   ?= 0
 WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600
 MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
-            grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
+            grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|tests/hostile/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
 
-.PHONY: demo test test-all crash-test stress-test fuzz-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
+.PHONY: demo test test-all crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
   sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped goes on; one that ended begins anew.
@@ -35,7 +35,7 @@ test: bootstrap
 
 # Everything that `make test` has a sample of (tests/sampling.py): hours. SHARE=0.1 takes the sample and a tenth of the
 # rest; SEED=… draws other ones, and the same ones again.
-test-all: crash-test stress-test fuzz-test overlap-test faults-test matrix-test imitation-test mutation-test sanitize
+test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
 # corruptions.
@@ -50,6 +50,11 @@ stress-test: bootstrap
 # 2000 random models, loops and swap configs against plain torch, to the bit.
 fuzz-test: bootstrap
 	$(WHOLE) tests/fuzz
+
+# 1000 swap configs, data files, manifests, headers, indexes and profiles of every odd kind, and every option with absurd
+# values: a result or an error that says so, within seconds and 500 MB.
+hostile-test: bootstrap
+	$(WHOLE) tests/hostile
 
 # Thirty steps for every combination of overlap, clipping, accumulation, commits and placement.
 overlap-test: bootstrap
