@@ -28,7 +28,7 @@ from infinity.cli.report import Report, make_report, write_report
 from infinity.cli.scaling import DTYPES, make_scaler
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError, printable
 from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, finish_commit, track
@@ -65,10 +65,10 @@ def finetune(options: argparse.Namespace) -> int:
         finally:
             close(model)
     print(report.text())
-    print(f"model, report and loss curve: {options.output}")
+    print(printable(f"model, report and loss curve: {options.output}"))
     if config.commit_every:
         swap = config.nvme.paths[0]
-        print(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)")
+        print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     if batch is not None and logits is not None:
         _verify(options.output, batch, logits)
     return late or stopped
@@ -144,7 +144,10 @@ def _require_model(name: str, *, resuming: bool) -> None:
     long."""
     try:
         if not require_directory_or_id(name):
-            print(f"--model {name}: there is no such directory; asking the Hugging Face hub for it", flush=True)
+            print(
+                f"--model {printable(str(name))}: there is no such directory; asking the Hugging Face hub for it",
+                flush=True,
+            )
     except ModelError as error:
         raise ModelError(f"--model: {error}{'. Where is it now? Give --model' if resuming else ''}") from None
 
@@ -169,7 +172,7 @@ def _say_what_was_read(data: PackedData) -> None:
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     """End a run that was asked to stop: it goes on from here another time."""
     commit(model)
-    print(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}")
+    print(printable(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}"))
     return code
 
 

@@ -45,9 +45,9 @@ def restore(model: nn.Module, saved: dict[str, Any]) -> None:
         name = sorted(mine.keys() ^ saved.keys())[0]
         raise ResumeError(f"buffer '{name}' is only in {'the model' if name in mine else 'the run that is resumed'}")
     for name, buffer in mine.items():
-        if not isinstance(saved[name], torch.Tensor) or buffer.shape != saved[name].shape:
-            raise ResumeError(
-                f"buffer '{name}' has another shape in the run than {tuple(buffer.shape)}, its shape here"
-            )
+        there = saved[name]
+        if not isinstance(there, torch.Tensor) or (buffer.shape, buffer.dtype) != (there.shape, there.dtype):
+            facts = (tuple(there.shape), there.dtype) if isinstance(there, torch.Tensor) else type(there).__name__
+            raise ResumeError(f"buffer '{name}' is {tuple(buffer.shape)}, {buffer.dtype} here and {facts} in the run")
         with torch.no_grad():
             buffer.copy_(saved[name])

@@ -11,6 +11,7 @@ import torch
 
 from infinity import _native
 from infinity.config import SwapConfig
+from infinity.errors import ConfigError
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
@@ -150,7 +151,7 @@ class Backing:
             self.landing = self._open_landing()
             self.staging = self.arena.lease(plan.staging_bytes + plan.ahead_bytes, "the update's tiles")
             self._register()
-            self.pool = _native.ThreadPool(plan.threads, numa_node=node)
+            self.pool = _open_pool(plan.threads, node)
             self.pipeline = _native.UpdatePipeline(
                 self.engine,
                 self.pool,
@@ -273,6 +274,16 @@ class Backing:
         finally:
             if self.store is not None:
                 self.store.close(discard=discard)
+
+
+def _open_pool(threads: int, node: int) -> _native.ThreadPool:
+    try:
+        return _native.ThreadPool(threads, numa_node=node)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"update.threads: {threads} threads cannot be started ({error}): this process may have no more. Lower "
+            "update.threads, or raise the limit (ulimit -u, or pids.max of the control group)."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -477,3 +477,19 @@ def test_a_closed_run_holds_none_of_its_objects(offload: Any) -> None:
         assert loader() is None
     finally:
         gc.enable()
+
+
+def test_a_buffer_of_another_dtype_is_not_converted_silently(tmp_path: Path) -> None:
+    def model(dtype: torch.dtype) -> Any:
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        net.register_buffer("seen", torch.full((2,), 1 / 3, dtype=dtype))
+        return net
+
+    swap = config(tmp_path / "swap")
+    net = infinity.offload(model(torch.float64), swap)
+    optim = infinity.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 8)).sum().backward()
+    optim.step()
+    infinity.close(net)
+    with pytest.raises(ResumeError, match=r"'seen' is \(2,\), torch.float32 here and \(\(2,\), torch.float64\) in"):
+        infinity.resume(model(torch.float32), swap)
