@@ -42,6 +42,8 @@ from infinity.schedule.updates import UnitUpdate, Updates
 from infinity.sizes import format_bytes
 from infinity.state.unit import Unit
 
+_TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
+
 
 class Residency(enum.Enum):
     RELEASED = "released"
@@ -67,11 +69,18 @@ class UnitRecord:
     """The parameters have their own class, not the released one."""
     gathered: set[str] = field(default_factory=set)
     """Parameters whose data is a copy of their values that somebody asked for."""
+    references: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    """Of a unit that a backward opened: its parameters, and how many references each had then."""
     stale: bool = False
     """UPDATING, and the new weights will not be in the slot."""
     version: int = 0
     marks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     """For each parameter the (storage, offset, version) infinity left it with."""
+
+
+def _references(parameter: nn.Parameter) -> int:
+    """Of autograd and torch's own; its own one and that of the node which accumulates its gradient among them."""
+    return int(torch.Tensor._use_count(parameter)) if _TELLS_REFERENCES else 0  # type: ignore[attr-defined]
 
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
@@ -333,17 +342,16 @@ class Residents:
     def _is_referred_to(record: UnitRecord, slot: Slot) -> bool:
         """Whether anything but its parameters refers to a slot, or autograd saved parameters themselves.
 
-        The latter happens in what reentrant checkpointing recomputes, where no hook packs them: one reference is the
-        parameter's own, one that of the node which accumulates its gradient.
+        The latter happens in what reentrant checkpointing recomputes, where no hook packs them. Who referred to a
+        parameter before the backward opened it does not want the values of now.
         """
         if slot.outstanding():
             return True
         if not record.open or not in_backward():
             return False
-        count = getattr(torch.Tensor, "_use_count", None)
-        if count is None:  # a torch that does not tell: rather too little room than weights that are gone
-            return True
-        return any(count(each) > 1 + each.requires_grad for each in record.parameters.values())
+        if not _TELLS_REFERENCES:
+            return True  # rather too little room than weights that are gone
+        return any(_references(each) > before for each, before in record.references)
 
     def _at_rest(self, record: UnitRecord) -> bool:
         """Whether no update uses the slot of a unit."""
@@ -420,10 +428,14 @@ class Residents:
             record.open = True
             for name, parameter in record.parameters.items():
                 parameter.__class__ = record.classes[name]
+            if in_backward():
+                own = record.parameters.values()
+                record.references = [(each, max(_references(each), 1 + each.requires_grad)) for each in own]
 
     def _close(self, record: UnitRecord) -> None:
         if record.open:
             record.open = False
+            record.references = []
             for name, parameter in record.parameters.items():
                 if name not in record.gathered:
                     parameter.__class__ = self._released

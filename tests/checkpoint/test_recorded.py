@@ -99,7 +99,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_states_are_not_read_in_another_form_than_they_were_written(form: str, run: Path, tmp_path: Path) -> None:
     rewrite(run, lambda value: FORMS[form](value["body"]["model"]["groups"]))
-    with pytest.raises(ResumeError, match="says that|trained|no room|which has none"):
+    with pytest.raises(ResumeError, match="says that|trained|no room|which has none|with a split16 master"):
         infinity.export_checkpoint(run, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
@@ -166,7 +166,7 @@ def test_an_absurd_learning_rate_is_named_when_a_run_is_resumed(config: Config, 
     rewrite(run, lambda value: value["body"]["optimizers"][0]["param_groups"][0].update(lr=-1.0))
     again = infinity.resume(llama(layers=1)[0], config("swap"))
     optim = infinity.AdamW(again.parameters())
-    with pytest.raises(infinity.ConfigError, match=r"lr = -1.0 is out of range"):
+    with pytest.raises(ResumeError, match=r"the run that is resumed cannot go on: .*lr = -1.0 is out of range"):
         infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=again)
     infinity.close(again)
     assert list(generations_in(run)) == [STEPS]

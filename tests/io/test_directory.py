@@ -13,7 +13,7 @@ import pytest
 
 from infinity.errors import ConfigError, StoreLockedError
 from infinity.io.directory import LOCK_NAME, SwapDirectory
-from tests.io.test_files import bound_socket
+from tests.test_files import bound_socket
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:

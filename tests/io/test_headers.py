@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity
 from infinity import _native, files
-from infinity.cli.job import _saved, _saved_config
+from infinity.cli.job import _past, _saved_config
 from infinity.cli.main import main
 from infinity.errors import (
     DirtyStoreError,
@@ -437,7 +437,7 @@ def test_the_second_part_says_where_the_generations_are(disks: list[Path], made:
     assert main(["checkpoint", "list", str(disks[1])]) == 0
     assert f"part 2 of 2 of a store; its generations are in {made[0] / DISKS[0]}" in capsys.readouterr().out
     with pytest.raises(ResumeError, match=f"part 2 of a store whose generations are in {made[0] / DISKS[0]}"):
-        _saved(Namespace(resume=str(disks[1]), from_checkpoint=None), None)
+        _past(Namespace(resume=str(disks[1]), from_checkpoint=None), None)
 
 
 @pytest.mark.parametrize("others", ["one path", "two paths"])

@@ -207,7 +207,7 @@ MUTANTS = [
         "infinity/files.py",
         "        if not stat.S_ISREG(found.st_mode):\n",
         "        if False:\n",
-        ("tests/io/test_files.py", "--timeout", "60"),
+        ("tests/test_files.py", "--timeout", "60"),
     ),
     Mutant(
         "two extents of a manifest have no byte in common",

@@ -4,7 +4,6 @@ they change nothing and refused where they would."""
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,21 +196,38 @@ def test_torchs_own_state_dict_of_adamw_is_taken_and_that_of_adam_is_not(small: 
     require_next_step_is_good(small, optim)
 
 
-@pytest.mark.parametrize("values", [{"lr": "fast"}, {"betas": [0.9]}, {"seed": None}, {"lr": -1.0}])
-def test_a_generation_with_absurd_hyperparameters_is_refused_and_changes_nothing(
-    values: dict[str, Any], swap_config: Any, tmp_path: Path
-) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    model = infinity.offload(build(), swap_config(commit_every=1))
+def run_that_ends_with(values: dict[str, Any], config: dict[str, Any]) -> None:
+    """After two steps; what is committed when the model is closed has these hyperparameters."""
+    model = infinity.offload(build(), config)
     optim = infinity.AdamW(model.parameters(), lr=1e-2)
     require_next_step_is_good(model, optim)
-    optim.param_groups[0] |= values  # what is committed when the model is closed has them
+    infinity.commit(model)
+    backward(model)
+    optim.step()
+    optim.param_groups[0] |= values
     infinity.close(model)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def test_a_generation_with_absurd_hyperparameters_is_refused_and_changes_nothing(swap_config: Any) -> None:
+    run_that_ends_with({"lr": -1.0}, swap_config(commit_every=1))
     model = infinity.resume(build(), swap_config(commit_every=1))
     optim = infinity.AdamW(model.parameters(), lr=0.5)
     with pytest.raises(infinity.ResumeError, match="the run that is resumed cannot go on: param group 0: "):
         backward(model)
     assert optim.param_groups[0]["lr"] == 0.5
+    infinity.close(model)
+
+
+@pytest.mark.parametrize("values", [{"lr": "fast"}, {"betas": [0.9]}, {"seed": None}])
+def test_hyperparameters_that_could_not_be_read_back_are_not_committed(
+    values: dict[str, Any], swap_config: Any
+) -> None:
+    with pytest.raises(infinity.ConfigError, match="cannot be kept in a generation: param_groups.0"):
+        run_that_ends_with(values, swap_config(commit_every=1))
+    model = infinity.resume(build(), swap_config(commit_every=1))
+    require_next_step_is_good(model, infinity.AdamW(model.parameters(), lr=0.5))
     infinity.close(model)

@@ -73,7 +73,7 @@ def test_two_runs_on_one_directory_get_a_clear_error(trained: Any, swap_config: 
 def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(tmp_path / "file" / "swap")]}}
-    with pytest.raises(infinity.ConfigError, match="cannot use .*file/swap"):
+    with pytest.raises(infinity.ConfigError, match="/file is not a directory"):
         infinity.offload(llama()[0], config)
 
 

@@ -42,7 +42,7 @@ def step(model: Any, batch: Batch, optim: Any) -> float:
     loss.backward()
     optim.step()
     optim.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
