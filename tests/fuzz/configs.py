@@ -44,7 +44,7 @@ def make(
 
     Args:
         accumulates: gradients of several passes must find room.
-        recomputed: blocks that are recomputed together.
+        recomputed: units that are recomputed together.
     """
     config = given | {
         "weights": rng.choice(["nvme", "nvme", "host", "auto"]),
@@ -62,13 +62,16 @@ def make(
         },
     }
     slack = [rng.choice([0.0, 0.0, 0.1, 1.0]) for _ in range(2)]
-    if recomputed > 1:  # the plan knows nothing of that: the weights of all of these are held at once, and the next's
-        slack[0] = 3.0  # half of it is for weights
-    return budgeted(config, model, slack, accumulates=accumulates)
+    # The plan knows nothing of that: the weights of all of these are held at once, and the next unit's.
+    held = recomputed + 1 if recomputed > 1 else 0
+    return budgeted(config, model, slack, accumulates=accumulates, held=held)
 
 
-def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool) -> dict[str, Any]:
-    """With memory.device and memory.host, each as much above the least as its part of `slack` says."""
+def budgeted(
+    config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool, held: int = 0
+) -> dict[str, Any]:
+    """With memory.device and memory.host, each as much above the least as its part of `slack` says, and memory.device
+    with room for `held` units more."""
     found = discover(model, config["moments"])
 
     def fits(**memory: int) -> bool:
@@ -77,6 +80,7 @@ def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, ac
 
     device = least(lambda nbytes: fits(device=nbytes))
     device += int(device * slack[0])
+    device += 2 * held * max(unit.weight_bytes for unit in found.units)  # half of it is for weights
     host = least(lambda nbytes: fits(device=device, host=nbytes))
     return config | {"memory": {"device": device, "host": host + int(host * slack[1])}}
 

@@ -176,7 +176,7 @@ class Net(nn.Module):
     Attributes:
         traits: what it was made of, in words.
         gates: whether each visit of a block takes place; set from outside.
-        recomputes_together: visits of blocks that are recomputed in one go.
+        recomputes_together: units of the blocks that are recomputed in one go.
         in_pieces: one backward pass may bring the gradient of a parameter in several pieces.
     """
 
@@ -200,13 +200,18 @@ class Net(nn.Module):
         self.reentrant = rng.choice([True, False])
         self.spans = self._spans(rng)
         self.gates = [True] * len(self.visits)
-        self.recomputes_together = max((end - begin for begin, end, recomputed in self.spans if recomputed), default=0)
+        spans = [range(begin, end) for begin, end, recomputed in self.spans if recomputed]
+        self.recomputes_together = max((sum(map(self._units_of, span)) for span in spans), default=0)
         self._convert(rng, dtype)
         self._tie(rng)
         self._lend(rng)
         shared = len(set(self.visits)) < len(self.visits) or any("tied" in trait for trait in self.traits)
         self.in_pieces = shared and self.reentrant and any(span[2] for span in self.spans)
         self._freeze(rng)
+
+    def _units_of(self, visit: int) -> int:
+        block = list(self.blocks.children())[self.visits[visit]]
+        return len(block) if isinstance(block, nn.ModuleList | nn.ModuleDict) else 1
 
     def _contain(self, rng: random.Random, blocks: list[nn.Module]) -> nn.Module:
         container = rng.choice(["list", "list", "list", "sequential", "attributes"])
