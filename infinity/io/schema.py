@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from infinity.errors import ManifestError, printable
 from infinity.sizes import PAGE_BYTES
@@ -17,6 +17,15 @@ COUNT_MAX = 1 << 48
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX, multiple_of=PAGE_BYTES)]
 Name = Annotated[str, Field(max_length=4096)]
+
+
+def _as_files_have_it(text: str) -> str:
+    text.encode()  # a UnicodeEncodeError is a ValueError
+    return text
+
+
+Text = Annotated[str, AfterValidator(_as_files_have_it)]
+"""What can be written to a file: half of a surrogate pair, which JSON can name, cannot."""
 
 
 class Record(BaseModel):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import AfterValidator, Field, PlainValidator, model_validator
 
-from infinity.io.schema import COUNT_MAX, Count, Name, Record, require_unique, validated
+from infinity.io.schema import COUNT_MAX, Count, Name, Record, Text, require_unique, validated
 from infinity.sizes import round_up
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -85,8 +85,8 @@ class ModelRecord(Record):
     """
 
     class_name: Name
-    config: str | None
-    generation_config: str | None
+    config: Text | None
+    generation_config: Text | None
     groups: Annotated[list[GroupRecord], Field(max_length=_GROUPS_MAX)]
     parameters: Annotated[list[ParameterRecord], Field(max_length=_PARAMETERS_MAX)]
 

@@ -95,6 +95,7 @@ def numpys(state: dict[str, Any]) -> Change:
 
 WORDS = np.zeros(624, dtype=np.uint32)
 WRONG: dict[str, tuple[Change, str]] = {
+    "half of a surrogate pair": (lambda found: found["model"].update(config='"\ud800"'), "model.config: .*surrogates"),
     "lr a string": (group("lr", "1e-3"), r"optimizers\.0\.param_groups\.0: lr is a str, and no finite number"),
     "lr NaN": (group("lr", float("nan")), "lr is nan, and no finite number"),
     "lr infinite": (group("initial_lr", float("inf")), "initial_lr is inf"),
