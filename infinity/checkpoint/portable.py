@@ -41,7 +41,8 @@ OPTIMIZER = "optimizer"
 STATE_NAME = "training-state.infinity"
 SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
-_INDEX_BYTES_MAX = 256 << 20
+_INDEX_BYTES_MAX = 64 << 20
+_INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # in Python's memory they are many times as large
 _HASHED_BYTES = 4 << 20
 _THREADS_MAX = 4
 _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
@@ -233,7 +234,10 @@ class _Index(BaseModel):
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        index: Any = json.loads(files.read_regular(path, _INDEX_BYTES_MAX, follow=True))
+        text = files.read_regular(path, _INDEX_BYTES_MAX, follow=True)
+        if text.count(b"[") + text.count(b"{") > _INDEX_CONTAINERS_MAX or text.count(b",") > _INDEX_VALUES_MAX:
+            raise ManifestError(path, "has more in it than the index of any model")
+        index: Any = json.loads(text)
     except OSError as error:
         raise ManifestError(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
