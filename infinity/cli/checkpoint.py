@@ -63,6 +63,9 @@ def _list(path: Path) -> int:
         print("updated in place (commit_every: 0): nothing can be resumed")
         return 0
     damaged = 0
+    if not (path / SWAP_NAME).exists():
+        damaged += 1
+        _say(f"damaged: {SWAP_NAME} is gone, so nothing can be resumed; `remove` takes what is left")
     if of_store.rebuilt:
         damaged += 1
         _say(f"damaged: {of_store.rebuilt}")
@@ -155,7 +158,7 @@ def _remove(paths: list[Path]) -> int:
         for path in paths:
             directories.append(SwapDirectory(path, create=False))
             held.callback(directories[-1].close)
-        for directory in directories:
+        for directory in directories:  # before the manifests: they prove whose the header is
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
             durable.remove(directory.swap_path)
             _say(f"{directory.path}: {format_bytes(freed)} freed")

@@ -77,9 +77,7 @@ class PackedData:
         said = []
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
-            said.append(
-                f"files left out, because they hold no text: {len(self.left_out)} (" + self._why_left_out() + f"{more})"
-            )
+            said.append(f"files left out: {len(self.left_out)} (" + self._why_left_out() + f"{more})")
         if self._content.blank:
             said.append(f"documents left out, because they are blank: {self._content.blank}")
         if self._tokenizer.eos_token_id is None and self._content.documents > 1:

@@ -42,7 +42,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
 
     Raises:
         ConfigError: a path is missing, no regular file, empty, or of a format that is not read; a directory has no
-            files, or cannot be listed.
+            files, or only such ones, or cannot be listed.
     """
     files: list[Path] = []
     others: list[tuple[Path, str]] = []
@@ -52,16 +52,19 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
             found = list(_walk(path, set()))
             if not found:
                 raise ConfigError(f"--data {shown(path)}: the directory has no files")
-            for file in found:
-                (files.append(file) if _kind(file) == "" else others.append((file, _kind(file))))
+            readable = [file for file in found if not _kind(file) and not _other_format(file)]
+            if not readable:  # a dataset in another format, then
+                for file in found:
+                    _require_format(file)
+            files += readable
+            others += [(file, _kind(file) or _other_format(file)) for file in found if file not in readable]
         elif kind:
             raise ConfigError(f"--data {shown(path)}: {kind}")
         elif not path.stat().st_size:
             raise ConfigError(f"--data {shown(path)}: the file is empty")
         else:
+            _require_format(path)
             files.append(path)
-    for file in files:
-        _require_format(file)
     return files, others
 
 
@@ -150,10 +153,16 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--data {shown(path)}: cannot be read: {error.strerror or error}")
 
 
+def _other_format(path: Path) -> str:
+    """'' for text, else why the file is not read."""
+    known = any(path.suffix.lower() in endings for endings in _OTHER_FORMATS)
+    return f"a {path.suffix} file is not read as text" if known else ""
+
+
 def _require_format(path: Path) -> None:
     for endings, advice in _OTHER_FORMATS.items():
         if path.suffix.lower() in endings:
-            raise ConfigError(f"--data {shown(path)}: a {path.suffix} file is not read as text. {advice}.")
+            raise ConfigError(f"--data {shown(path)}: {_other_format(path)}. {advice}.")
 
 
 def _text_pieces(path: Path) -> Document:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.portable import Portable
+from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.config import SwapConfig, load_config
@@ -210,12 +210,18 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> Past | None
 
 def _without_generations(directory: Path) -> str:
     """Why there are none in a directory."""
+    if not directory.is_dir():
+        return "there is no such directory"
+    if (directory / STATE_NAME).is_file():
+        return "it is a copy that `checkpoint export` wrote: go on from it with --from-checkpoint"
     try:
         header = header_in(directory).header
     except ResumeError:
-        return "no generation was committed there"
+        return "it holds no run"
     if header.member:
         return f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that one"
+    if header.mode == "in place":
+        return "its run had commit_every: 0, which keeps no generations"
     return "no generation was committed there"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ from infinity.cli.documents import one_line
 from infinity.errors import ModelError
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
+TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.model$|\.tiktoken$|bpe", re.IGNORECASE)
+"""What the files of any tokenizer of transformers are called."""
 
 
 def load_tokenizer(name: str) -> Any:
@@ -19,6 +22,12 @@ def load_tokenizer(name: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    absent = (
+        f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and those beside it) into the model's "
+        "directory, from the model it was made of"
+    )
+    if Path(name).is_dir() and not any(TOKENIZER_FILE.search(entry.name) for entry in Path(name).iterdir()):
+        raise ModelError(absent)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # each kind of tokenizer raises errors of its own
@@ -26,10 +35,7 @@ def load_tokenizer(name: str) -> Any:
     # Where there are no files transformers makes an empty one, which takes any text for nothing.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:
-        raise ModelError(
-            f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and those beside it) into the "
-            "model's directory, from the model it was made of"
-        )
+        raise ModelError(absent)
     return tokenizer
 
 

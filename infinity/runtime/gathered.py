@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, ModelError
+from infinity.runtime.saved import SavedTensors
 from infinity.schedule import registry
-from infinity.schedule.gathering import gather
+from infinity.schedule.gathering import Gathering
 from infinity.schedule.ledger import Ledger
-from infinity.schedule.released import in_backward
 
 
 def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False) -> AbstractContextManager[None]:
@@ -46,7 +46,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     """
     ledger = registry.ledger_of(model)
     ledger.require_usable()
-    if write and (ledger.readers.in_forward or in_backward()):
+    if write and ledger.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}
     for module in modules or (model,):
@@ -55,7 +55,11 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
             names = wanted.setdefault(index, [])
             if name not in names:
                 names.append(name)
-    return gather(ledger, wanted, write=write)
+    saved = None
+    if not ledger.readers.passing:
+        hooks = SavedTensors(ledger)
+        saved = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
+    return Gathering(ledger, wanted, saved, write=write)
 
 
 def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:
@@ -63,7 +67,10 @@ def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:
         return list(module.parameters())
     if isinstance(module, nn.Parameter):
         return [module]
-    raise ConfigError(f"infinity.gathered takes modules and parameters of the model, not {type(module).__name__}")
+    raise ConfigError(
+        f"infinity.gathered takes modules and parameters of the model, not {type(module).__name__}; write "
+        "infinity.gathered(model, *several)"
+    )
 
 
 def _find(ledger: Ledger, parameter: nn.Parameter, module: nn.Module | nn.Parameter) -> tuple[int, str]:
@@ -98,7 +105,7 @@ def _tensors(model: nn.Module, ledger: Ledger) -> Iterator[tuple[str, torch.Tens
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 index, _ = _find(ledger, parameter, module)
-                with ledger.readers.taking([index]), torch.no_grad():
+                with ledger.locked(), ledger.readers.taking([index]), torch.no_grad():
                     value = parameter.detach().clone()
                 yield _join(prefix, name), value
         for name, buffer in module._buffers.items():

@@ -15,7 +15,8 @@ def _refuse(what: str) -> NoReturn:
     raise ReleasedParameterError(
         f"{what} of an offloaded model would see placeholders: its weights are in the store. To write it, use "
         "infinity.save_pretrained(model, directory); to read or change weights use infinity.state_dict(model) or "
-        "`with infinity.gathered(model, module):`; a copy of the model is made before infinity.offload."
+        "`with infinity.gathered(model, module):`. A copy of the model is made before infinity.offload, or is "
+        "another plain model: in infinity.gathered, give it model.state_dict()."
     )
 
 

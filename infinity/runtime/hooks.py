@@ -122,7 +122,7 @@ class Scope:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
-        self._ledger.readers.forward_begins()
+        self._ledger.readers.forward_begins(self._alive)
         for index in self._residents:
             self._ledger.acquire(index)
 
@@ -251,6 +251,7 @@ class _Announce:
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._ledger.timeline
         timeline.end_all("backward")
+        self._ledger.readers.backward_begins()
         self._ledger.hold(self._units)
         for index in self._units:
             timeline.begin("backward", self._ledger.records[index].unit.name)
@@ -315,6 +316,7 @@ class BackwardEnds:
         if task == -1 or task in self._tasks:
             return
         if not self._tasks:
+            self._ledger.readers.backward_begins()
             self._ledger.begin_backward()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))

@@ -72,8 +72,8 @@ class SavedTensors:
         if record.version != saved.version:
             raise StaleWeightsError(
                 f"this backward pass needs the weights of unit '{record.unit.name}' from before the last "
-                f"optim.step(). Call "
-                "backward() on every loss before step()."
+                "optim.step(), or from before infinity.gathered(..., write=True) changed them. Call backward() on "
+                "every loss before that."
             )
         slot = self._ledger.require(saved.unit)
         with torch.no_grad():

@@ -312,12 +312,27 @@ class Commits:
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
         """Args: before_forward: a training forward follows at once."""
         noted = self.tracking.note()
-        return {
+        body = {
             **noted.around,
             "tracked": noted.states,
             "model": self._model,
             "rng": noted.rng,
             "rng_before_forward": rng.snapshot() if before_forward else None,
+        }
+        return body if self.resumed is None else self._with_what_was_resumed(body, self.resumed)
+
+    @staticmethod
+    def _with_what_was_resumed(body: dict[str, Any], resumed: Resumed) -> dict[str, Any]:
+        """A generation that is made again before the first step of a resumed run keeps what this process has not taken
+        up: a script that only changes weights makes no optimizer and tracks nothing."""
+        there = resumed.body.model_dump()
+        mine = body["optimizers"]
+        kept = {name: resumed.body.tracked[name] for name in resumed.unclaimed}
+        return body | {
+            "optimizers": mine + there["optimizers"][len(mine) :],
+            "tracked": body["tracked"] | kept,
+            "rng": resumed.body.rng,
+            "rng_before_forward": resumed.body.rng_before_forward,
         }
 
     def _around(self) -> dict[str, Any]:
@@ -330,6 +345,7 @@ class Commits:
 
     def commit(self, step: int) -> None:
         """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
+        self.take_up_hyperparameters(again=False)
         self.begin(step)
         self.tracking.iteration_ended()
         self.finish()

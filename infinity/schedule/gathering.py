@@ -11,19 +11,20 @@ the generations that exist stay whole, and the next commit has the new values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import nn
 
 from infinity import _native
-from infinity.errors import ModelError, PlanError, SwapIOError
+from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.io.store import wait_all
 from infinity.plan.machine import available_device_bytes
 from infinity.schedule.backing import Backing, Home
 from infinity.schedule.device import Slot
 from infinity.schedule.ingest import residual_of
+from infinity.schedule.interrupt import interrupts_deferred, whole
 from infinity.schedule.ledger import Ledger
 from infinity.schedule.residents import Residents, UnitRecord
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
@@ -37,32 +38,71 @@ Named = Mapping[int, Sequence[str]]
 """For each unit, by index, names of parameters of it."""
 
 
-@contextmanager
-def gather(ledger: Ledger, wanted: Named, *, write: bool) -> Iterator[None]:
-    """See infinity.gathered."""
-    fresh = _not_gathered(ledger, wanted, write=write)
-    _require_memory(ledger, fresh)
-    marks: dict[int, int] = {}
-    with ledger.readers.gathering():
+class Gathering:
+    """The context of infinity.gathered. Entering and leaving it are whole: Ctrl-C finds either no copy or all of them,
+    and after it every parameter is the unit's again."""
+
+    def __init__(
+        self, ledger: Ledger, wanted: Named, saved: AbstractContextManager[None] | None, *, write: bool
+    ) -> None:
+        """Args: saved: the pair of saved-tensor hooks for what is computed in the context; None in a forward, which has
+        its own."""
+        self._ledger = ledger
+        self._wanted = wanted
+        self._write = write
+        self._saved = saved
+        self._fresh: dict[int, list[str]] = {}
+        self._marks: dict[int, int] = {}
+        self._undo = ExitStack()
+        self._entered = False
+
+    def __enter__(self) -> None:
         try:
-            for index, names in fresh.items():
+            self._enter()
+        except BaseException:
+            self._leave()  # Ctrl-C that came meanwhile is raised when _enter is over
+            raise
+
+    @whole
+    def _enter(self) -> None:
+        ledger = self._ledger
+        self._entered = True
+        with ledger.locked() as residents:
+            self._fresh = _not_gathered(ledger, self._wanted, write=self._write)
+            _require_memory(ledger, self._fresh)
+            self._undo.enter_context(ledger.readers.gathering())
+            for index, names in self._fresh.items():
                 record = ledger.records[index]
                 with ledger.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
                     copies = {name: record.parameters[name].detach().clone() for name in names}
-                    with ledger.locked() as residents:
-                        residents.gather(record, copies)
-                if not write:
-                    marks |= {id(record.parameters[name]): _sum_of_bits(record.parameters[name]) for name in names}
-            yield
-            if write:
-                _take_home(ledger, fresh)
-            else:
-                _tell_of_changes(ledger, fresh, marks)
+                    self._undo.callback(residents.scatter, record, names)
+                    residents.gather(record, copies)
+                if not self._write:
+                    self._marks |= {
+                        id(record.parameters[name]): _sum_of_bits(record.parameters[name]) for name in names
+                    }
+            if self._saved is not None:
+                self._undo.enter_context(self._saved)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if kind is None and self._write:
+                _take_home(self._ledger, self._fresh)
+            elif kind is None:
+                _tell_of_changes(self._ledger, self._fresh, self._marks)
         finally:
-            for index, names in fresh.items():
-                record = ledger.records[index]
-                with ledger.locked() as residents:
-                    residents.scatter(record, [name for name in names if name in record.gathered])
+            self._leave()
+
+    def __del__(self) -> None:
+        """Ctrl-C may come after the last line of the block and before the first of __exit__."""
+        if getattr(self, "_entered", False):
+            self._leave()
+
+    @whole
+    def _leave(self) -> None:
+        with self._ledger.locked():
+            self._undo.close()
+            self._entered = False
 
 
 def _sum_of_bits(parameter: nn.Parameter) -> int:
@@ -120,21 +160,29 @@ def _tell_of_changes(ledger: Ledger, wanted: Named, marks: Mapping[int, int]) ->
 
 
 def _take_home(ledger: Ledger, wanted: Named) -> None:
-    ledger.prepare_writing()
-    for index in wanted:
-        _require_shapes(ledger.records[index], wanted[index])
-    for index, names in wanted.items():
-        record = ledger.records[index]
-        with ledger.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
-            if record.slot is None:
-                raise AssertionError(f"unit {record.unit.name} was brought and has no slot")
-            changed = [name for name in names if not _same_bits(record, record.slot, name)]
-            _require_writable(ledger.backing, record, changed)
-            try:
-                _write(ledger, record, record.slot, changed)
-            except SwapIOError as error:
-                ledger.failed = ledger.failed or error
-                raise
+    """Write what changed, all of it or nothing: what can be refused is refused before anything is written."""
+    with interrupts_deferred(), ledger.writing():
+        for index, names in wanted.items():
+            _require_shapes(ledger.records[index], names)
+            _require_not_shared(ledger, ledger.records[index], names)
+        try:
+            for index, names in wanted.items():
+                record = ledger.records[index]
+                with ledger.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
+                    _write(ledger, record, _slot_of(record), _changed(record, names))
+        except BaseException as error:
+            ledger.failed = ledger.failed or InfinityError(f"weights were written in part: {error}")
+            raise
+
+
+def _slot_of(record: UnitRecord) -> Slot:
+    if record.slot is None:
+        raise AssertionError(f"unit {record.unit.name} was brought and has no slot")
+    return record.slot
+
+
+def _changed(record: UnitRecord, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not _same_bits(record, _slot_of(record), name)]
 
 
 def _require_shapes(record: UnitRecord, names: Sequence[str]) -> None:
@@ -155,17 +203,20 @@ def _same_bits(record: UnitRecord, slot: Slot, name: str) -> bool:
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
-def _require_writable(backing: Backing, record: UnitRecord, changed: Sequence[str]) -> None:
+def _require_not_shared(ledger: Ledger, record: UnitRecord, names: Sequence[str]) -> None:
     """The generations of a run share one copy of frozen weights."""
-    for name in changed:
-        group, _ = record.unit.find(name)
-        home = backing.weights[record.unit.index].groups[record.unit.groups.index(group)]
-        if not group.trainable and backing.generations is not None and backing.generations.newest is not None:
-            raise ModelError(
-                f"parameter '{name}' is frozen, and was changed in infinity.gathered(..., write=True): the "
-                f"generations of this run ({home.stored().state} of unit '{record.unit.name}') share one copy of it. "
-                "Change it before the first step, or set commit_every: 0. The change is dropped."
-            )
+    generations = ledger.backing.generations
+    frozen = [name for name in names if not record.unit.find(name)[0].trainable]
+    if not frozen or generations is None or generations.newest is None:
+        return
+    with ledger.readers.taking([record.unit.index]):
+        changed = _changed(record, frozen)
+    if changed:
+        raise ModelError(
+            f"parameter '{changed[0]}' of unit '{record.unit.name}' is frozen, and was changed in "
+            "infinity.gathered(..., write=True): the generations of this run share one copy of it. Change it before "
+            "the first step, or set commit_every: 0. Nothing was written."
+        )
 
 
 def _write(ledger: Ledger, record: UnitRecord, slot: Slot, changed: Sequence[str]) -> None:
@@ -190,6 +241,7 @@ def _write(ledger: Ledger, record: UnitRecord, slot: Slot, changed: Sequence[str
                     fresh[spec.offset * itemsize] = rest
             _replace(backing, states.residual, fresh)
     if changed:
+        record.version += 1  # what was saved for backward is of before
         ledger.commits.touched()
 
 

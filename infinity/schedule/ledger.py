@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,8 +26,6 @@ from infinity.schedule.timeline import Timeline
 from infinity.schedule.update import GroupUpdate, Milestone, is_clipped
 from infinity.schedule.updates import UnitUpdate, Updates
 from infinity.state.unit import Unit
-
-logger = logging.getLogger(__name__)
 
 
 class Ledger:
@@ -80,11 +77,7 @@ class Ledger:
     @whole
     def begin_forward(self, *, training: bool) -> None:
         """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
-
-        Raises:
-            ForkError, ModelError: see `require_usable` and `require_untouched`.
-            InfinityError: the commit failed.
-        """
+        Raises as `require_usable`, `require_untouched` and `finish_commit`."""
         self.require_usable()
         self.residents.require_untouched()
         if training:
@@ -211,8 +204,8 @@ class Ledger:
     @whole
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
-        with self._lock:
-            self.residents.forget_uses()
+        with self.locked() as residents:
+            residents.forget_uses()
 
     # -- what optim calls ---------------------------------------------------------------------------------------------
 
@@ -224,7 +217,7 @@ class Ledger:
             SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
         """
         self.require_usable()
-        self.readers.require_none_gathering()
+        self.readers.step_begins()
         self.residents.require_untouched()
         with self._lock, self._timeouts(), self.timeline.stall("gradient"):
             self.backing.device.idle_begins()
@@ -414,32 +407,38 @@ class Ledger:
 
     @whole
     def finish_commit(self) -> None:
-        """Finish the commit under way, if there is one (Commits.finish).
-
-        Raises:
-            InfinityError: the generation does not exist, and the model refuses to go on.
-        """
+        """Finish the commit under way, if there is one (Commits.finish). Raises InfinityError: the generation does not
+        exist, and the model refuses to go on."""
         with self._lock:
             self._finish_commit()
 
     @whole
     def commit(self) -> None:
-        """Make a generation of the states as they are (Commits.commit). Raises as finish_commit."""
+        """Make a generation of the states as they are. Raises as finish_commit."""
         with self._lock, self._committing():
             self._come_to_rest()
             self.commits.commit(self.steps)
 
-    @whole
-    def prepare_writing(self) -> None:
-        """States may be written to their destinations: nothing else is under way. Raises as finish_commit."""
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """States may be written to their destinations in this context. A commit whose loop was not at its top gives
+        way, and is begun again. Raises as finish_commit."""
         self.require_usable()
-        with self._lock, self._committing():
-            self._finish_commit()
-            self._come_to_rest()
+        with self._lock:
+            again = self.commits.under_way and not self.commits.frozen
+            with self._committing():
+                self._come_to_rest()
+                self.commits.step_begins()
+            try:
+                yield
+            finally:
+                if again:
+                    self.commits.begin(self.steps)
 
     def _come_to_rest(self) -> None:
         self._land_updates()
         self._drop_guesses()  # they write where others may write now
+        self.updates.ahead.drop(but=())
         self.settle()
 
     def settle(self) -> None:

@@ -41,19 +41,27 @@ class Readers:
         self._release = release
         self._locked = locked
         self._in_forward = False
+        self._in_backward = False
+        self._is_alive: Callable[[], bool] = lambda: False
         self._gathering = 0
 
     @property
-    def in_forward(self) -> bool:
-        return self._in_forward
+    def passing(self) -> bool:
+        """Whether this thread is in a forward or backward pass of the model. One that Ctrl-C ended is none."""
+        return (self._in_forward and self._is_alive()) or in_backward()
 
     @property
     def _may_read(self) -> bool:
         return self._in_forward or self._gathering > 0 or in_backward()
 
     @whole
-    def forward_begins(self) -> None:
-        self._in_forward = True
+    def forward_begins(self, is_alive: Callable[[], bool]) -> None:
+        """Args: is_alive: whether this thread is still in it."""
+        self._in_forward, self._in_backward, self._is_alive = True, False, is_alive
+
+    def backward_begins(self) -> None:
+        """In whichever thread; others may not close what it opens."""
+        self._in_backward = True
 
     @whole
     def forward_ends(self) -> None:
@@ -67,10 +75,11 @@ class Readers:
     @whole
     def backward_ends(self) -> None:
         """The outermost one."""
+        self._in_backward = False
         self._close()
 
     def _close(self) -> None:
-        if not self._in_forward and not self._gathering:
+        if not (self._in_forward or self._in_backward or self._gathering):
             with self._locked() as residents:
                 residents.close_all()
 
@@ -86,8 +95,7 @@ class Readers:
         finally:
             for index in taken:
                 self._release(index)
-            if not in_backward():
-                self._close()
+            self._close()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
@@ -97,16 +105,22 @@ class Readers:
             yield
         finally:
             self._gathering -= 1
-            if not in_backward():
-                self._close()
+            self._close()
 
-    def require_none_gathering(self) -> None:
-        """Raises ModelError in infinity.gathered: a step would pass over the copies that were gathered."""
+    @whole
+    def step_begins(self) -> None:
+        """No pass is under way any more, whatever ended it.
+
+        Raises:
+            ModelError: in infinity.gathered a step would pass over the copies that were gathered.
+        """
         if self._gathering:
             raise ModelError(
                 "optimizer.step() inside `with infinity.gathered(...)`: the weights that were gathered would be those "
                 "of before the step. Leave the context first."
             )
+        self._in_forward = self._in_backward = False
+        self._close()
 
     # -- what released parameters ask (released.Lender) ---------------------------------------------------------------
 

@@ -17,10 +17,13 @@ happened to fit.
 
 Some entries to torch's C++ do not ask the class of their argument. What writes there, or asks for an address that it
 could write to (to_dlpack, most C++ extensions), gets an error of torch's from the placeholder's storage. What only
-reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p), and torch.as_tensor
-and torch.asarray to another dtype; p.as_subclass; torch.func's and torch.vmap's transforms with p as their argument;
-`other.data = p` and other.set_(p); p as a gradient given to backward() or autograd.grad;
-torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
+reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p), x.new_tensor(p), and
+torch.as_tensor and torch.asarray to another dtype; p.as_subclass and torch.Tensor._make_subclass; torch.func's and
+torch.vmap's transforms with p as their argument; `other.data = p` and other.set_(p); p as a gradient given to
+backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
+
+What a module writes through `.data` of its own weight in its own forward is not seen either; where the weights live in
+the store it is lost.
 """
 
 from __future__ import annotations
@@ -223,7 +226,7 @@ _METADATA = frozenset(
             "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed "
             "is_inference is_same_size is_conj is_neg is_distributed __len__ __hash__ __dir__ requires_grad_ "
             "register_hook register_post_accumulate_grad_hook retain_grad _has_compatible_shallow_copy_type "
-            "has_names new_empty new_zeros new_ones new_full new_tensor new_empty_strided",
+            "has_names new_empty new_zeros new_ones new_full new_empty_strided",
             torch.Tensor,
         ),
         *_found(

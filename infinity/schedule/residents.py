@@ -69,8 +69,8 @@ class UnitRecord:
     """The parameters have their own class, not the released one."""
     gathered: set[str] = field(default_factory=set)
     """Parameters whose data is a copy of their values that somebody asked for."""
-    references: list[tuple[nn.Parameter, int]] = field(default_factory=list)
-    """Of a unit that a backward opened: its parameters, and how many references each had then."""
+    references: dict[str, int] = field(default_factory=dict)
+    """Of a unit that a backward opened: how many references each parameter had then."""
     stale: bool = False
     """UPDATING, and the new weights will not be in the slot."""
     version: int = 0
@@ -351,7 +351,10 @@ class Residents:
             return False
         if not _TELLS_REFERENCES:
             return True  # rather too little room than weights that are gone
-        return any(_references(each) > before for each, before in record.references)
+        return any(
+            _references(parameter) > max(record.references.get(name, 0), 1 + parameter.requires_grad)
+            for name, parameter in record.parameters.items()
+        )
 
     def _at_rest(self, record: UnitRecord) -> bool:
         """Whether no update uses the slot of a unit."""
@@ -425,20 +428,19 @@ class Residents:
 
     def _open(self, record: UnitRecord) -> None:
         if not record.open:
-            record.open = True
             for name, parameter in record.parameters.items():
                 parameter.__class__ = record.classes[name]
-            if in_backward():
-                own = record.parameters.values()
-                record.references = [(each, max(_references(each), 1 + each.requires_grad)) for each in own]
+                if in_backward():
+                    record.references[name] = _references(parameter)
+            record.open = True
 
     def _close(self, record: UnitRecord) -> None:
         if record.open:
-            record.open = False
-            record.references = []
             for name, parameter in record.parameters.items():
                 if name not in record.gathered:
                     parameter.__class__ = self._released
+            record.references.clear()
+            record.open = False
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ def test_removing_can_be_interrupted_anywhere_and_done_again(parts: int, made: R
         command = ["checkpoint", "remove", *map(str, paths)]
         done = interrupted(lambda command=command: main(command), at)  # type: ignore[misc]
         if not done:
+            lists = (paths[0] / HEADER_NAME).exists() and not (paths[0] / SWAP_NAME).exists()
+            assert not lists or main(["checkpoint", "list", str(paths[0])]) == 1, "it promises what is gone"
             assert main(command) == 0, at
         assert left_in(paths) == []
         at += 1

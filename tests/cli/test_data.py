@@ -214,7 +214,7 @@ def test_a_file_that_is_no_text_is_left_out_and_said_alone_or_not(content: bytes
     for data in (pack(folder), pack(*sorted(folder.iterdir()))):
         assert tokens_of(data) == wanted
         (note,) = data.notes()
-        assert "left out, because they hold no text: 1 (" in note
+        assert "left out: 1 (" in note
         assert "b.txt: it " in note
 
 
@@ -230,12 +230,17 @@ def test_blank_documents_are_counted(pack: Pack, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.CSV", "a.tsv", "a.arrow", "a.jsonl.gz", "a.zip"])
 def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_path: Path) -> None:
+    """Alone, or where a directory has nothing else; beside text they are left out, and said to be."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "a.txt").write_text("the fox")
     (tmp_path / "docs" / name).write_text("the,hen\n1,2\n")
     for path in (tmp_path / "docs" / name, tmp_path / "docs"):
         with pytest.raises(ConfigError, match=rf"{name}: a .* file is not read as text\. (Give|Unpack) "):
             pack(path)
+    (tmp_path / "docs" / "a.txt").write_text("the fox")
+    data = pack(tmp_path / "docs")
+    assert text_of(data).split() == ["the", "fox", "<eos>"]
+    assert "files left out: 1 (" in data.notes()[0]
+    assert f"{name}: a " in data.notes()[0]
 
 
 def test_what_is_no_regular_file_is_refused_alone_and_left_out_of_a_directory(pack: Pack, tmp_path: Path) -> None:
@@ -254,7 +259,7 @@ def test_what_is_no_regular_file_is_refused_alone_and_left_out_of_a_directory(pa
         pack(folder / "circle.txt")
     data = pack(folder)
     assert text_of(data).split() == ["the", "fox", "<eos>"]
-    assert "left out, because they hold no text: 4 (" in data.notes()[0]
+    assert "left out: 4 (" in data.notes()[0]
 
 
 def test_linked_directories_are_read_and_hidden_ones_are_not(pack: Pack, tmp_path: Path) -> None:

@@ -208,6 +208,8 @@ LEAKS: dict[str, Use] = {
     "torch.Tensor": lambda p: torch.Tensor(p),
     "torch.FloatTensor": lambda p: torch.FloatTensor(p),
     "new": lambda p: torch.ones(1).new(p),
+    "new_tensor": lambda p: torch.ones(1).new_tensor(p),
+    "_make_subclass": lambda p: torch.Tensor._make_subclass(torch.Tensor, p),
     "torch.as_tensor to another dtype": lambda p: torch.as_tensor(p, dtype=torch.float64),
     "torch.asarray to another dtype": lambda p: torch.asarray(p, dtype=torch.float64),
     "as_subclass": lambda p: p.as_subclass(torch.Tensor),
