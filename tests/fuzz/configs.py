@@ -62,8 +62,8 @@ def make(
         },
     }
     slack = [rng.choice([0.0, 0.0, 0.1, 1.0]) for _ in range(2)]
-    # The plan knows nothing of that: the weights of all of these are held at once, and the next unit's.
-    held = recomputed + 1 if recomputed > 1 else 0
+    # The plan does not know that the weights of all of these, of what is tied to them and of the next unit are held.
+    held = 2 * (recomputed + 1) if recomputed else 0
     return budgeted(config, model, slack, accumulates=accumulates, held=held)
 
 
