@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.chameleon.modeling_chameleon import ChameleonVQVAE
 from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
@@ -505,6 +506,61 @@ def emu3() -> tuple[nn.Module, Batch]:
     return Decoded(Emu3VQVAE(config)), {"x": _ids(2, 4, 4, top=16, least=0)}
 
 
+class Encoded(nn.Module):
+    """A model that is called by its method `encode` alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.encode(x).embedding_loss.log()
+
+
+def chameleon() -> tuple[nn.Module, Batch]:
+    """Its VQVAE alone. Codes have no gradient: what is trained is its embeddings, and what is before them."""
+    config = hf.ChameleonVQVAEConfig(
+        embed_dim=8,
+        num_embeddings=16,
+        latent_channels=32,
+        base_channels=32,
+        channel_multiplier=[1, 2],
+        num_res_blocks=1,
+        resolution=16,
+    )
+    return Encoded(ChameleonVQVAE(config)), {"x": _noise(2, 3, 16, 16)}
+
+
+def xcodec() -> tuple[nn.Module, Batch]:
+    """As encodec."""
+    config = hf.XcodecConfig(
+        sample_rate=2000,
+        codebook_size=16,
+        target_bandwidths=[1.0, 2.0],
+        acoustic_model_config={
+            "encoder_hidden_size": 4,
+            "downsampling_ratios": [4, 2],
+            "decoder_hidden_size": 16,
+            "upsampling_ratios": [4, 2],
+            "hidden_size": 16,
+        },
+        semantic_model_config={
+            "model_type": "hubert",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 48,
+            "conv_dim": [8, 8],
+            "conv_kernel": [4, 4],
+            "conv_stride": [4, 2],
+            "num_feat_extract_layers": 2,
+            "num_conv_pos_embeddings": 4,
+            "num_conv_pos_embedding_groups": 2,
+        },
+    )
+    return Reduced(hf.XcodecModel(config), "audio_values"), {"input_values": _noise(2, 1, 256)}
+
+
 def qwen2_5_omni() -> tuple[nn.Module, Batch]:
     """Its vocoder alone."""
     config = Qwen2_5OmniBigVGANConfig(
@@ -623,6 +679,8 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
         dac,
         janus,
         emu3,
+        chameleon,
+        xcodec,
         qwen2_5_omni,
         qwen3_omni_moe,
         zoedepth,

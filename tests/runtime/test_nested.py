@@ -298,6 +298,7 @@ def needed(reentrant: Checkpointing, otherwise: int = 2) -> int:
 
 WITHOUT_CHECKPOINTING = {
     "bridgetower",
+    "chameleon",
     "dac",
     "emu3",
     "encodec",
@@ -311,6 +312,7 @@ WITHOUT_CHECKPOINTING = {
     "pvt",
     "qwen2_5_omni",
     "reformer",
+    "xcodec",
 }
 """transformers has none for them."""
 NOT_REENTRANT = {"evolla", "deberta_v2"}
@@ -387,11 +389,9 @@ def test_a_write_to_a_weight_that_is_there_is_noticed_before_it_is_given_up(offl
 
 
 ELSEWHERE = {
-    "chameleon": "its VQVAE gives codes, which have no gradient; it is built like those of janus and emu3",
-    "higgs_audio_v2_tokenizer": "a codec, whose quantizers are those of encodec and mimi",
+    "higgs_audio_v2_tokenizer": "a codec like xcodec, with the same quantizers",
     "layoutlmv2": "needs detectron2",
     "sam3_lite_text": "the class without a forward is a base of others, which have one",
-    "xcodec": "a codec, whose quantizers are those of encodec and mimi",
 }
 """Families that the search finds and that are not trained here."""
 
