@@ -46,6 +46,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     """
     ledger = registry.ledger_of(model)
     ledger.require_usable()
+    ledger.readers.forget_dead_forward()
     if write and ledger.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}

@@ -11,6 +11,7 @@ unpacks it. Uses counted by a forward that died are forgotten when the next one 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from types import FrameType
 from typing import Any
@@ -67,8 +68,8 @@ class Scope:
     """The outermost forward under way: it owns the pair of saved-tensor hooks.
 
     Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
-    exception. Ctrl-C skips post-hooks; then the next outermost forward, or step, finds a frame that no longer runs
-    and cleans up.
+    exception. Ctrl-C skips post-hooks; then the next outermost forward, step, gathering or the end of the model finds
+    a frame that no longer runs and cleans up.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Scope:
         self._saved = SavedTensors(ledger)
         self._depth = 0
         self._frame: FrameType | None = None
+        self._thread = 0
         self._pushed = False
         self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
         self._residents = [record.unit.index for record in ledger.records if record.unit.resident]
@@ -116,13 +118,14 @@ class Scope:
         self._ledger.reset()
         self._ends.forget()
         self._ledger.timeline.forget("forward", "backward")
+        self._thread = threading.get_ident()
         training = torch.is_grad_enabled()
         self._ledger.begin_forward(training=training)
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
-        self._ledger.readers.forward_begins(self._alive)
+        self._ledger.readers.forward_begins(self._end_if_dead)
         for index in self._residents:
             self._ledger.acquire(index)
 
@@ -134,6 +137,10 @@ class Scope:
         for index in self._residents:
             self._ledger.release(index)
         self._ledger.readers.forward_ends()
+
+    def _end_if_dead(self) -> None:
+        if self._depth and self._thread == threading.get_ident() and not self._alive():
+            self.abandon()
 
     def _alive(self) -> bool:
         frame: FrameType | None = sys._getframe(1)

@@ -484,6 +484,7 @@ class Ledger:
         if self.closed or in_forked_child():
             return
         broken = broken or sys.exc_info()[0] is not None
+        self.readers.forget_dead_forward()
         with self._lock:
             self.closed = True
             try:

@@ -42,22 +42,28 @@ class Readers:
         self._locked = locked
         self._in_forward = False
         self._in_backward = False
-        self._is_alive: Callable[[], bool] = lambda: False
+        self._end_if_dead: Callable[[], None] = lambda: None
         self._gathering = 0
 
     @property
     def passing(self) -> bool:
-        """Whether this thread is in a forward or backward pass of the model. One that Ctrl-C ended is none."""
-        return (self._in_forward and self._is_alive()) or in_backward()
+        """Whether a forward, or in this thread a backward pass of the model is under way."""
+        return self._in_forward or in_backward()
 
     @property
     def _may_read(self) -> bool:
         return self._in_forward or self._gathering > 0 or in_backward()
 
     @whole
-    def forward_begins(self, is_alive: Callable[[], bool]) -> None:
-        """Args: is_alive: whether this thread is still in it."""
-        self._in_forward, self._in_backward, self._is_alive = True, False, is_alive
+    def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
+        """Args: end_if_dead: ends it, if this thread began it and something ended it that skips post-hooks (Ctrl-C)."""
+        self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
+
+    @whole
+    def forget_dead_forward(self) -> None:
+        """Before what no forward is under way for: gathering, a step, the end."""
+        if self._in_forward:
+            self._end_if_dead()
 
     def backward_begins(self) -> None:
         """In whichever thread; others may not close what it opens."""
@@ -119,6 +125,7 @@ class Readers:
                 "optimizer.step() inside `with infinity.gathered(...)`: the weights that were gathered would be those "
                 "of before the step. Leave the context first."
             )
+        self.forget_dead_forward()
         self._in_forward = self._in_backward = False
         self._close()
 

@@ -481,17 +481,36 @@ def test_what_is_computed_in_the_context_is_differentiated_after_it(offload: Any
 
 def test_after_an_interrupted_forward_weights_can_be_written(offload: Any) -> None:
     model = offload(net())
-
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.blocks[2].register_forward_pre_hook(interrupt)
+    handle = model.blocks[2].register_forward_pre_hook(_interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(X)
     handle.remove()
     with infinity.gathered(model, write=True):
         model.blocks[0].weight.data.zero_()
     assert not weights(model)["blocks.0.weight"].any()
+
+
+@pytest.mark.parametrize("then", ["close", "step", "gather"])
+def test_an_interrupted_forward_leaves_no_hooks_behind(then: str, offload: Any) -> None:
+    """Hooks on saved tensors are of the whole process: torch.func refuses to work beside them."""
+    model = offload(net())
+    optim = infinity.SGD(model.parameters(), lr=0.1)
+    handle = model.blocks[2].register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    if then == "close":
+        infinity.close(model)
+    elif then == "step":
+        optim.step()
+    else:
+        with infinity.gathered(model):
+            pass
+    assert torch.func.grad(lambda x: x * x)(torch.tensor(3.0)) == 6.0
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_another_thread_reads_weights_while_the_model_trains(offload: Any) -> None:
