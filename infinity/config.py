@@ -183,7 +183,8 @@ def _explain_one(item: Any) -> str:
     if item["type"] == "model_type":
         message = f"keys and values belong here: {', '.join(_known_keys(SwapConfig, under=key))}"
     known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
-    near = difflib.get_close_matches(str(item["input"])[:_KEY_CHARS_MAX], known, n=1, cutoff=0.5) if known else []
+    word = item["input"][:_KEY_CHARS_MAX] if isinstance(item["input"], str) else ""  # str() of a list may be gigabytes
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     given = quoted(item["input"])
     return f"{key}: {message}{'' if given in message else f' (given: {given})'}{hint}"
