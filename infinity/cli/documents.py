@@ -76,10 +76,14 @@ def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
         ConfigError: the file cannot be read; a line of a .jsonl is no JSON with a `text` or `messages` (names
             file:line).
     """
+    try:
+        empty = not path.stat().st_size
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if path.suffix.lower() in _LINES:
-        yield from _jsonl_documents(path, tokenizer)
-    else:
-        yield _text_pieces(path)
+        yield from () if empty else _jsonl_documents(path, tokenizer)
+    else:  # a file of /proc is empty, too, and reading it may wait for ever
+        yield iter(()) if empty else _text_pieces(path)
 
 
 def shown(value: object) -> str:
