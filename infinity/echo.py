@@ -42,4 +42,9 @@ def one_line(text: object) -> str:
     return printable(" ".join(line.strip() for line in str(text).splitlines()))
 
 
+def raised(error: BaseException) -> str:
+    """What foreign code raised, as a message has it."""
+    return one_line(f"{type(error).__name__}: {error}")
+
+
 _SHORT = _Short()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity.cli.documents import Document, NotTextError, documents, find_files, shown
-from infinity.errors import ConfigError
+from infinity.cli.documents import Document, NotTextError, documents, find_files
+from infinity.errors import ConfigError, printable
 
 _NAMED = 5
 """Files that a message names; of more it says how many."""
@@ -70,7 +70,7 @@ class PackedData:
         self.tokens, self.largest_token = self._content.tokens, self._content.largest
         self.sequence_length = sequence_length
         self.sequences = self.tokens // sequence_length
-        self._require_enough(", ".join(map(shown, paths)))
+        self._require_enough(", ".join(map(printable, paths)))
 
     def notes(self) -> list[str]:
         """What became of the files, in sentences; what was as it should be is not mentioned."""
@@ -85,7 +85,7 @@ class PackedData:
         return said
 
     def _why_left_out(self) -> str:
-        return "; ".join(f"{shown(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
+        return "; ".join(f"{printable(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
 
     def _add_file(self, path: Path) -> None:
         """All of its documents, or none."""

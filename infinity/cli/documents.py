@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigError
+from infinity.echo import raised
+from infinity.errors import ConfigError, printable
 
 Document = Iterator[str]
 """A document in pieces of bounded size, cut where tokenizers cut, too."""
@@ -51,7 +52,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
         if kind == "directory":
             found = list(_walk(path, set()))
             if not found:
-                raise ConfigError(f"--data {shown(path)}: the directory has no files")
+                raise ConfigError(f"--data {printable(path)}: the directory has no files")
             readable = [file for file in found if not _kind(file) and not _other_format(file)]
             if not readable:  # a dataset in another format, then
                 for file in found:
@@ -59,9 +60,9 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
             files += readable
             others += [(file, _kind(file) or _other_format(file)) for file in found if file not in readable]
         elif kind:
-            raise ConfigError(f"--data {shown(path)}: {kind}")
+            raise ConfigError(f"--data {printable(path)}: {kind}")
         elif not path.stat().st_size:
-            raise ConfigError(f"--data {shown(path)}: the file is empty")
+            raise ConfigError(f"--data {printable(path)}: the file is empty")
         else:
             _require_format(path)
             files.append(path)
@@ -84,12 +85,6 @@ def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
         yield from () if empty else _jsonl_documents(path, tokenizer)
     else:  # a file of /proc is empty, too, and reading it may wait for ever
         yield iter(()) if empty else _text_pieces(path)
-
-
-def shown(value: object) -> str:
-    """A path or an error as a message has it: on one line, without what a terminal would take for a command."""
-    text = str(value)
-    return text if text.isprintable() else ascii(text)
 
 
 def pieces(read: Callable[[int], str]) -> Document:
@@ -154,7 +149,7 @@ def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--data {shown(path)}: cannot be read: {error.strerror or error}")
+    return ConfigError(f"--data {printable(path)}: cannot be read: {error.strerror or error}")
 
 
 def _other_format(path: Path) -> str:
@@ -166,7 +161,7 @@ def _other_format(path: Path) -> str:
 def _require_format(path: Path) -> None:
     for endings, advice in _OTHER_FORMATS.items():
         if path.suffix.lower() in endings:
-            raise ConfigError(f"--data {shown(path)}: {_other_format(path)}. {advice}.")
+            raise ConfigError(f"--data {printable(path)}: {_other_format(path)}. {advice}.")
 
 
 def _text_pieces(path: Path) -> Document:
@@ -184,7 +179,7 @@ def _text_pieces(path: Path) -> Document:
 
 def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[Document]:
     for number, line in enumerate(_lines(path), 1):
-        where = f"{shown(path)}:{number}"
+        where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
             raise ConfigError(
                 f"--data {where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several"
@@ -269,10 +264,10 @@ def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # a template is a program that came with the model
-        raise ConfigError(f"--data {where}: the model's chat template refuses it: {one_line(error)}") from error
+        raise ConfigError(f"--data {where}: the model's chat template refuses it: {raised(error)}") from error
     contents = [message["content"].strip() for message in messages]
     if any(contents) and not any(content and content in text for content in contents):
-        roles = ", ".join(sorted({shown(message["role"]) for message in messages}))
+        roles = ", ".join(sorted({printable(message["role"]) for message in messages}))
         raise ConfigError(
             f"--data {where}: the model's chat template leaves out the content of every message; does it know these "
             f"roles: {roles}?"
@@ -297,8 +292,3 @@ def _unicode(text: str, where: str) -> str:
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(f"--data {where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
     return text
-
-
-def one_line(error: Exception) -> str:
-    """What foreign code raised, as a message has it."""
-    return shown(" ".join(f"{type(error).__name__}: {error}".split()))

@@ -20,7 +20,7 @@ from infinity.checkpoint.save import save_pretrained
 from infinity.cli import job, limits, tracing
 from infinity.cli.command import command
 from infinity.cli.data import PackedData
-from infinity.cli.documents import find_files, one_line, shown
+from infinity.cli.documents import find_files
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
@@ -28,6 +28,7 @@ from infinity.cli.report import Report, make_report, write_report
 from infinity.cli.scaling import DTYPES, make_scaler
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.config import SwapConfig
+from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError, printable
 from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
@@ -85,7 +86,7 @@ def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | No
     directories = [path for path in options.data if path.is_dir()]
     for path in directories:
         for swap in config.nvme.paths:
-            require_apart(f"--data {shown(path)}", path, "nvme.paths", swap)
+            require_apart(f"--data {printable(path)}", path, "nvme.paths", swap)
     return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
 
 
@@ -158,7 +159,7 @@ def _read_data(options: argparse.Namespace, tokenizer: Any, output: Output) -> P
         return PackedData(options.data, tokenizer, options.sequence_length, output.disk)
     except OSError as error:
         raise ConfigError(
-            f"--output {shown(options.output)}: cannot write the tokens of --data to {shown(output.disk)}: "
+            f"--output {printable(options.output)}: cannot write the tokens of --data to {printable(output.disk)}: "
             f"{error.strerror or error}"
         ) from error
 
@@ -361,7 +362,7 @@ class _Run:
         except (IndexError, RuntimeError) as error:  # too long, or too much: which, only the model can tell
             raise ModelError(
                 f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
-                f"({one_line(error)}): give a smaller --sequence-length or --batch-size"
+                f"({raised(error)}): give a smaller --sequence-length or --batch-size"
             ) from error
         return loss
 

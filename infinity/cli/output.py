@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.aside import put_in_place, sync, sync_tree
-from infinity.cli.documents import one_line, shown
-from infinity.errors import ConfigError, InfinityError, SwapIOError
+from infinity.echo import raised
+from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
 from infinity.sizes import format_bytes
 
 _NAME_CHARS = 48
@@ -39,7 +39,7 @@ class Saved:
     problem: str
 
     def __str__(self) -> str:
-        return f"The model is complete in {shown(self.directory)}: move it, with `mv {self._quoted} DIRECTORY`."
+        return f"The model is complete in {printable(self.directory)}: move it, with `mv {self._quoted} DIRECTORY`."
 
     @property
     def _quoted(self) -> str:
@@ -58,7 +58,7 @@ class Output:
     """
 
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
-        self._named = f"--output {shown(directory)}"
+        self._named = f"--output {printable(directory)}"
         if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # as Python has bytes that are not
             raise ConfigError(f"{self._named}: the name is not UTF-8, which the files of a model need; choose another")
         try:
@@ -71,8 +71,8 @@ class Output:
             self.disk.mkdir(parents=True, exist_ok=True)
             self._make_aside(self.disk).rmdir()
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-            why = getattr(error, "strerror", None) or one_line(error)
-            raise ConfigError(f"{self._named}: cannot write to {shown(directory.parent)}: {why}") from error
+            why = getattr(error, "strerror", None) or raised(error)
+            raise ConfigError(f"{self._named}: cannot write to {printable(directory.parent)}: {why}") from error
 
     @property
     def disk(self) -> Path:
@@ -134,7 +134,7 @@ class Output:
             print(saved, file=sys.stderr)
             raise
         except Exception as error:
-            problem = one_line(error)
+            problem = raised(error)
         if problem:
             raise InfinityError(f"{self._named}: {problem.rstrip('.')}. {saved}")
 
@@ -159,8 +159,8 @@ def require_apart(what: str, directory: Path, option: str, other: Path) -> None:
     """Raises ConfigError where a directory is `other`, in it, or around it."""
     mine, others = directory.resolve(), other.expanduser().resolve()
     if mine == others:
-        raise ConfigError(f"{what} is {option} {shown(other)}, too; choose a directory for each")
+        raise ConfigError(f"{what} is {option} {printable(other)}, too; choose a directory for each")
     if others in mine.parents:
-        raise ConfigError(f"{what} is in {option} {shown(other)}; choose one that is not")
+        raise ConfigError(f"{what} is in {option} {printable(other)}; choose one that is not")
     if mine in others.parents:
-        raise ConfigError(f"{option} {shown(other)} is in {what}; choose one that is not")
+        raise ConfigError(f"{option} {printable(other)} is in {what}; choose one that is not")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.documents import one_line
+from infinity.echo import raised
 from infinity.errors import ModelError
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
@@ -31,7 +31,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # each kind of tokenizer raises errors of its own
-        raise ModelError(f"cannot load the tokenizer of '{name}': {one_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of '{name}': {raised(error)}") from error
     # Where there are no files transformers makes an empty one, which takes any text for nothing.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:
