@@ -26,7 +26,7 @@ import torch
 from peers.workload import SMALL, Workload
 
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 
 PLACEMENTS = {"weights in RAM": ("host", "nvme"), "all on NVMe": ("nvme", "nvme"), "all in RAM": ("host", "host")}
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ class Contender:
         self.optim.zero_grad()
         infinity.synchronize(self.model)  # the rest of the update would run in another contender's turn
         updated = time.perf_counter()
-        registry.ledger_of(self.model).finish_commit()
+        registry.coordinator_of(self.model).finish_commit()
         ended = time.perf_counter()
         self.seconds.append(ended - began)
         self.commit_s.append(ended - updated)

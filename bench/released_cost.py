@@ -107,8 +107,8 @@ def count(workload: Workload, job: Job) -> dict[str, Any]:
     import torch
     from peers import worker_infinity
 
-    from infinity.schedule.released import ReleasedParameter, _name
-    from infinity.schedule.residents import Residents
+    from infinity.state.released import ReleasedParameter, _name
+    from infinity.units.room import Residents
 
     contender, meter = worker_infinity.setup(job), Meter()
     original, opening, closing = ReleasedParameter.__torch_function__.__func__, Residents._open, Residents._close

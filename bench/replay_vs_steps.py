@@ -21,8 +21,8 @@ import torch
 from peers.workload import Workload
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.replay import replay_step
+from infinity.coordinator import registry
+from infinity.coordinator.replay import replay_step
 
 
 def io_seconds(model: Any) -> float:
@@ -42,7 +42,7 @@ def measure(weights: str, directory: Path, rounds: int, work: Workload) -> dict[
     try:
         optim = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm)
         tokens = work.build_batch()
-        ledger = registry.ledger_of(model)
+        coordinator = registry.coordinator_of(model)
         real: list[float] = []
         replayed: list[float] = []
 
@@ -54,7 +54,7 @@ def measure(weights: str, directory: Path, rounds: int, work: Workload) -> dict[
             real.append(io_seconds(model) - before)
 
         def replay() -> None:
-            replayed.append(replay_step(ledger).io_s)
+            replayed.append(replay_step(coordinator).io_s)
 
         for number in range(rounds + 2):
             for act in (train, replay) if number % 2 == 0 else (replay, train):

@@ -72,7 +72,7 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("_native", "config", "sizes")
-_PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "schedule", "state")
+_PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "state")
 """What `import infinity` alone gives, too, as in `infinity.optim.adamw.AdamW`."""
 
 __all__ = [

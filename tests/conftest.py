@@ -21,11 +21,11 @@ import torch
 
 import infinity
 from infinity import _native
-from infinity.schedule import registry
-from infinity.schedule.backing import Home
-from infinity.schedule.ledger import Ledger
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
+from infinity.tiers.home import Home
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
@@ -106,9 +106,9 @@ def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The current weights of an offloaded model, by first name."""
-    ledger, result = registry.ledger_of(model), {}
-    for record in ledger.records:
-        with ledger.readers.taking([record.unit.index]):
+    coordinator, result = registry.coordinator_of(model), {}
+    for record in coordinator.records:
+        with coordinator.readers.taking([record.unit.index]):
             result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
     return result
 
@@ -116,15 +116,15 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Moments of every trained parameter, in fp32, by 'name.state'."""
     infinity.synchronize(model)
-    ledger, result = registry.ledger_of(model), {}
-    for _, place in ledger.places():
+    coordinator, result = registry.coordinator_of(model), {}
+    for _, place in coordinator.places():
         if not place.group.trainable:
             continue
-        states = ledger.backing.states[place.unit.index][place.group_index]
+        states = coordinator.resources.states[place.unit.index][place.group_index]
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
             if home is None:
                 continue
-            flat = torch.frombuffer(_bytes_of(ledger, home), dtype=torch.uint8)
+            flat = torch.frombuffer(_bytes_of(coordinator, home), dtype=torch.uint8)
             values = torch.empty(place.group.numel)
             _native.decode_moments(
                 flat.numpy(), place.group.moments, is_signed=state == "exp_avg", values=values.numpy()
@@ -133,25 +133,25 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return result
 
 
-def _bytes_of(ledger: Ledger, home: Home) -> bytearray:
+def _bytes_of(coordinator: Coordinator, home: Home) -> bytearray:
     """A copy of a state. In memory of its own: the arena may be full."""
     if home.in_memory:
         return bytearray(home.view())
     view = _native.Arena(home.nbytes, huge_pages=False).view(0, home.nbytes)
-    ledger.backing.require_store().read(home.stored(), view).result()
+    coordinator.resources.require_store().read(home.stored(), view).result()
     return bytearray(view)
 
 
 def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
     """By name, what of every trained parameter's fp32 master is not in its weights."""
     infinity.synchronize(model)
-    ledger = registry.ledger_of(model)
-    for _, place in ledger.places():
-        states = ledger.backing.states[place.unit.index].get(place.group_index)
+    coordinator = registry.coordinator_of(model)
+    for _, place in coordinator.places():
+        states = coordinator.resources.states[place.unit.index].get(place.group_index)
         home = states.residual if states is not None else None
         if home is None:
             continue
-        view = _bytes_of(ledger, home)
+        view = _bytes_of(coordinator, home)
         itemsize = residual_itemsize(states.master)
         start = itemsize * place.spec.offset
         yield place.spec.name, bytes(view[start : start + itemsize * place.spec.numel])
@@ -160,25 +160,25 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 def require_no_leaks(model: torch.nn.Module) -> None:
     """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
     fetched; no state has the same slot twice."""
-    ledger = registry.ledger_of(model)
-    ledger.fence()
-    assert not ledger.updates.guesses
-    assert not ledger.updates.decided
-    backing, plan = ledger.backing, ledger.backing.plan
+    coordinator = registry.coordinator_of(model)
+    coordinator.fence()
+    assert not coordinator.updates.guesses
+    assert not coordinator.updates.decided
+    resources, plan = coordinator.resources, coordinator.resources.plan
     fetched = sum(
         record.unit.weight_bytes
-        for record in ledger.records
-        if backing.weights[record.unit.index].lease is None and (record.slot or record.fetch)
+        for record in coordinator.records
+        if resources.weights[record.unit.index].lease is None and (record.slot or record.fetch)
     )
     slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    lent = ledger.updates.lent_bytes
-    assert backing.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)
-    assert backing.weights_ram.free_bytes + lent == plan.shadow_bytes
-    assert ledger.updates.shadow_bytes + lent == plan.shadow_bytes
-    if backing.landing is not None:
-        assert backing.landing.space.free_bytes == backing.landing.space.nbytes
-    for home in backing.homes():
-        if backing.generations is not None:
-            spare = backing.spare_slot(home.stored())
+    lent = coordinator.updates.lent_bytes
+    assert resources.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)
+    assert resources.weights_ram.free_bytes + lent == plan.shadow_bytes
+    assert coordinator.updates.shadow_bytes + lent == plan.shadow_bytes
+    if resources.landing is not None:
+        assert resources.landing.space.free_bytes == resources.landing.space.nbytes
+    for home in resources.homes():
+        if resources.generations is not None:
+            spare = resources.spare_slot(home.stored())
             assert spare != home.stored().slot
-            assert spare not in backing.generations._named(home.stored())
+            assert spare not in resources.generations._named(home.stored())

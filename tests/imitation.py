@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from infinity.plan import planner
-from infinity.schedule import backing
-from infinity.schedule.device import CudaDevice
 from infinity.state.plan import Plan
+from infinity.tiers import resources
+from infinity.tiers.accelerator import CudaDevice
 
 
 @dataclass
@@ -131,15 +131,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *, lag: int) -> Imitation:
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, of: gpu.recorded.append((tensor.data_ptr(), of)), raising=False
     )
-    monkeypatch.setattr("infinity.schedule.device.torch.empty", empty)
+    monkeypatch.setattr("infinity.tiers.accelerator.torch.empty", empty)
     return gpu
 
 
 def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
     """Have models that are offloaded to the CPU take the way of a GPU, until the test ends."""
     gpu = pretend(monkeypatch, lag=lag)
-    monkeypatch.setattr(backing, "open_device", lambda device: gpu.device())
-    monkeypatch.setattr(backing, "pin", lambda arena, device: "")
+    monkeypatch.setattr(resources, "open_device", lambda device: gpu.device())
+    monkeypatch.setattr(resources, "pin", lambda arena, device: "")
     monkeypatch.setattr(Plan, "shares_memory", property(lambda plan: False))
     real_budgets = planner._budgets
 

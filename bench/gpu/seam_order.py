@@ -13,7 +13,7 @@ import torch
 
 from gpu.cuda import DEVICE, Sleeper, current_device, pinned_arena
 from infinity.io.arena import PinnedArena
-from infinity.schedule.device import CudaDevice, CudaSlot
+from infinity.tiers.accelerator import CudaDevice, CudaSlot
 
 _MIB = 1 << 20
 _POISON = 0xEE

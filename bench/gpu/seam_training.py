@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from gpu.cuda import DEVICE
 from gpu.runner import ROOT
-from infinity.schedule import registry
+from infinity.coordinator import registry
 
 _MIB = 1 << 20
 _WIDTH, _WIDE = 512, 4096
@@ -143,7 +143,7 @@ def events_in_evaluation(passes: int = 60) -> dict[str, int]:
     """Uploads that the seam still keeps an event for, after few and after many passes without a step."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, _, batch = offloaded(Path(swap))
-        device: Any = registry.ledger_of(model).backing.device
+        device: Any = registry.coordinator_of(model).resources.device
         found = {}
         with torch.no_grad():
             for number in range(1, passes + 1):

@@ -19,7 +19,7 @@ from peers.protocol import Contender, serve
 from peers.workload import Job, Workload
 
 import infinity
-from infinity.schedule import device as seam
+from infinity.tiers import accelerator as seam
 
 _TRACE_BYTES_MAX = 10 << 20
 

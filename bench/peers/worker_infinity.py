@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.replay import replay_step
+from infinity.coordinator import registry
+from infinity.coordinator.replay import replay_step
 from peers.protocol import Contender, serve
 from peers.workload import Job
 
@@ -49,7 +49,7 @@ def setup(job: Job) -> Contender:
         infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
-        return asdict(replay_step(registry.ledger_of(model)))
+        return asdict(replay_step(registry.coordinator_of(model)))
 
     facts = {
         "package": str(Path(infinity.__file__).parent),

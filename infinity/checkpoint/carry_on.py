@@ -12,14 +12,14 @@ from torch import nn
 from infinity import _native
 from infinity.checkpoint.portable import Portable, master_name, moment_name, scales_name, stored_name
 from infinity.config import SwapConfig
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.ingest import Source
+from infinity.coordinator.moments import GivenMoment, MomentSource, fill_moments
+from infinity.coordinator.restore import go_on_from
 from infinity.errors import ResumeError
 from infinity.runtime import buffers
 from infinity.runtime.offload import close, offload
-from infinity.schedule import registry
-from infinity.schedule.ingest import Source
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.moments import GivenMoment, MomentSource, fill_moments
-from infinity.schedule.restore import go_on_from
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
 
@@ -103,11 +103,11 @@ def carry_on(
         faults=faults,
     )
     try:
-        ledger = registry.ledger_of(model)
-        _require_trained(ledger, copy)
-        fill_moments(ledger, _moments_of(copy, shapes))
+        coordinator = registry.coordinator_of(model)
+        _require_trained(coordinator, copy)
+        fill_moments(coordinator, _moments_of(copy, shapes))
         buffers.restore(model, copy.body.buffers)
-        go_on_from(ledger, copy.manifest)
+        go_on_from(coordinator, copy.manifest)
     except BaseException:
         close(model)
         raise
@@ -130,8 +130,8 @@ def _require_same_model(model: nn.Module, copy: Portable) -> None:
             )
 
 
-def _require_trained(ledger: Ledger, copy: Portable) -> None:
-    trained = {place.spec.name for _, place in ledger.places() if place.group.trainable}
+def _require_trained(coordinator: Coordinator, copy: Portable) -> None:
+    trained = {place.spec.name for _, place in coordinator.places() if place.group.trainable}
     for record in copy.body.optimizers:
         for name, progress in record.state.items():
             if progress.step and name not in trained:

@@ -18,11 +18,11 @@ from torch import nn
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
+from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.io.directory import generations_in
 from infinity.runtime.offload import offload
 from infinity.runtime.offload import resume as continue_run
-from infinity.schedule.ingest import Source
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)

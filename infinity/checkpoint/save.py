@@ -13,10 +13,10 @@ from torch import nn
 
 from infinity.checkpoint.aside import put_in_place, sync, sync_tree, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, printable
 from infinity.runtime import buffers
-from infinity.schedule import registry
-from infinity.schedule.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         InfinityError: the disk is full, or the directory cannot be written.
         SwapIOError: the store could not be read.
     """
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
-    ledger.residents.require_untouched()
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    coordinator.residents.require_untouched()
     target = Path(directory).expanduser().absolute()
     with written_aside(target, "saving to") as aside:
-        parts = _Parts(model, ledger)
-        write_weights(aside, parts.meta, parts.values, ledger.backing.plan.numel, max_shard_size)
+        parts = _Parts(model, coordinator)
+        write_weights(aside, parts.meta, parts.values, coordinator.resources.plan.numel, max_shard_size)
         write_configs(model, aside)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
@@ -92,20 +92,20 @@ def _pieces(parts: Iterable[Tensors]) -> Iterator[tuple[str, int, torch.Tensor]]
 class _Parts:
     """The tensors of an offloaded model to write, unit by unit and then the buffers."""
 
-    def __init__(self, model: nn.Module, ledger: Ledger) -> None:
+    def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._model = model
-        self._ledger = ledger
+        self._coordinator = coordinator
         self._revert = revert_of(model)
 
     def meta(self) -> Iterator[Tensors]:
-        for record in self._ledger.records:
+        for record in self._coordinator.records:
             empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in record.parameters.items()}
             yield self._revert(empty)
         yield from self._buffers(lambda buffer: buffer.to("meta"))
 
     def values(self) -> Iterator[Tensors]:
-        for record in self._ledger.records:
-            with self._ledger.readers.taking([record.unit.index]):
+        for record in self._coordinator.records:
+            with self._coordinator.readers.taking([record.unit.index]):
                 yield self._revert({name: parameter.detach() for name, parameter in record.parameters.items()})
         yield from self._buffers(lambda buffer: buffer)
 

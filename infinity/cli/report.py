@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from infinity.base.timeline import CAUSES, Cause
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics
-from infinity.schedule.guesses import Counts
-from infinity.schedule.timeline import CAUSES, Cause
 from infinity.sizes import format_bytes
+from infinity.units.speculation import Counts
 
 _LAST = 10
 """Steps whose mean loss is the last one's, the first step not among them: the loss of one step says little."""
@@ -39,7 +39,7 @@ class Report:
         first_loss, last_loss: of the steps with a finite loss (nan where there are none) the first one's, and the mean
             of the last `last_steps`.
         warm_up: there was one step only, so that the figures have the first step's warm-up in them.
-        step_s: seconds per step; `stall_s` of them by cause (schedule/timeline.py: Cause), by the host's clock.
+        step_s: seconds per step; `stall_s` of them by cause (base/timeline.py: Cause), by the host's clock.
         compute_s: the rest of the step. On a GPU, which computes while the host waits, the step without
             `device_idle_s`: the seconds in which the GPU waited for weights or for optimizer.step, by its own clock.
         fetch_wait_s, gradient_s, update_s: of the stalls: fetch and room; gradient; step and update.

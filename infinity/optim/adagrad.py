@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError
 from infinity.optim.hyperparameters import TorchOptions, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.schedule.ledger import Ledger
 from infinity.state.moments import Moment
 
 
@@ -63,9 +63,9 @@ class Adagrad(OffloadedOptimizer):
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         return {"sum": "exp_avg_sq"}
 
-    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
-        super()._require_room(ledger, group)
-        if ledger.backing.plan.moments == "int8":
+    def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
+        super()._require_room(coordinator, group)
+        if coordinator.resources.plan.moments == "int8":
             raise ConfigError(
                 "moments: int8 does not go with Adagrad: its sum only grows, by less than 8 bits can show, and would "
                 "stand still. Set moments: bf16 or fp32."

@@ -11,6 +11,8 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from torch import nn
 
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError, ReleasedParameterError
 from infinity.optim.hyperparameters import (
     TorchOptions,
@@ -20,11 +22,9 @@ from infinity.optim.hyperparameters import (
     require_seed,
     say_ignored,
 )
-from infinity.schedule import registry
-from infinity.schedule.arrivals import require_accumulation_steps
-from infinity.schedule.gradients import Place
-from infinity.schedule.ledger import Ledger
 from infinity.state.moments import Moment
+from infinity.state.request import require_accumulation_steps
+from infinity.state.unit import Place
 
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
@@ -46,12 +46,12 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
-        self._ledger: Ledger | None = None
+        self._coordinator: Coordinator | None = None
         self._places: dict[nn.Parameter, Place] = {}
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
         super().__init__(groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
         self._require_in_range()
-        if self._ledger is None:
+        if self._coordinator is None:
             raise ConfigError("all param groups are empty: give the parameters of an offloaded model")
         say_ignored(torchs)
 
@@ -73,20 +73,20 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ModelError, ConfigError: as the constructor; the optimizer is as it was.
         """
-        ledger, places = self._find(parameters_of(param_group))
+        coordinator, places = self._find(parameters_of(param_group))
         try:
             super().add_param_group(param_group)
         except (TypeError, ValueError) as error:
             raise ConfigError(str(error)) from error
         try:
-            self._enter(ledger, places)
+            self._enter(coordinator, places)
         except BaseException:
             self.param_groups.pop()  # a group that was refused leaves no trace
             raise
 
-    def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Ledger | None, dict[nn.Parameter, Place]]:
+    def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Coordinator | None, dict[nn.Parameter, Place]]:
         """Where the parameters of a new group are; None and nothing of an empty one."""
-        ledger, places, new = self._ledger, dict[nn.Parameter, Place](), len(self.param_groups)
+        coordinator, places, new = self._coordinator, dict[nn.Parameter, Place](), len(self.param_groups)
         taken = {id(parameter): index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
         for parameter in parameters:
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
@@ -96,7 +96,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                     f"infinity.{type(self).__name__}(model.parameters())"
                 )
             of_model, place = found
-            if ledger is not None and of_model is not ledger:
+            if coordinator is not None and of_model is not coordinator:
                 raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(
@@ -110,21 +110,21 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                 raise ConfigError(
                     f"parameter '{place.spec.name}' is in param groups {taken[id(parameter)]} and {new}: give it once"
                 )
-            ledger = of_model
+            coordinator = of_model
             places[parameter] = place
-        return ledger, places
+        return coordinator, places
 
-    def _enter(self, ledger: Ledger | None, places: dict[nn.Parameter, Place]) -> None:
+    def _enter(self, coordinator: Coordinator | None, places: dict[nn.Parameter, Place]) -> None:
         """Take up the last group, whose parameters are in these places."""
         index = len(self.param_groups) - 1
         self._check(index, self.param_groups[index])
-        if ledger is None:
+        if coordinator is None:
             return
-        ledger.require_usable()
-        self._require_room(ledger, self.param_groups[index])
-        if self._ledger is not None:
-            ledger.commits.require_apart(self, {place.spec.name for place in places.values()})
-        self._ledger = ledger
+        coordinator.require_usable()
+        self._require_room(coordinator, self.param_groups[index])
+        if self._coordinator is not None:
+            coordinator.commits.require_apart(self, {place.spec.name for place in places.values()})
+        self._coordinator = coordinator
         self._places |= places
         for parameter, place in places.items():
             self._members.setdefault(place.unit.index, {})[parameter] = index
@@ -139,8 +139,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         except ConfigError as error:
             raise ConfigError(f"param group {index}: {error}") from None
 
-    def _require_room(self, ledger: Ledger, group: dict[str, Any]) -> None:
-        missing = set(self.moments(group).values()) - set(ledger.backing.plan.stored)
+    def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
+        missing = set(self.moments(group).values()) - set(coordinator.resources.plan.stored)
         if missing:
             name = type(self).__name__
             raise ModelError(
@@ -149,10 +149,10 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             )
 
     @property
-    def ledger(self) -> Ledger:
-        if self._ledger is None:
+    def coordinator(self) -> Coordinator:
+        if self._coordinator is None:
             raise AssertionError("an optimizer whose constructor has not ended")
-        return self._ledger
+        return self._coordinator
 
     def _require_sound(self) -> None:
         """The groups are as the constructor would take them, whatever was done to them since."""

@@ -13,18 +13,18 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
 from infinity.io.schema import first_problem
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, loss_scale
-from infinity.schedule.gradient_handle import GradientHandle
-from infinity.schedule.gradients import Place
-from infinity.schedule.interrupt import interrupts_deferred, whole
-from infinity.schedule.update import GroupUpdate, SegmentRequest
 from infinity.state.moments import Moment
 from infinity.state.records import OptimizerRecord, ParameterProgress
+from infinity.state.request import GroupUpdate, SegmentRequest
+from infinity.state.unit import Place
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._inverse_scale = 1.0  # of the last step that was taken
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
-        self.ledger.commits.enter(self)
+        self.coordinator.commits.enter(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -93,7 +93,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            with interrupts_deferred(), self.ledger.timeline.stall("step"):
+            with interrupts_deferred(), self.coordinator.timeline.stall("step"):
                 self._step()
         except BaseException:
             forget_scale(self)
@@ -101,18 +101,18 @@ class OffloadedOptimizer(GroupedOptimizer):
         return loss
 
     def _step(self) -> None:
-        ledger = self.ledger
-        ledger.commits.require_entered(self)
+        coordinator = self.coordinator
+        coordinator.commits.require_entered(self)
         self._require_sound()
         if self._unclaimed:
             raise ResumeError(
                 f"the run trained '{min(self._unclaimed)}', which is not among the parameters of this "
                 f"{type(self).__name__}"
             )
-        ledger.begin_step()
+        coordinator.begin_step()
         active = self._active()
         scale = loss_scale(self, ((place.spec.name, _handle(parameter)) for parameter, place, _ in active))
-        total, bad = ledger.gradients.sum_squares(place for _, place, _ in active)
+        total, bad = coordinator.gradients.sum_squares(place for _, place, _ in active)
         reason, self._skip_reason = self._skip_reason, ""
         self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:
@@ -121,7 +121,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             self._skips_in_a_row = 0
             self._update(active, scale.inverse * self._clip_factor())
             self._inverse_scale = scale.inverse
-        ledger.end_step()
+        coordinator.end_step()
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
         """Parameters with a gradient, in the order of the groups."""
@@ -132,7 +132,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                 gradient = parameter.grad
                 if gradient is None:
                     if place.group.trainable:
-                        self.ledger.gradients.of(place).drop(place.spec.name)
+                        self.coordinator.gradients.of(place).drop(place.spec.name)
                     continue
                 if not place.group.trainable:
                     raise ModelError(
@@ -140,10 +140,10 @@ class OffloadedOptimizer(GroupedOptimizer):
                         "now; set requires_grad before infinity.offload"
                     )
                 if not isinstance(gradient, GradientHandle):  # set by hand
-                    self.ledger.land(place, gradient, accumulate=False)
-                    parameter.grad = GradientHandle(parameter, self.ledger.gradients.of(place), place.spec)
+                    self.coordinator.land(place, gradient, accumulate=False)
+                    parameter.grad = GradientHandle(parameter, self.coordinator.gradients.of(place), place.spec)
                 active.append((parameter, place, group))
-        self.ledger.gradients.synchronize()
+        self.coordinator.gradients.synchronize()
         return active
 
     def _clip_factor(self) -> float:
@@ -180,7 +180,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._skip_reason = reason
 
     def _skip(self, bad: str, reason: str, scale: LossScale) -> None:
-        self.ledger.skip()
+        self.coordinator.skip()
         self.skipped_steps += 1
         if scale.at_fault:
             logger.info("step skipped: the gradient of '%s' overflowed, loss scale %g", bad, 1.0 / scale.inverse)
@@ -197,7 +197,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> None:
         requests, after = self._requests(active, grad_scale)
-        self.ledger.update(requests)
+        self.coordinator.update(requests)
         for parameter, state in after.items():
             self.state[parameter].update(state)
 
@@ -316,7 +316,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""
-        self.ledger.drop_gradients(self._places.values())
+        self.coordinator.drop_gradients(self._places.values())
         for parameter in self._places:
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""What a torch.amp.GradScaler says of the step under way; see [Note: loss scaling] in schedule/gradient_handle.py."""
+"""What a torch.amp.GradScaler says of the step under way; see [Note: loss scaling] in gradient_handle.py."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
-from infinity.schedule.gradient_handle import GradientHandle
 
 
 @dataclass(frozen=True)

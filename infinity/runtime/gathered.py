@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.gathering import Gathering
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved import SavedTensors
-from infinity.schedule import registry
-from infinity.schedule.gathering import Gathering
-from infinity.schedule.ledger import Ledger
 
 
 def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False) -> AbstractContextManager[None]:
@@ -44,23 +44,23 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
             of the run share.
         InfinityError, SwapIOError: as a forward pass; at the end: the store could not be written.
     """
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
-    ledger.readers.forget_dead_forward()
-    if write and ledger.readers.passing:
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    coordinator.readers.forget_dead_forward()
+    if write and coordinator.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}
     for module in modules or (model,):
         for parameter in _parameters_of(module):
-            index, name = _find(ledger, parameter, module)
+            index, name = _find(coordinator, parameter, module)
             names = wanted.setdefault(index, [])
             if name not in names:
                 names.append(name)
     saved = None
-    if not ledger.readers.passing:
-        hooks = SavedTensors(ledger)
+    if not coordinator.readers.passing:
+        hooks = SavedTensors(coordinator)
         saved = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-    return Gathering(ledger, wanted, saved, write=write)
+    return Gathering(coordinator, wanted, saved, write=write)
 
 
 def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:
@@ -74,9 +74,9 @@ def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:
     )
 
 
-def _find(ledger: Ledger, parameter: nn.Parameter, module: nn.Module | nn.Parameter) -> tuple[int, str]:
+def _find(coordinator: Coordinator, parameter: nn.Parameter, module: nn.Module | nn.Parameter) -> tuple[int, str]:
     found = registry.find(parameter)
-    if found is None or found[0] is not ledger:
+    if found is None or found[0] is not coordinator:
         raise ModelError(
             f"infinity.gathered: a parameter of {type(module).__name__} {tuple(parameter.shape)} does not belong to "
             "this offloaded model"
@@ -96,17 +96,17 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         ModelError: the model is not offloaded.
         SwapIOError: the store could not be read.
     """
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
-    return _tensors(model, ledger)
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    return _tensors(model, coordinator)
 
 
-def _tensors(model: nn.Module, ledger: Ledger) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: nn.Module, coordinator: Coordinator) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                index, _ = _find(ledger, parameter, module)
-                with ledger.locked(), ledger.readers.taking([index]), torch.no_grad():
+                index, _ = _find(coordinator, parameter, module)
+                with coordinator.locked(), coordinator.readers.taking([index]), torch.no_grad():
                     value = parameter.detach().clone()
                 yield _join(prefix, name), value
         for name, buffer in module._buffers.items():

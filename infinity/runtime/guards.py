@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import ReleasedParameterError
-from infinity.schedule.released import ReleasedParameter
+from infinity.state.released import ReleasedParameter
 
 
 def _refuse(what: str) -> NoReturn:

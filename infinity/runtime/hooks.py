@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from infinity.base.interrupt import whole
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
-from infinity.schedule.gradient_handle import GradientHandle
-from infinity.schedule.gradients import Place
-from infinity.schedule.interrupt import whole
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.released import in_backward
+from infinity.state.released import in_backward
+from infinity.state.unit import Place
 
 
 class Structure:
@@ -73,18 +73,18 @@ class Scope:
     """
 
     def __init__(
-        self, ledger: Ledger, parameters: list[nn.Parameter], structure: Structure, ends: BackwardEnds
+        self, coordinator: Coordinator, parameters: list[nn.Parameter], structure: Structure, ends: BackwardEnds
     ) -> None:
-        self._ledger = ledger
+        self._coordinator = coordinator
         self._ends = ends
         self._structure = structure
-        self._saved = SavedTensors(ledger)
+        self._saved = SavedTensors(coordinator)
         self._depth = 0
         self._frame: FrameType | None = None
         self._thread = 0
         self._pushed = False
         self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
-        self._residents = [record.unit.index for record in ledger.records if record.unit.resident]
+        self._residents = [record.unit.index for record in coordinator.records if record.unit.resident]
 
     def enter(self) -> None:
         if in_backward():
@@ -110,24 +110,24 @@ class Scope:
         """Forget a forward that an exception ended without its post-hooks."""
         self._depth = 0
         self._close()
-        self._ledger.reset()
+        self._coordinator.reset()
 
     def _open(self) -> None:
         self._refuse_autocast()
         self._structure.require_unchanged()
-        self._ledger.reset()
+        self._coordinator.reset()
         self._ends.forget()
-        self._ledger.timeline.forget("forward", "backward")
+        self._coordinator.timeline.forget("forward", "backward")
         self._thread = threading.get_ident()
         training = torch.is_grad_enabled()
-        self._ledger.begin_forward(training=training)
+        self._coordinator.begin_forward(training=training)
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
-        self._ledger.readers.forward_begins(self._end_if_dead)
+        self._coordinator.readers.forward_begins(self._end_if_dead)
         for index in self._residents:
-            self._ledger.acquire(index)
+            self._coordinator.acquire(index)
 
     def _close(self) -> None:
         self._frame = None
@@ -135,8 +135,8 @@ class Scope:
             self._pushed = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._residents:
-            self._ledger.release(index)
-        self._ledger.readers.forward_ends()
+            self._coordinator.release(index)
+        self._coordinator.readers.forward_ends()
 
     def _end_if_dead(self) -> None:
         if self._depth and self._thread == threading.get_ident() and not self._alive():
@@ -151,7 +151,7 @@ class Scope:
         return False
 
     def _refuse_autocast(self) -> None:
-        kind = self._ledger.backing.device.device.type
+        kind = self._coordinator.resources.device.device.type
         if self._has_fp32 and torch.is_autocast_enabled(kind):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until "
@@ -182,45 +182,45 @@ class ScopeLeave(Guard):
 class SiteEnter(Guard):
     """Before the forward of a module that owns parameters: bring its units."""
 
-    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
+        self._coordinator = coordinator
         self._units = units
 
     @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
         for position, index in enumerate(self._units):
             try:
-                self._ledger.acquire(index)
+                self._coordinator.acquire(index)
             except BaseException:
                 for taken in self._units[:position]:
-                    self._ledger.release(taken)
+                    self._coordinator.release(taken)
                 raise
         if in_backward():  # see [Note: hooks and checkpointing]: nobody may come to release
             for index in self._units:
-                self._ledger.release(index)
+                self._coordinator.release(index)
             return
         for index in self._units:
-            self._ledger.timeline.begin("forward", self._ledger.records[index].unit.name)
+            self._coordinator.timeline.begin("forward", self._coordinator.records[index].unit.name)
 
 
 class SiteLeave(Guard):
     """After it: the units may go, and each output announces their backward."""
 
-    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
+        self._coordinator = coordinator
         self._units = units
 
     @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
-                self._ledger.timeline.end("forward", self._ledger.records[index].unit.name)
-                self._ledger.release(index)
-            self._ledger.readers.site_left()
+                self._coordinator.timeline.end("forward", self._coordinator.records[index].unit.name)
+                self._coordinator.release(index)
+            self._coordinator.readers.site_left()
         if output is None:
             return None
         output = self._without_aliases(output)
-        announce = _Announce(self._ledger, self._units)
+        announce = _Announce(self._coordinator, self._units)
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(announce)
@@ -230,7 +230,7 @@ class SiteLeave(Guard):
         """Outputs that are views of a slot are cloned: the slot will be another unit's."""
         storages = {
             record.slot.tensor.untyped_storage()._cdata
-            for record in (self._ledger.records[index] for index in self._units)
+            for record in (self._coordinator.records[index] for index in self._units)
             if record.slot is not None
         }
 
@@ -250,25 +250,25 @@ class SiteLeave(Guard):
 class _Announce:
     """Runs when the gradient of an output is there, so before any backward of the units that made it."""
 
-    def __init__(self, ledger: Ledger, units: tuple[int, ...]) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
+        self._coordinator = coordinator
         self._units = units
 
     @whole
     def __call__(self, gradient: torch.Tensor) -> None:
-        timeline = self._ledger.timeline
+        timeline = self._coordinator.timeline
         timeline.end_all("backward")
-        self._ledger.readers.backward_begins()
-        self._ledger.hold(self._units)
+        self._coordinator.readers.backward_begins()
+        self._coordinator.hold(self._units)
         for index in self._units:
-            timeline.begin("backward", self._ledger.records[index].unit.name)
+            timeline.begin("backward", self._coordinator.records[index].unit.name)
 
 
 class ParameterHooks(Guard):
     """Takes a parameter's gradient to host memory as soon as autograd has it."""
 
-    def __init__(self, ledger: Ledger, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
+        self._coordinator = coordinator
         self._parameter = parameter
         self._place = place
         self._ends = ends
@@ -297,9 +297,9 @@ class ParameterHooks(Guard):
                 "and what is added to it would be scaled, or not, as nobody knows. Call scaler.unscale_() after the "
                 "last backward pass before the step."
             )
-        self._ledger.land(self._place, gradient, accumulate=before is not None)
-        parameter.grad = GradientHandle(parameter, self._ledger.gradients.of(self._place), self._place.spec)
-        self._ledger.landed(self._place)
+        self._coordinator.land(self._place, gradient, accumulate=before is not None)
+        parameter.grad = GradientHandle(parameter, self._coordinator.gradients.of(self._place), self._place.spec)
+        self._coordinator.landed(self._place)
 
 
 class BackwardEnds:
@@ -308,8 +308,8 @@ class BackwardEnds:
     Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._tasks: list[int] = []  # of the passes under way, the innermost last
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
@@ -323,8 +323,8 @@ class BackwardEnds:
         if task == -1 or task in self._tasks:
             return
         if not self._tasks:
-            self._ledger.readers.backward_begins()
-            self._ledger.begin_backward()
+            self._coordinator.readers.backward_begins()
+            self._coordinator.begin_backward()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
 
@@ -334,15 +334,15 @@ class BackwardEnds:
             del self._tasks[self._tasks.index(task) :]
         self._put_back()
         if not self._tasks:
-            self._ledger.timeline.end_all("backward")
-        self._ledger.end_backward(outermost=not self._tasks)
+            self._coordinator.timeline.end_all("backward")
+        self._coordinator.end_backward(outermost=not self._tasks)
         if not self._tasks:
-            self._ledger.readers.backward_ends()
+            self._coordinator.readers.backward_ends()
 
     def _put_back(self) -> None:
         """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
         accumulates nothing, and a backward pass may have been interrupted."""
         for parameter, place, handle in self.taken:
-            if parameter.grad is None and self._ledger.gradients.has(place):
+            if parameter.grad is None and self._coordinator.gradients.has(place):
                 parameter.grad = handle
         self.taken.clear()

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError
 from infinity.runtime.guards import Guard
-from infinity.schedule import registry
-from infinity.schedule.ledger import Ledger
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -30,28 +30,28 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
         ModelError: the model was never offloaded.
         InfinityError: it was closed.
     """
-    return _only_accumulating(registry.ledger_of(model))
+    return _only_accumulating(registry.coordinator_of(model))
 
 
-def _only_accumulating(ledger: Ledger) -> AbstractContextManager[None]:
-    ledger.require_usable()
-    return ledger.arrivals.accumulating()
+def _only_accumulating(coordinator: Coordinator) -> AbstractContextManager[None]:
+    coordinator.require_usable()
+    return coordinator.arrivals.accumulating()
 
 
 class NoSync(Guard):
     """`model.no_sync` of an offloaded model. Keeps nothing alive."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = weakref.ref(ledger)
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = weakref.ref(coordinator)
 
     def __call__(self) -> AbstractContextManager[None]:
-        ledger = self._ledger()
-        if ledger is None:
+        coordinator = self._coordinator()
+        if coordinator is None:
             raise InfinityError("the model this no_sync was of is gone")
-        return _only_accumulating(ledger)
+        return _only_accumulating(coordinator)
 
 
-def give_no_sync(model: nn.Module, ledger: Ledger) -> None:
+def give_no_sync(model: nn.Module, coordinator: Coordinator) -> None:
     """Put `no_sync` on a model that has none of its own."""
     if not hasattr(model, "no_sync"):
-        object.__setattr__(model, "no_sync", NoSync(ledger))
+        object.__setattr__(model, "no_sync", NoSync(coordinator))

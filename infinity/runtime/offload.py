@@ -12,9 +12,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
 from infinity.config import SwapConfig, load_config
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.ingest import Source, ingest
+from infinity.coordinator.restore import restore
 from infinity.errors import ConfigError, ModelError
 from infinity.io.fork import refuse_in_forked_child, use
 from infinity.plan.planner import make_plan
@@ -32,16 +37,12 @@ from infinity.runtime.hooks import (
     Structure,
 )
 from infinity.runtime.no_sync import give_no_sync
-from infinity.schedule import registry
-from infinity.schedule.arrivals import require_accumulation_steps
-from infinity.schedule.backing import Backing
-from infinity.schedule.ingest import Source, ingest
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.restore import restore
-from infinity.schedule.slots import nan_placeholder
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
+from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Group
+from infinity.tiers.resources import Resources
+from infinity.tiers.slots import nan_placeholder
 
 logger = logging.getLogger(__name__)
 
@@ -171,25 +172,25 @@ def _offload(
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
     if not plan.accumulates and any(group.dtype != torch.float32 for group in _trainable(found)):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
-    backing = Backing(found.units, plan, resolved, target, faults, resume=resumed is not None)
-    ledger = Ledger(found.units, found.parameters, backing)
+    resources = Resources(found.units, plan, resolved, target, faults, resume=resumed is not None)
+    coordinator = Coordinator(found.units, found.parameters, resources)
     try:
         if resumed is None:
-            ingest(ledger, source)
+            ingest(coordinator, source)
         else:
-            body = restore(ledger, resumed.step)
+            body = restore(coordinator, resumed.step)
             buffers.restore(model, body.buffers)
         _move_buffers(model, target)
         if plan.activations == "recompute":
             _recompute(model)
-        _install(model, found, ledger)
+        hooks = _install(model, found, coordinator)
     except BaseException:
-        ledger.close()
+        coordinator.close()
         raise
-    ledger.commits.buffers = buffers.reader(model)
-    ledger.commits.describe(describe(model, found, plan))
-    registry.enter(model, ledger)
-    give_no_sync(model, ledger)
+    coordinator.commits.buffers = buffers.reader(model)
+    coordinator.commits.describe(describe(model, found, plan))
+    registry.enter(model, coordinator, hooks)
+    give_no_sync(model, coordinator)
     return model
 
 
@@ -217,7 +218,7 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
         ModelError: the model was never offloaded.
         InfinityError: the last commit failed.
     """
-    registry.ledger_of(model).close(discard=discard)
+    registry.coordinator_of(model).close(discard=discard)
 
 
 def synchronize(model: nn.Module) -> None:
@@ -228,7 +229,7 @@ def synchronize(model: nn.Module) -> None:
         ModelError: the model was never offloaded.
         InfinityError: an update failed; names the step.
     """
-    registry.ledger_of(model).fence()
+    registry.coordinator_of(model).fence()
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
@@ -279,20 +280,23 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _install(model: nn.Module, found: Discovery, ledger: Ledger) -> None:
+def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> list[RemovableHandle]:
+    """Returns the hooks on parameters."""
     parameters = [parameter for named in found.parameters for parameter in named.values()]
-    ends = BackwardEnds(ledger)
-    scope = Scope(ledger, parameters, Structure(model), ends)
+    ends = BackwardEnds(coordinator)
+    scope = Scope(coordinator, parameters, Structure(model), ends)
     for site in found.sites:
-        site.module.register_forward_pre_hook(SiteEnter(ledger, site.units))
-        site.module.register_forward_hook(SiteLeave(ledger, site.units), always_call=True)
+        site.module.register_forward_pre_hook(SiteEnter(coordinator, site.units))
+        site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True)
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:
         module.register_forward_pre_hook(ScopeEnter(scope), prepend=True)
         module.register_forward_hook(ScopeLeave(scope), always_call=True)
-    for parameter, place in ledger.places():
+    handles = []
+    for parameter, place in coordinator.places():
         if place.group.trainable:
-            hooks = ParameterHooks(ledger, parameter, place, ends)
-            ledger.hooks.append(parameter.register_hook(hooks.before))
-            ledger.hooks.append(parameter.register_post_accumulate_grad_hook(hooks.after))
+            hooks = ParameterHooks(coordinator, parameter, place, ends)
+            handles.append(parameter.register_hook(hooks.before))
+            handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
     guard(model)
+    return handles

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ReleasedParameterError, StaleWeightsError
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.released import USE_GATHERED
+from infinity.state.released import USE_GATHERED
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class _SavedTensor:
 class SavedTensors:
     """The pair of hooks."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
         self._placeholders = {
             tensor.untyped_storage()._cdata: name
-            for record in ledger.records
+            for record in coordinator.records
             for name, tensor in record.placeholders.items()
         }
 
@@ -53,7 +53,7 @@ class SavedTensors:
                 f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are in "
                 f"the store. {USE_GATHERED}"
             )
-        record = self._ledger.residents.at.get(storage)
+        record = self._coordinator.residents.at.get(storage)
         if record is not None:
             offset = int(tensor.storage_offset()) * tensor.itemsize
             return _SavedWeight(record.unit.index, record.version, tensor.dtype, tensor.size(), tensor.stride(), offset)
@@ -68,14 +68,14 @@ class SavedTensors:
                     f"place."
                 )
             return saved.tensor
-        record = self._ledger.records[saved.unit]
+        record = self._coordinator.records[saved.unit]
         if record.version != saved.version:
             raise StaleWeightsError(
                 f"this backward pass needs the weights of unit '{record.unit.name}' from before the last "
                 "optim.step(), or from before infinity.gathered(..., write=True) changed them. Call backward() on "
                 "every loss before that."
             )
-        slot = self._ledger.require(saved.unit)
+        slot = self._coordinator.require(saved.unit)
         with torch.no_grad():
             flat = slot.view(saved.dtype)
             return flat.as_strided(saved.size, saved.stride, saved.offset_bytes // saved.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""What a run has done so far: counters from the engine, times from the ledger."""
+"""What a run has done so far: counters from the engine, times from the coordinator."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from infinity.schedule import registry
-from infinity.schedule.guesses import Counts
-from infinity.schedule.timeline import Cause
+from infinity.base.timeline import Cause
+from infinity.coordinator import registry
 from infinity.state.plan import Plan
+from infinity.units.speculation import Counts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Statistics:
         state_bytes: weights, residuals and moments together, in whatever tier.
         read_bytes, written_bytes: moved by the engine; `weight_bytes_read` of them weights for forward and backward.
         io_busy_s: time with at least one transfer in flight.
-        stall_s: time in which the compute thread did not compute, by cause (schedule/timeline.py: Cause).
+        stall_s: time in which the compute thread did not compute, by cause (base/timeline.py: Cause).
         fetch_wait_s: of it, waiting for weights or for room for them (fetch, room).
         gradient_s: landing gradients in host memory (gradient).
         update_s: inside optim.step, and waiting for updates (step, update).
@@ -74,11 +74,11 @@ class Statistics:
 
 def statistics(model: nn.Module) -> Statistics:
     """Read the counters of an offloaded model that is not closed yet."""
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
-    backing, plan = ledger.backing, ledger.backing.plan
-    moved = backing.engine.counters()
-    update = backing.pipeline.counters()
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    resources, plan = coordinator.resources, coordinator.resources.plan
+    moved = resources.engine.counters()
+    update = resources.pipeline.counters()
     return Statistics(
         numel=plan.numel,
         trainable_numel=plan.trainable_numel,
@@ -87,17 +87,17 @@ def statistics(model: nn.Module) -> Statistics:
         written_bytes=sum(value for key, value in moved.items() if key.startswith("write_bytes_")),
         weight_bytes_read=moved["read_bytes_weights"],
         io_busy_s=moved["busy_ns"] / 1e9,
-        stall_s={cause: stalled / 1e9 for cause, stalled in ledger.timeline.stalled_ns().items()},
-        device_idle_s=backing.device.idle_s,
+        stall_s={cause: stalled / 1e9 for cause, stalled in coordinator.timeline.stalled_ns().items()},
+        device_idle_s=resources.device.idle_s,
         adam_s=update["adam_ns"] / 1e9,
-        steps=ledger.steps,
-        updates=replace(ledger.guesses.counts),
-        committed=ledger.commits.newest,
+        steps=coordinator.steps,
+        updates=replace(coordinator.guesses.counts),
+        committed=coordinator.commits.newest,
         cached_bytes=plan.state_ram_bytes,
         cached_weight_bytes=plan.weight_ram_bytes,
-        arena_bytes=backing.arena.nbytes,
+        arena_bytes=resources.arena.nbytes,
         slot_bytes=plan.slot_bytes,
-        engine=backing.engine.name,
-        device=backing.device.device.type,
+        engine=resources.engine.name,
+        device=resources.device.device.type,
         plan=plan,
     )

@@ -1,10 +1,10 @@
 """infinity.trace: a timeline of what a model does, for Perfetto: compute, fetch, gradient, update, read, write.
 
 [Note: what is in a trace]
-Compute, fetches, gradients and stalls come from the ledger's timeline; tiles from the update pipeline; reads and writes
-from the engine, one event a request, drawn from when the device got it to when it was done. A request that ended while
-the trace was open is in it; one that was still under way at its end is not. A transfer's unit and state are those of
-the extent it begins in; its step that of the update it belongs to, or else the one that was running.
+Compute, fetches, gradients and stalls come from the coordinator's timeline; tiles from the update pipeline; reads and
+writes from the engine, one event a request, drawn from when the device got it to when it was done. A request that ended
+while the trace was open is in it; one that was still under way at its end is not. A transfer's unit and state are those
+of the extent it begins in; its step that of the update it belongs to, or else the one that was running.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 from torch import nn
 
 from infinity import files
+from infinity.base.timeline import JobTag, Recording, Span
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.events import IO_CLASSES, OPERATIONS, Recorded, take
 from infinity.io.store import Extent
 from infinity.runtime.chrome import Event, document
-from infinity.schedule import registry
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.timeline import JobTag, Recording, Span
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
         ConfigError: `path` cannot be written; raised at once.
         InfinityError: the model is being traced already; or, at the end, the file could not be written.
     """
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
     target = require_writable(path)
-    ledger.timeline.record()
-    logs = ledger.backing.engine, ledger.backing.pipeline
+    coordinator.timeline.record()
+    logs = coordinator.resources.engine, coordinator.resources.pipeline
     for log in logs:
         log.take_trace()  # what ended after an earlier trace was written
         log.trace(True)
@@ -63,7 +63,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
         yield
     finally:
         requests, tiles = (_stop(log) for log in logs)
-        _write(target, ledger, ledger.timeline.stop(), requests, tiles)
+        _write(target, coordinator, coordinator.timeline.stop(), requests, tiles)
 
 
 def require_writable(path: str | Path) -> Path:
@@ -86,7 +86,7 @@ def _stop(log: Any) -> Recorded | None:
 
 
 def _write(
-    target: Path, ledger: Ledger, recording: Recording, requests: Recorded | None, tiles: Recorded | None
+    target: Path, coordinator: Coordinator, recording: Recording, requests: Recorded | None, tiles: Recorded | None
 ) -> None:
     missing = [] if requests is not None and tiles is not None else ["transfers", "tiles"]
     if missing:
@@ -98,7 +98,7 @@ def _write(
     }
     if any(dropped.values()):
         logger.warning("%s is not whole: it was full, and %s were dropped; trace fewer steps", target, dropped)
-    events = _Events(ledger, recording)
+    events = _Events(coordinator, recording)
     about = {"producer": "infinity", "dropped": dropped, "missing": missing}
     parts = document(events.all(requests, tiles), recording.begin_ns, recording.end_ns, about)
     try:
@@ -111,12 +111,12 @@ def _write(
 class _Events:
     """What was recorded, as bars with names."""
 
-    def __init__(self, ledger: Ledger, recording: Recording) -> None:
-        self._units = [record.unit.name for record in ledger.records]
-        self._extents = _Extents(ledger.backing.extents())
+    def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
+        self._units = [record.unit.name for record in coordinator.records]
+        self._extents = _Extents(coordinator.resources.extents())
         steps = [span for span in recording.spans if span.kind == "step"]
         self._step_ends = np.array([span.end_ns for span in steps], np.int64)
-        self._step_numbers = [span.step for span in steps] + [ledger.steps + 1]
+        self._step_numbers = [span.step for span in steps] + [coordinator.steps + 1]
         self._spans = recording.spans
 
     def all(self, requests: Recorded | None, tiles: Recorded | None) -> Iterator[Event]:

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.durable import rng
+from infinity.durable.tracked import Stateful, is_data, state_of
 from infinity.errors import ConfigError, ModelError
-from infinity.schedule import registry, rng
-from infinity.schedule.ledger import Ledger
-from infinity.schedule.tracking import Stateful, is_data, state_of
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
@@ -23,7 +24,7 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
 
     Optimizers need not be given: their steps are kept as they are; their learning rates and the like are given back
     here, as torch's load_state_dict does. A loader is watched: what a commit keeps is everything as it was when the
-    loader was asked for the next batch (schedule/tracking.py). Where no loader is tracked it is as it was when the next
+    loader was asked for the next batch (durable/tracked.py). Where no loader is tracked it is as it was when the next
     training forward began; infinity.commit is for other loops.
 
     Args:
@@ -39,8 +40,8 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         ConfigError: an object has no state_dict, or one that cannot be kept; says what to use instead.
         ResumeError: the run that is resumed did not track this object, or its state does not fit.
     """
-    ledger = _ledger(model)
-    tracking, resumed = ledger.commits.tracking, ledger.commits.resumed
+    coordinator = _coordinator(model)
+    tracking, resumed = coordinator.commits.tracking, coordinator.commits.resumed
     drawn = rng.snapshot()
     added: dict[str, Stateful] = {}
     for item in objects:
@@ -54,10 +55,10 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         if resumed is not None:
             resumed.give_back(name, item)
         tracking.add(name, item)
-    ledger.commits.take_up_hyperparameters(again=True)
+    coordinator.commits.take_up_hyperparameters(again=True)
     # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
     rng.restore(drawn if resumed is None else resumed.body.rng)
-    return ledger.steps
+    return coordinator.steps
 
 
 def commit(model: nn.Module) -> None:
@@ -70,11 +71,11 @@ def commit(model: nn.Module) -> None:
         ConfigError: the model was offloaded with commit_every: 0.
         InfinityError: it could not be made; what can be resumed is the generation before.
     """
-    ledger = registry.ledger_of(model)
-    ledger.require_usable()
-    if ledger.backing.generations is None:
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    if coordinator.resources.generations is None:
         raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
-    ledger.commit()
+    coordinator.commit()
 
 
 def finish_commit(model: nn.Module) -> None:
@@ -83,21 +84,21 @@ def finish_commit(model: nn.Module) -> None:
     Raises:
         InfinityError: it could not be made.
     """
-    ledger = registry.ledger_of(model)
-    if ledger.commits.under_way:
+    coordinator = registry.coordinator_of(model)
+    if coordinator.commits.under_way:
         commit(model)
 
 
-def _ledger(model: nn.Module | None) -> Ledger:
+def _coordinator(model: nn.Module | None) -> Coordinator:
     if model is not None:
-        ledger = registry.ledger_of(model)
+        coordinator = registry.coordinator_of(model)
     else:
-        usable = [ledger for ledger in registry.ledgers() if not ledger.closed]
+        usable = [coordinator for coordinator in registry.coordinators() if not coordinator.closed]
         if len(usable) != 1:
             raise ModelError(f"there are {len(usable)} offloaded models; say which: infinity.track(..., model=model)")
-        ledger = usable[0]
-    ledger.require_usable()
-    return ledger
+        coordinator = usable[0]
+    coordinator.require_usable()
+    return coordinator
 
 
 def _require_stateful(name: str, item: Any) -> None:

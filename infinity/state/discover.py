@@ -7,7 +7,7 @@ or anything of 1 MiB and more is a unit of its own; the small rest is one unit t
 runs.
 
 Hooks see calls of modules. A weight that is read in another way (a block that is called by a method other than
-`forward`, `F.linear(x, other.weight)`) is brought when it is read (schedule/released.py).
+`forward`, `F.linear(x, other.weight)`) is brought when it is read (state/released.py).
 """
 
 from __future__ import annotations

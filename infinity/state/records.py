@@ -205,7 +205,7 @@ _MOMENTS: dict[str, set[str]] = {
 
 
 def _random_numbers(value: Any) -> dict[str, Any]:
-    """What schedule/rng.py takes a snapshot of, as far as the generators would not find out that it is wrong.
+    """What durable/rng.py takes a snapshot of, as far as the generators would not find out that it is wrong.
 
     Raises ValueError.
     """

@@ -105,6 +105,19 @@ class Unit:
         return tuple(group for group in self.groups if group.trainable)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is: its unit, its group there, and its elements in the group."""
+
+    unit: Unit
+    group_index: int
+    spec: ParameterSpec
+
+    @property
+    def group(self) -> Group:
+        return self.unit.groups[self.group_index]
+
+
 @dataclass
 class UnitParameters:
     """A unit while it is being found: its name and its parameters, in module order."""

@@ -311,7 +311,7 @@ from pathlib import Path
 import torch
 import infinity
 import infinity.checkpoint.export, huggingface_hub, safetensors, transformers
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 def anonymous():
@@ -349,7 +349,7 @@ _, exporting = growth(lambda: infinity.export_checkpoint(out / "swap", out / "co
 with torch.device("meta"):
     model = build()
 _, importing = growth(lambda: infinity.offload_from_checkpoint(model, out / "copy", config("other")))
-plan = registry.ledger_of(model).backing.plan
+plan = registry.coordinator_of(model).resources.plan
 print(exporting, max(importing - plan.host_bytes - plan.device_bytes, 0))
 """
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.conftest import weights_of
 from tests.models import bert, gpt2, llama, loss_of, mixtral, t5, tied_llama
 
@@ -66,21 +66,21 @@ def test_a_trained_model_saved_is_the_model_plain_transformers_loads(
 def test_fp32_files_loaded_as_bf16_keep_their_fp32_master(tier: str, loaded: Any, tmp_path: Path) -> None:
     """A step with lr 0 and decay leaves master · (1 − lr·wd): read it back from weight + rest."""
     from infinity import _native
-    from infinity.schedule import registry
+    from infinity.coordinator import registry
 
     plain, _ = llama()
     plain.save_pretrained(tmp_path / "in")
     model = loaded(tmp_path / "in", tier)
-    ledger, weights = registry.ledger_of(model), weights_of(model)
+    coordinator, weights = registry.coordinator_of(model), weights_of(model)
     originals = dict(plain.named_parameters())
-    for _, place in ledger.places():
-        states = ledger.backing.states[place.unit.index][place.group_index]
+    for _, place in coordinator.places():
+        states = coordinator.resources.states[place.unit.index][place.group_index]
         home, nbytes = states.residual, place.group.state_bytes(2)
         if home.in_memory:
             rest = torch.frombuffer(home.view(), dtype=torch.uint8)
         else:
-            view = ledger.backing.staging.view(0, nbytes)
-            ledger.backing.store.read(home.extent, view).result()
+            view = coordinator.resources.staging.view(0, nbytes)
+            coordinator.resources.store.read(home.extent, view).result()
             rest = torch.frombuffer(view, dtype=torch.uint8)
         part = rest.view(torch.int16)[place.spec.offset : place.spec.offset + place.spec.numel].clone()
         master = torch.empty(place.spec.numel)
@@ -242,13 +242,13 @@ def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
 
 def test_saving_holds_no_unit_while_it_fetches_the_next(offload: Any, tmp_path: Path) -> None:
     model = offload(llama()[0])
-    ledger = registry.ledger_of(model)
-    acquire, held = ledger.acquire, []
+    coordinator = registry.coordinator_of(model)
+    acquire, held = coordinator.acquire, []
 
     def acquiring(index: int) -> None:
-        held.extend(other.unit.name for other in ledger.records if other.slot and other.slot.outstanding())
+        held.extend(other.unit.name for other in coordinator.records if other.slot and other.slot.outstanding())
         acquire(index)
 
-    ledger.acquire = acquiring
+    coordinator.acquire = acquiring
     infinity.save_pretrained(model, tmp_path / "saved")
     assert held == []

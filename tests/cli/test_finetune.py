@@ -19,10 +19,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import infinity
+from infinity.base.timeline import CAUSES
 from infinity.cli import finetune
 from infinity.cli.main import main
 from infinity.cli.report import make_report, processors_alone
-from infinity.schedule.timeline import CAUSES
 from tests.models import VOCABULARY, bert, llama
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the slow red hen\n" * 200

@@ -29,9 +29,9 @@ from torch import nn
 
 import infinity
 from infinity import _native
+from infinity.coordinator import registry
+from infinity.durable.commits import Commits
 from infinity.io import directory, durable, engine, store
-from infinity.schedule import registry
-from infinity.schedule.commits import Commits
 from tests.conftest import residuals_of, states_of, weights_of
 
 WIDTH = 32
@@ -344,6 +344,6 @@ def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
             "end": extent.offsets[-1] + extent.nbytes,
             "changes": len(extent.offsets) > 1,
         }
-        for extent in registry.ledger_of(model).backing.generations._extents
+        for extent in registry.coordinator_of(model).resources.generations._extents
     ]
     (root / "result").write_text(json.dumps({"digest": digest.hexdigest(), "extents": extents}))

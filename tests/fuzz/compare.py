@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.fuzz import configs, loops, models
 from tests.fuzz.loops import Log, Loop
@@ -133,10 +133,10 @@ class Offloaded:
         return
 
     def restart(self, back: int, index: int) -> int:
-        ledger = registry.ledger_of(self.model)
+        coordinator = registry.coordinator_of(self.model)
         infinity.close(self.model)
-        assert ledger.backing.generations is not None
-        made = sorted(ledger.backing.generations._kept)
+        assert coordinator.resources.generations is not None
+        made = sorted(coordinator.resources.generations._kept)
         step = made[max(len(made) - 1 - back, 0)]
         self._live(step)
         return step
@@ -146,8 +146,8 @@ class Offloaded:
 
     def close(self) -> None:
         infinity.close(self.model, discard=True)
-        for handle in registry.ledger_of(self.model).hooks:
-            handle.remove()
+        for parameter in self.model.parameters():  # theirs hold the run where the garbage collector cannot see it
+            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
 
 
 @dataclass

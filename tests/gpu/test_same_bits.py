@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, llama, loss_of
 
@@ -87,7 +87,7 @@ def test_units_are_evicted_and_come_back(tiers: tuple[str, str], offload: Any, g
     model, batch = build(torch.bfloat16, gpu)
     model = place(offload, model, tiers, gpu)
     loss_of(model, batch)
-    there = [record.slot is not None for record in registry.ledger_of(model).records]
+    there = [record.slot is not None for record in registry.coordinator_of(model).records]
     assert not all(there)
 
 
@@ -225,7 +225,7 @@ def test_fp32_training_matches_torch(tier: str, offload: Any, gpu: torch.device)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory")
 def test_the_arena_is_pinned(offload: Any, gpu: torch.device) -> None:
     model = place(offload, build(torch.bfloat16, gpu)[0], ("host", "nvme"), gpu)
-    assert registry.ledger_of(model).backing.arena.pinned
+    assert registry.coordinator_of(model).resources.arena.pinned
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory")

@@ -25,7 +25,7 @@ TRAIN = """
 import sys, logging, torch
 sys.path.insert(0, {repository!r})
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.models import llama, loss_of
 import tests.conftest
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
@@ -42,7 +42,7 @@ def train(directory, layers=4, **nvme):
         loss.backward()
         optim.step()
         optim.zero_grad()
-    print("engine", registry.ledger_of(model).backing.engine.name, "loss", loss.item())
+    print("engine", registry.coordinator_of(model).resources.engine.name, "loss", loss.item())
     infinity.close(model)
 """
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.coordinator import registry
 from infinity.io.engine import open_engine
 from infinity.io.profile import load_profiles, profile_of, profile_path, save_profile
-from infinity.schedule import registry
 from tests.io.test_store import measured
 from tests.models import llama
 
@@ -54,13 +54,13 @@ def test_what_the_config_omits_comes_from_the_profile(tmp_path: Path, caplog: py
 def test_the_plan_predicts_the_seconds_of_a_step(offload: Any, tmp_path: Path) -> None:
     model, _ = llama()
     save_profile(tmp_path, measured(1e9, tmp_path))
-    plan = registry.ledger_of(offload(model.bfloat16())).backing.plan
+    plan = registry.coordinator_of(offload(model.bfloat16())).resources.plan
     assert plan.step_io_s == pytest.approx(plan.step_bytes / 1e9)
     assert "s at the measured rate" in plan.describe()
 
 
 def test_without_a_profile_the_plan_says_nothing_about_seconds(offload: Any) -> None:
     model, _ = llama()
-    plan = registry.ledger_of(offload(model)).backing.plan
+    plan = registry.coordinator_of(offload(model)).resources.plan
     assert plan.step_io_s is None
     assert "measured rate" not in plan.describe()

@@ -183,7 +183,7 @@ def test_parameters_of_two_models_are_refused(trained: Any) -> None:
 def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from infinity.schedule import updates
+    from infinity.units import updates
 
     def submit_and_interrupt(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.replay import replay_step
+from infinity.coordinator import registry
+from infinity.coordinator.replay import replay_step
 from tests.conftest import states_of, weights_of
 
 
@@ -190,7 +190,7 @@ def test_a_state_dict_of_torch_brings_its_hyperparameters_and_they_are_checked(o
 def test_a_replay_moves_what_there_is(swap_config: Any) -> None:
     for optimizer in ("adamw", "lion", "adagrad", "sgd"):
         model = infinity.offload(network(), swap_config(weights="host"), optimizer=optimizer)
-        replayed = replay_step(registry.ledger_of(model))
+        replayed = replay_step(registry.coordinator_of(model))
         plan = infinity.statistics(model).plan
         assert replayed.read_bytes == replayed.written_bytes == plan.state_bytes
         infinity.close(model)
@@ -234,7 +234,7 @@ def test_hyperparameters_out_of_range_are_refused(make: Any, options: Any, messa
 def test_a_weight_that_stops_being_finite_is_named(offload: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = offload(network(), "host")
     optim = infinity.SGD(model.parameters(), lr=1e38)
-    with caplog.at_level(logging.WARNING, "infinity.schedule"):
+    with caplog.at_level(logging.WARNING, "infinity.units"):
         for _ in range(2):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, 10.0)

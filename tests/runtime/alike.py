@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.coordinator import registry
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
-from infinity.schedule import registry
-from infinity.schedule.residents import Residency
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.discover import discover
+from infinity.units.room import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, loss_of
 
@@ -56,7 +56,7 @@ def assert_trains_and_evaluates_alike(
     torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
     _assert_close(weights_of(model), dict(plain.named_parameters()), tolerance)
     _assert_close(states_of(model), moments(plain), tolerance)
-    records = registry.ledger_of(model).records
+    records = registry.coordinator_of(model).records
     assert any(record.residency is Residency.RELEASED for record in records), "memory for all of it: nothing was tried"
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.guesses import Counts
+from infinity.coordinator import registry
+from infinity.units.speculation import Counts
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of, model_and_batches
@@ -43,12 +43,12 @@ def offloaded(tmp_path: Path) -> Iterator[Train]:
 
 
 def counts_of(model: Any) -> Counts:
-    return registry.ledger_of(model).guesses.counts
+    return registry.coordinator_of(model).guesses.counts
 
 
 def begun(model: Any) -> int:
     """Early updates under way."""
-    return len(registry.ledger_of(model).updates.guesses)
+    return len(registry.coordinator_of(model).updates.guesses)
 
 
 def accumulate(model: Any, batches: list[Any], no_sync: Callable[[], Any] = nullcontext) -> list[int]:
@@ -181,10 +181,10 @@ def test_no_sync_keeps_no_model_alive(offloaded: Train, tmp_path: Path) -> None:
     model, _ = model_and_batches(1)
     config = config_of(tmp_path / "gone", weights="nvme", cached="none", overlap="during_backward", moments="fp32")
     model = infinity.offload(model, config)
-    no_sync, ledger = model.no_sync, weakref.ref(registry.ledger_of(model))
+    no_sync, coordinator = model.no_sync, weakref.ref(registry.coordinator_of(model))
     del model
     gc.collect()
-    assert ledger() is None
+    assert coordinator() is None
     with pytest.raises(infinity.InfinityError, match="is gone"):
         no_sync()
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.conftest import weights_of
 from tests.models import Batch, llama, loss_of
 
@@ -45,7 +45,7 @@ def step(model: Any, batch: Batch, optim: infinity.AdamW) -> float:
 
 def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) -> None:
     """As the step of an undisturbed copy in the same state (none was taken before)."""
-    ledger = registry.ledger_of(model)
+    coordinator = registry.coordinator_of(model)
     optim.zero_grad()
     gc.collect()
     losses = [step(model, batch, optim) for _ in range(2)]
@@ -55,9 +55,9 @@ def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) ->
     other = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
     assert losses == [step(plain, batch, other) for _ in range(2)]
     infinity.close(plain)
-    assert all(record.uses == 0 and not record.held for record in ledger.records)
-    fetched = sum(r.unit.weight_bytes for r in ledger.records if r.slot is not None or r.fetch is not None)
-    assert ledger.backing.arena.free_bytes + fetched == ledger.backing.plan.slot_bytes
+    assert all(record.uses == 0 and not record.held for record in coordinator.records)
+    fetched = sum(r.unit.weight_bytes for r in coordinator.records if r.slot is not None or r.fetch is not None)
+    assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
 
 
 def test_an_unknown_key_names_the_nearest_one() -> None:
@@ -421,11 +421,11 @@ def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
 
 
 def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None:
-    """Its ledger, and with it the arena, goes with the model; not with the next process."""
+    """Its coordinator, and with it the arena, goes with the model; not with the next process."""
     import gc
     import weakref
 
-    from infinity.schedule import registry
+    from infinity.coordinator import registry
 
     model, batch = llama()
     model = infinity.offload(model, swap_config("nvme", commit_every=1))
@@ -433,8 +433,8 @@ def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None
     infinity.track(torch.optim.lr_scheduler.ConstantLR(optim), model=model)
     model(**batch).loss.backward()
     optim.step()
-    ledger = weakref.ref(registry.ledger_of(model))
+    coordinator = weakref.ref(registry.coordinator_of(model))
     infinity.close(model)
     del model, optim
     gc.collect()
-    assert ledger() is None
+    assert coordinator() is None

@@ -10,7 +10,7 @@ import torch
 
 import infinity
 from infinity import _native
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests import sampling
 from tests.conftest import weights_of
 from tests.models import llama, loss_of
@@ -49,7 +49,7 @@ def two_steps(
             optim.step()
             optim.zero_grad()
         weights = weights_of(model)
-        return registry.ledger_of(model).backing.engine.counters()["operations"], weights
+        return registry.coordinator_of(model).resources.engine.counters()["operations"], weights
     finally:
         infinity.close(model)
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.released import ReleasedParameter
+from infinity.coordinator import registry
+from infinity.state.released import ReleasedParameter
 from tests.models import Batch, llama, loss_of
 
 TIGHT = {"device": "400KiB", "host": "64MiB"}
@@ -224,7 +224,7 @@ def test_a_crash_after_writing_resumes_the_generation_before_it(offload: Any, sw
     with infinity.gathered(model, write=True):
         for parameter in model.parameters():
             parameter.data.zero_()
-    registry.ledger_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
+    registry.coordinator_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
     infinity.close(model)
     again, _ = llama()
     again = infinity.resume(again.bfloat16().train(), config)
@@ -318,7 +318,7 @@ def test_frozen_weights_that_generations_share_are_not_written(offload: Any) -> 
 
 
 def test_copies_that_do_not_fit_are_refused_with_the_number(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.schedule.gathering.available_device_bytes", lambda device: 1000)
+    monkeypatch.setattr("infinity.coordinator.gathering.available_device_bytes", lambda device: 1000)
     context = infinity.gathered(trained[0])
     with pytest.raises(infinity.PlanError, match="1000 B.* are free. Gather one module after the other"):
         context.__enter__()
@@ -388,7 +388,7 @@ def _clamping_run(config: dict[str, Any], *, resumed: bool, stop_at: int | None 
     for at in range(infinity.track(scheduler), 6):
         loss = model(X)
         if at == stop_at:
-            registry.ledger_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
+            registry.coordinator_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
             infinity.close(model)
             return {}
         loss.backward()
@@ -571,9 +571,9 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
             interrupted = True
         finally:
             sys.settrace(None)
-        ledger = registry.ledger_of(model)
-        assert [record.unit.name for record in ledger.records if record.gathered] == []
-        assert ledger.readers._gathering == 0
+        coordinator = registry.coordinator_of(model)
+        assert [record.unit.name for record in coordinator.records if record.gathered] == []
+        assert coordinator.readers._gathering == 0
         now = weights(model)
         assert all(torch.equal(now[name], before[name]) for name in now) or (
             write and all(torch.equal(now[name], after[name]) for name in now)

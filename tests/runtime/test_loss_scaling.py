@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.updates import Updates
+from infinity.coordinator import registry
+from infinity.units.updates import Updates
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of
@@ -82,7 +82,7 @@ def train(
     unscale: bool = False,
 ) -> Run:
     """The loop as torch documents it."""
-    run, counts = Run(), registry.ledger_of(model).guesses.counts
+    run, counts = Run(), registry.coordinator_of(model).guesses.counts
     for _ in range(steps):
         run.scales.append(scaler.get_scale())
         early, undone, total = counts.early, counts.undone, 0.0

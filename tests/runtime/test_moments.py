@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.runtime.test_same_bits import assert_same, ten_steps
 
 FORMS: dict[str, dict[str, str]] = {
@@ -82,7 +82,7 @@ def test_embeddings_and_norms_keep_fp32_moments_beside_int8_ones(offload: Any) -
             return self.norm(x)
 
     model = offload(Model().bfloat16(), moments="int8")
-    kept = {place.spec.name: place.group.moments for _, place in registry.ledger_of(model).places()}
+    kept = {place.spec.name: place.group.moments for _, place in registry.coordinator_of(model).places()}
     assert {name for name, moments in kept.items() if moments == "int8"} == {"blocks.0.weight", "blocks.1.weight"}
     assert set(kept.values()) == {"int8", "fp32"}
     assert "int8" in infinity.statistics(model).plan.describe()

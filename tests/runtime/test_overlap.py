@@ -19,8 +19,8 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.config import load_config
+from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
-from infinity.schedule import registry
 from infinity.state.discover import discover
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
@@ -96,8 +96,8 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
         losses.append(total)
         norms.append(optim.last_grad_norm)
     assert optim.skipped_steps == 1
-    ledger = registry.ledger_of(model)
-    early, ahead = ledger.guesses.counts.early, ledger.backing.pipeline.counters()["ahead"]
+    coordinator = registry.coordinator_of(model)
+    early, ahead = coordinator.guesses.counts.early, coordinator.resources.pipeline.counters()["ahead"]
     result = losses, norms, weights_of(model) | states_of(model), early, ahead
     require_no_leaks(model)
     infinity.close(model, discard=True)
@@ -176,7 +176,7 @@ def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path:
     model = infinity.offload(model, config)
     optim = infinity.AdamW(model.parameters(), accumulation_steps=1)
     loss_of(model, batch).backward()
-    assert registry.ledger_of(model).updates.guesses
+    assert registry.coordinator_of(model).updates.guesses
     norm = model.model.norm.weight
     norm.grad = torch.full_like(norm, float("nan"))
     optim.step()
@@ -220,7 +220,7 @@ def begun_early(offload: Any) -> tuple[Any, Any, Any]:
     model = offload(model, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     loss_of(model, batches[0]).backward()
-    assert registry.ledger_of(model).updates.guesses
+    assert registry.coordinator_of(model).updates.guesses
     return model, optim, batches[0]
 
 
@@ -265,7 +265,7 @@ def test_what_was_read_ahead_stays_right_through_a_skipped_step_and_a_dropped_gr
                 optim.step()
             optim.zero_grad()
         assert optim.skipped_steps == 1
-        ahead = registry.ledger_of(model).backing.pipeline.counters()["ahead"]
+        ahead = registry.coordinator_of(model).resources.pipeline.counters()["ahead"]
         assert (ahead > 0) == (overlap != "off")
         loss_of(model, batch).backward()  # closed with states that were read for no step
         results.append(weights_of(model) | states_of(model))
@@ -284,7 +284,7 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
     for step in range(1, 5):
         loss_of(model, batches[0]).backward()
         if step == 4:
-            assert registry.ledger_of(model).updates.guesses
+            assert registry.coordinator_of(model).updates.guesses
             infinity.commit(model)
         optim.step()
         optim.zero_grad()

@@ -10,8 +10,8 @@ import torch
 
 import infinity
 from infinity.config import load_config
+from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
-from infinity.schedule import registry
 from infinity.state.discover import discover
 from infinity.state.plan import Plan
 from tests.conftest import states_of, weights_of
@@ -127,20 +127,20 @@ def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
     placed = Placed(tmp_path, overlap="off")
     least = placed.least()
     model, optim = placed.offloaded(least.host_bytes + least.weight_bytes // 2)
-    ledger = registry.ledger_of(model)
+    coordinator = registry.coordinator_of(model)
     placed.step(model, optim)
     reads = infinity.statistics(model).weight_bytes_read
     for index in infinity.statistics(model).plan.weights_in_ram:
-        assert ledger.records[index].slot is not None
-        ledger.acquire(index)
-        ledger.release(index)
-    assert infinity.statistics(model).weight_bytes_read - reads <= ledger.backing.plan.slot_bytes  # prefetches
+        assert coordinator.records[index].slot is not None
+        coordinator.acquire(index)
+        coordinator.release(index)
+    assert infinity.statistics(model).weight_bytes_read - reads <= coordinator.resources.plan.slot_bytes  # prefetches
     fetched = sum(
         record.unit.weight_bytes
-        for record in ledger.records
-        if record.unit.index not in ledger.backing.plan.weights_in_ram and (record.slot or record.fetch)
+        for record in coordinator.records
+        if record.unit.index not in coordinator.resources.plan.weights_in_ram and (record.slot or record.fetch)
     )
-    assert ledger.backing.arena.free_bytes + fetched == ledger.backing.plan.slot_bytes
+    assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
     infinity.close(model, discard=True)
 
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack
 
 import infinity
-from infinity.schedule import registry
-from infinity.schedule.released import ReleasedParameter
+from infinity.coordinator import registry
+from infinity.state.released import ReleasedParameter
 
 Use = Callable[[nn.Parameter], Any]
 

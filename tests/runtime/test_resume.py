@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
+from infinity.durable.commits import Commits
 from infinity.errors import (
     ConfigError,
     DirtyStoreError,
@@ -22,7 +23,6 @@ from infinity.errors import (
     StoreNotEmptyError,
 )
 from infinity.io.directory import generations_in
-from infinity.schedule.commits import Commits
 from tests.conftest import states_of, weights_of
 from tests.models import VOCABULARY, gpt2, llama
 

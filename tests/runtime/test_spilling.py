@@ -12,9 +12,9 @@ import torch
 import infinity
 from infinity import _native
 from infinity.config import load_config
+from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
-from infinity.schedule import registry
 from infinity.state.discover import discover
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of
@@ -70,13 +70,13 @@ def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 
 def assert_nothing_is_lost(model: Any) -> None:
     """No gradient is held, no lease of the window or of the arena is missing."""
     infinity.synchronize(model)
-    ledger = registry.ledger_of(model)
-    landing = ledger.backing.landing
+    coordinator = registry.coordinator_of(model)
+    landing = coordinator.resources.landing
     if landing is not None:
         assert landing.space.free_bytes == landing.space.nbytes
-    held = sum(r.unit.weight_bytes for r in ledger.records if r.slot is not None or r.fetch is not None)
-    if ledger.backing.plan.weights == "nvme":
-        assert ledger.backing.arena.free_bytes + held == ledger.backing.plan.slot_bytes
+    held = sum(r.unit.weight_bytes for r in coordinator.records if r.slot is not None or r.fetch is not None)
+    if coordinator.resources.plan.weights == "nvme":
+        assert coordinator.resources.arena.free_bytes + held == coordinator.resources.plan.slot_bytes
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -224,7 +224,7 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
 
     model, batch, optim = offloaded([])
     step(model, batch, optim)
-    operations = registry.ledger_of(model).backing.engine.counters()["operations"]
+    operations = registry.coordinator_of(model).resources.engine.counters()["operations"]
     expected = weights_of(model)
     infinity.close(model)
     named = set()
@@ -238,7 +238,7 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
         except infinity.SwapIOError as error:
             assert error.unit
             named.add(error.state)
-            if registry.ledger_of(model).failed is None:
+            if registry.coordinator_of(model).failed is None:
                 optim.zero_grad()
                 assert_nothing_is_lost(model)
                 step(model, batch, optim)  # nothing of the states was touched
@@ -266,12 +266,12 @@ def test_gradients_that_an_update_cannot_read_are_named(
         loss_of(model, batch).backward()
         with pytest.raises(infinity.SwapIOError) as caught:
             optim.step()
-        error, backing = caught.value, registry.ledger_of(model).backing
+        error, resources = caught.value, registry.coordinator_of(model).resources
         there = next(
             extent
-            for extent in backing.extents()
+            for extent in resources.extents()
             for at in range(0, extent.nbytes, 4096)
-            if backing.require_store().file.locate(extent.offset + at) == (error.path, error.offset)
+            if resources.require_store().file.locate(extent.offset + at) == (error.path, error.offset)
         )
         assert (error.unit, error.step) == (there.unit, 1)
         assert error.state == ("grad" if there.state == "grad" else "optimizer states")

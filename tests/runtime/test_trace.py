@@ -13,9 +13,10 @@ import torch
 
 import infinity
 from infinity import _native
+from infinity.base import timeline
+from infinity.coordinator import registry
 from infinity.runtime import chrome
 from infinity.runtime.chrome import Event
-from infinity.schedule import registry, timeline
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
@@ -51,10 +52,10 @@ def trained(offload: Any, trace: Path | None, **options: Any) -> Any:
 def settle(model: Any) -> None:
     """Wait until nothing is under way."""
     infinity.synchronize(model)
-    for index in range(len(registry.ledger_of(model).records)):
-        registry.ledger_of(model).acquire(index)
-        registry.ledger_of(model).release(index)
-    for record in registry.ledger_of(model).records:
+    for index in range(len(registry.coordinator_of(model).records)):
+        registry.coordinator_of(model).acquire(index)
+        registry.coordinator_of(model).release(index)
+    for record in registry.coordinator_of(model).records:
         if record.fetch is not None:
             record.fetch.finish()
 
@@ -76,7 +77,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("commit_every", [0, 1])
 def test_events_of_every_kind_name_their_unit_and_step(commit_every: int, offload: Any, path: Path) -> None:
     model = trained(offload, path, commit_every=commit_every)
-    units = {record.unit.name for record in registry.ledger_of(model).records}
+    units = {record.unit.name for record in registry.coordinator_of(model).records}
     by_kind = defaultdict(list)
     for event in bars(path):
         by_kind[event["cat"]].append(event)
@@ -98,7 +99,7 @@ def test_events_of_every_kind_name_their_unit_and_step(commit_every: int, offloa
 def test_each_unit_has_a_forward_and_a_backward_a_step(offload: Any, path: Path) -> None:
     model = trained(offload, path)
     passes = [event["name"] for event in bars(path) if event["cat"] == "compute"]
-    for record in registry.ledger_of(model).records:
+    for record in registry.coordinator_of(model).records:
         for kind in ("forward", "backward"):
             assert passes.count(f"{kind} {record.unit.name}") >= STEPS - 1
 
@@ -166,8 +167,8 @@ def test_states_in_ram_are_traced_too(offload: Any, path: Path) -> None:
 
 def test_gradients_that_spill_name_their_unit(offload: Any, path: Path) -> None:
     model = trained(offload, path, gradients="nvme", memory={"device": "640KiB", "host": "12MiB"})
-    units = {record.unit.name for record in registry.ledger_of(model).records}
-    assert registry.ledger_of(model).backing.plan.landing_bytes
+    units = {record.unit.name for record in registry.coordinator_of(model).records}
+    assert registry.coordinator_of(model).resources.plan.landing_bytes
     moved = [event for event in bars(path) if event["cat"] in ("read", "write")]
     assert {event["args"]["unit"] for event in moved} == units, "no transfer is of nothing"
     assert {event["cat"] for event in moved if event["name"].split()[1] == "grad"} == {"read", "write"}
@@ -185,10 +186,10 @@ def test_a_backward_on_another_thread_is_traced(offload: Any, path: Path) -> Non
 
 def test_off_nothing_is_recorded(offload: Any) -> None:
     model = trained(offload, None)
-    backing = registry.ledger_of(model).backing
-    assert backing.engine.take_trace() == (b"", 0)
-    assert backing.pipeline.take_trace() == (b"", 0)
-    assert registry.ledger_of(model).timeline.stop().spans == []
+    resources = registry.coordinator_of(model).resources
+    assert resources.engine.take_trace() == (b"", 0)
+    assert resources.pipeline.take_trace() == (b"", 0)
+    assert registry.coordinator_of(model).timeline.stop().spans == []
 
 
 def test_what_was_dropped_is_said(
@@ -208,7 +209,7 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(offload: Any, tm
     for path in (tmp_path / "nowhere" / "trace.json", tmp_path, Path("/proc/trace.json")):
         with pytest.raises(infinity.ConfigError, match="cannot write a trace to"), infinity.trace(model, path):
             pytest.fail("it began")
-    assert not registry.ledger_of(model).timeline.recording
+    assert not registry.coordinator_of(model).timeline.recording
     assert {entry.name for entry in tmp_path.iterdir()} == {"swap"}
 
 

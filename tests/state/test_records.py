@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from infinity.durable import rng
 from infinity.errors import ManifestError
-from infinity.schedule import rng
 from infinity.state.records import parse_body
 
 Change = Callable[[dict[str, Any]], None]

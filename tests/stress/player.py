@@ -18,8 +18,8 @@ import torch
 import infinity
 from infinity import _native
 from infinity.config import load_config
+from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
-from infinity.schedule import registry
 from infinity.state.discover import discover
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.models import loss_of
@@ -100,7 +100,7 @@ class Player:
         self._sites = [m for m in self.model.modules() if next(m.parameters(recurse=False), None) is not None]
         self.config = self._config()
         self.model = infinity.offload(self.model, self.config, faults=self._faults())
-        self.ledger = registry.ledger_of(self.model)
+        self.coordinator = registry.coordinator_of(self.model)
         self.optim: Any = infinity.AdamW(
             self.model.parameters(), lr=1e-3, weight_decay=0.1, max_grad_norm=script.clip, **self._accumulation()
         )
@@ -146,11 +146,11 @@ class Player:
             self.outcome.losses.append(self._total)
             self.outcome.norms.append(self.optim.last_grad_norm)
             if self.plain:
-                self.outcome.digests[self.ledger.steps] = digest_of(self.model)
+                self.outcome.digests[self.coordinator.steps] = digest_of(self.model)
 
     def _disturbed(self, iteration: Iteration, disturbance: Disturbance) -> bool:
         """An attempt that may end early. Whether it was a whole one all the same."""
-        before = self.ledger.steps
+        before = self.coordinator.steps
         try:
             with self._signals(disturbance) if not disturbance.forward_only else nullcontext():
                 self._attempt(iteration, disturbance)
@@ -162,11 +162,11 @@ class Player:
             self._survive(error)
         torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad leaves it so
         self.optim.zero_grad()
-        return self.ledger.steps > before
+        return self.coordinator.steps > before
 
     def _surviving(self, iteration: Iteration) -> None:
         """An attempt that nothing disturbs but the device."""
-        before = self.ledger.steps
+        before = self.coordinator.steps
         for _ in range(_RETRIES_MAX):
             try:
                 self._attempt(iteration, None)
@@ -174,12 +174,12 @@ class Player:
             except infinity.InfinityError as error:
                 self._survive(error)
             self.optim.zero_grad()
-            if self.ledger.steps > before:
+            if self.coordinator.steps > before:
                 return
 
     def _survive(self, error: infinity.InfinityError) -> None:
         """Raises it again unless the device was made to fail and the model can go on."""
-        if self.script.error_at is None or self.ledger.failed is not None or isinstance(error, infinity.PlanError):
+        if self.script.error_at is None or self.coordinator.failed is not None or isinstance(error, infinity.PlanError):
             raise error
         self.outcome.counts["survived errors"] += 1
 
@@ -199,7 +199,7 @@ class Player:
             here = disturbance if disturbance is not None and disturbance.micro_batch == index else None
             self._asides(iteration, "forward" if index == 0 else "between")
             announced = iteration.told and index < iteration.micro_batches - 1
-            with self.ledger.arrivals.accumulating() if announced else nullcontext():
+            with self.coordinator.arrivals.accumulating() if announced else nullcontext():
                 loss = self._forward(iteration, index, here) / iteration.micro_batches
                 self._total += loss.item()
                 if iteration.nan and index == iteration.micro_batches - 1:

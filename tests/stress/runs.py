@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.schedule import registry
+from infinity.coordinator import registry
 from tests.conftest import require_no_leaks
 from tests.models import loss_of
 from tests.stress.interrupts import CtrlC
@@ -67,7 +67,7 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         else:
             _require_told(player, error)
             counts["failed as told"] += 1
-    guesses = player.ledger.guesses.counts
+    guesses = player.coordinator.guesses.counts
     counts.update(early=guesses.early, undone=guesses.undone, late=guesses.late)
     _require_closed(player)
     del player, model
@@ -86,7 +86,7 @@ def _require_same(player: Player, wanted: Outcome) -> None:
         f"losses {found.losses} {wanted.losses}"
     )
     assert [_hex(norm) for norm in found.norms] == [_hex(norm) for norm in wanted.norms], "norms"
-    assert _digest_of(player) == wanted.digests[player.ledger.steps], "weights or states"
+    assert _digest_of(player) == wanted.digests[player.coordinator.steps], "weights or states"
     require_no_leaks(player.model)
 
 
@@ -114,7 +114,7 @@ def _require_told(player: Player, error: BaseException) -> None:
     assert cause is not None, f"no failed transfer is behind {error!r}"
     assert cause.state in ("", "generation") or cause.unit, str(cause)
     if cause.state == "optimizer states":
-        assert cause.step in (player.ledger.steps, player.ledger.steps + 1), str(cause)
+        assert cause.step in (player.coordinator.steps, player.coordinator.steps + 1), str(cause)
     for _ in range(2):
         try:
             loss_of(player.model, player.batch)
@@ -142,7 +142,7 @@ def _resumed_step(script: Script, directory: Path, wanted: Outcome) -> int | Non
         model = infinity.resume(model, config)
     except infinity.ResumeError:
         return None
-    step = registry.ledger_of(model).steps
+    step = registry.coordinator_of(model).steps
     digest = digest_of(model) if step else wanted.digests.get(0)
     infinity.close(model)
     assert digest == wanted.digests.get(step), f"generation {step} is not what the loop had after that step"

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from infinity.checkpoint.load import load_config_of, require_directory_or_id
 from infinity.config import SwapConfig, load_config
+from infinity.coordinator import registry
+from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
 from infinity.io.devices import describe_disk
 from infinity.runtime.offload import close, offload
-from infinity.schedule import registry
-from infinity.schedule.replay import ReplayedStep, replay_step
 from infinity.sizes import format_bytes
 from infinity.state.plan import Plan
 
@@ -111,8 +111,8 @@ def _replay(
 ) -> StepReport:
     offload(model, config, source=_constant_values(model), device=device, optimizer=options.optimizer)
     try:
-        ledger = registry.ledger_of(model)
-        plan = ledger.backing.plan
+        coordinator = registry.coordinator_of(model)
+        plan = coordinator.resources.plan
         if plan.swap_bytes == 0:
             raise BenchError(
                 f"{options.config}: nothing is on NVMe (weights {plan.weights}, optimizer {plan.optimizer})"
@@ -120,7 +120,7 @@ def _replay(
         console.print(plan.describe(), markup=False, highlight=False)
         steps = []
         for number in range(_WARM_UP_STEPS + options.steps):
-            step = replay_step(ledger, options.micro_batches)
+            step = replay_step(coordinator, options.micro_batches)
             steps.append(step)
             if number >= _WARM_UP_STEPS:
                 console.print(f"step {number + 1 - _WARM_UP_STEPS} of {options.steps}: {step.seconds:.3f} s")

@@ -13,8 +13,8 @@ import yaml
 
 import infinity
 from infinity.cli.bench.main import main
-from infinity.schedule import registry
-from infinity.schedule.replay import replay_step
+from infinity.coordinator import registry
+from infinity.coordinator.replay import replay_step
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
@@ -39,15 +39,15 @@ def test_a_replay_moves_what_a_step_moves_and_changes_nothing(weights: str, dtyp
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     for _ in range(3):
         train(model, optim, batch)
-    ledger = registry.ledger_of(model)
-    replay_step(ledger)
+    coordinator = registry.coordinator_of(model)
+    replay_step(coordinator)
     before = moved(model)
     train(model, optim, batch)
     real = tuple(after - earlier for after, earlier in zip(moved(model), before, strict=True))
-    step = replay_step(ledger)
+    step = replay_step(coordinator)
     bits = weights_of(model) | states_of(model)
     for _ in range(2):
-        replay_step(ledger)
+        replay_step(coordinator)
     assert (step.read_bytes, step.written_bytes) == real
     assert 0 < step.io_s <= step.seconds
     again = weights_of(model) | states_of(model)
@@ -64,7 +64,7 @@ def test_training_goes_on_after_a_replay_as_if_there_had_been_none(offload: Any)
         for _ in range(2):
             train(model, optim, batch)
             for _ in range(replays):
-                replay_step(registry.ledger_of(model))
+                replay_step(registry.coordinator_of(model))
         ends.append(weights_of(model) | states_of(model))
         infinity.close(model)
     assert all(torch.equal(ends[1][name], value) for name, value in ends[0].items())

@@ -1,0 +1,1 @@
+"""One offloaded model: all that hooks and optimizers call."""

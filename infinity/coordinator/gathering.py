@@ -1,0 +1,273 @@
+"""Copies of weights for whoever asks, and new values that come back from them.
+
+[Note: gathering]
+What is gathered is a copy beside the unit's slot: the unit may be evicted and fetched as before, a model that does not
+fit into the memory planned for weights can be gathered as far as the machine has memory, and what is done to a copy
+reaches the states only where it was asked for. On the way back only parameters whose bits changed are written: their
+weights, and a master of exactly these values; moments stay. The write goes where no generation is (`destination`), so
+the generations that exist stay whole, and the next commit has the new values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.ingest import residual_of
+from infinity.errors import InfinityError, ModelError, PlanError
+from infinity.io.store import wait_all
+from infinity.plan.machine import available_device_bytes
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.state.unit import Group
+from infinity.tiers.accelerator import Slot
+from infinity.tiers.home import Home
+from infinity.tiers.resources import Resources
+from infinity.units.room import Residents, UnitRecord
+
+logger = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 4 << 20
+
+Named = Mapping[int, Sequence[str]]
+"""For each unit, by index, names of parameters of it."""
+
+
+class Gathering:
+    """The context of infinity.gathered. Entering and leaving it are whole: Ctrl-C finds either no copy or all of them,
+    and after it every parameter is the unit's again."""
+
+    def __init__(
+        self, coordinator: Coordinator, wanted: Named, saved: AbstractContextManager[None] | None, *, write: bool
+    ) -> None:
+        """Args: saved: the pair of saved-tensor hooks for what is computed in the context; None in a forward, which has
+        its own."""
+        self._coordinator = coordinator
+        self._wanted = wanted
+        self._write = write
+        self._saved = saved
+        self._fresh: dict[int, list[str]] = {}
+        self._marks: dict[int, int] = {}
+        self._undo = ExitStack()
+        self._entered = False
+
+    def __enter__(self) -> None:
+        try:
+            self._enter()
+        except BaseException:
+            self._leave()  # Ctrl-C that came meanwhile is raised when _enter is over
+            raise
+
+    @whole
+    def _enter(self) -> None:
+        coordinator = self._coordinator
+        self._entered = True
+        with coordinator.locked() as residents:
+            self._fresh = _not_gathered(coordinator, self._wanted, write=self._write)
+            _require_memory(coordinator, self._fresh)
+            self._undo.enter_context(coordinator.readers.gathering())
+            for index, names in self._fresh.items():
+                record = coordinator.records[index]
+                with coordinator.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
+                    copies = {name: record.parameters[name].detach().clone() for name in names}
+                    self._undo.callback(residents.scatter, record, names)
+                    residents.gather(record, copies)
+                if not self._write:
+                    self._marks |= {
+                        id(record.parameters[name]): _sum_of_bits(record.parameters[name]) for name in names
+                    }
+            if self._saved is not None:
+                self._undo.enter_context(self._saved)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if kind is None and self._write:
+                _take_home(self._coordinator, self._fresh)
+            elif kind is None:
+                _tell_of_changes(self._coordinator, self._fresh, self._marks)
+        finally:
+            self._leave()
+
+    def __del__(self) -> None:
+        """Ctrl-C may come after the last line of the block and before the first of __exit__."""
+        if getattr(self, "_entered", False):
+            self._leave()
+
+    @whole
+    def _leave(self) -> None:
+        with self._coordinator.locked():
+            self._undo.close()
+            self._entered = False
+
+
+def _sum_of_bits(parameter: nn.Parameter) -> int:
+    """Differs, nearly always, once a value was changed, through `.data` as well; it is for a warning."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return int(parameter.detach().contiguous().view(bits).sum())
+
+
+def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> dict[int, list[str]]:
+    """What an outer context has gathered already stays as it is there."""
+    fresh = {}
+    for index, names in wanted.items():
+        gathered = coordinator.records[index].gathered
+        if write and not gathered.isdisjoint(names):
+            raise ModelError(
+                f"parameter '{min(gathered & set(names))}' is gathered already, by an outer infinity.gathered: what is "
+                "written here would not reach its copy. Leave the outer context first."
+            )
+        fresh[index] = [name for name in names if name not in gathered]
+    return {index: names for index, names in fresh.items() if names}
+
+
+def _require_memory(coordinator: Coordinator, wanted: Named) -> None:
+    device = coordinator.resources.device.device
+    nbytes = 0
+    for index, names in wanted.items():
+        found = [coordinator.records[index].unit.find(name) for name in names]
+        nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in found)
+    free = available_device_bytes(device)
+    if nbytes > free:
+        raise PlanError(
+            f"infinity.gathered needs {format_bytes(nbytes)} for copies of weights on {device}, and "
+            f"{format_bytes(free)} are free. Gather one module after the other, or go through "
+            "infinity.state_dict(model), which has one tensor in memory at a time."
+        )
+
+
+def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int, int]) -> None:
+    changed = [
+        name
+        for index, names in wanted.items()
+        for name in names
+        if _sum_of_bits(parameter := coordinator.records[index].parameters[name]) != marks[id(parameter)]
+    ]
+    if changed:
+        logger.warning(
+            "infinity.gathered: '%s'%s changed, and the change ends with the context; infinity.gathered(..., "
+            "write=True) keeps it",
+            changed[0],
+            f" and {len(changed) - 1} other parameters were" if len(changed) > 1 else " was",
+        )
+
+
+# -- new values -------------------------------------------------------------------------------------------------------
+
+
+def _take_home(coordinator: Coordinator, wanted: Named) -> None:
+    """Write what changed, all of it or nothing: what can be refused is refused before anything is written."""
+    with interrupts_deferred(), coordinator.writing():
+        for index, names in wanted.items():
+            _require_shapes(coordinator.records[index], names)
+            _require_not_shared(coordinator, coordinator.records[index], names)
+        try:
+            for index, names in wanted.items():
+                record = coordinator.records[index]
+                with coordinator.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
+                    _write(coordinator, record, _slot_of(record), _changed(record, names))
+        except BaseException as error:
+            coordinator.failed = coordinator.failed or InfinityError(f"weights were written in part: {error}")
+            raise
+
+
+def _slot_of(record: UnitRecord) -> Slot:
+    if record.slot is None:
+        raise AssertionError(f"unit {record.unit.name} was brought and has no slot")
+    return record.slot
+
+
+def _changed(record: UnitRecord, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not _same_bits(record, _slot_of(record), name)]
+
+
+def _require_shapes(record: UnitRecord, names: Sequence[str]) -> None:
+    for name in names:
+        group, spec = record.unit.find(name)
+        now = record.parameters[name]
+        if now.shape != spec.shape or now.dtype != group.dtype:
+            raise ModelError(
+                f"'{name}' is {tuple(now.shape)}, {now.dtype} at the end of infinity.gathered, and "
+                f"{tuple(spec.shape)}, {group.dtype} in the store. Nothing was written; change values only."
+            )
+
+
+def _same_bits(record: UnitRecord, slot: Slot, name: str) -> bool:
+    """Of the copy and the unit's own; NaN is compared, too."""
+    mine = record.parameters[name].detach().to(slot.tensor.device).contiguous().reshape(-1)
+    own = Residents.value_in(record, slot, name).reshape(-1)
+    return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
+
+
+def _require_not_shared(coordinator: Coordinator, record: UnitRecord, names: Sequence[str]) -> None:
+    """The generations of a run share one copy of frozen weights."""
+    generations = coordinator.resources.generations
+    frozen = [name for name in names if not record.unit.find(name)[0].trainable]
+    if not frozen or generations is None or generations.newest is None:
+        return
+    with coordinator.readers.taking([record.unit.index]):
+        changed = _changed(record, frozen)
+    if changed:
+        raise ModelError(
+            f"parameter '{changed[0]}' of unit '{record.unit.name}' is frozen, and was changed in "
+            "infinity.gathered(..., write=True): the generations of this run share one copy of it. Change it before "
+            "the first step, or set commit_every: 0. Nothing was written."
+        )
+
+
+def _write(coordinator: Coordinator, record: UnitRecord, slot: Slot, changed: Sequence[str]) -> None:
+    """Put new values into the slot, and from there into the homes of weights and master."""
+    resources = coordinator.resources
+    for name in changed:
+        Residents.value_in(record, slot, name).copy_(record.parameters[name])
+    touched = {record.unit.groups.index(record.unit.find(name)[0]) for name in changed}
+    for index in sorted(touched):
+        group = record.unit.groups[index]
+        weight = resources.weights[record.unit.index].groups[index]
+        _replace(resources, weight, {0: _bytes_of(slot, group)})
+        states = resources.states[record.unit.index].get(index)
+        if states is not None and states.residual is not None:
+            itemsize = 2 if states.master == "split16" else 4
+            fresh = {}
+            for name in changed:
+                found, spec = record.unit.find(name)
+                if found is group:
+                    value = record.parameters[name].detach().cpu().contiguous().reshape(-1)
+                    rest = residual_of(value) if states.master == "split16" else value.float().view(torch.uint8)
+                    fresh[spec.offset * itemsize] = rest
+            _replace(resources, states.residual, fresh)
+    if changed:
+        record.version += 1  # what was saved for backward is of before
+        coordinator.commits.touched()
+
+
+def _bytes_of(slot: Slot, group: Group) -> torch.Tensor:
+    """A group's weights on the host, uint8."""
+    return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].cpu()
+
+
+def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
+    """Write bytes of a state, by where they begin in it; the others stay."""
+    if home.in_memory:
+        for begin, part in parts.items():
+            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
+        home.dirty = True
+        return
+    store, extent = resources.require_store(), home.stored()
+    slot = resources.destination(extent)
+    memory = _native.Arena(min(_CHUNK_BYTES, round_up(home.nbytes, PAGE_BYTES)), huge_pages=False)
+    for at in range(0, home.nbytes, _CHUNK_BYTES):
+        page = memory.view(0, min(_CHUNK_BYTES, home.nbytes - at))
+        wait_all([store.read(extent, page, at=at, io_class="states")])
+        held = torch.frombuffer(page, dtype=torch.uint8)
+        for begin, part in parts.items():
+            first, last = max(begin, at), min(begin + part.numel(), at + len(page))
+            if first < last:
+                held[first - at : last - at].copy_(part[first - begin : last - begin])
+        wait_all([store.write(extent, page, at=at, io_class="states", slot=slot)])
+    extent.slot, home.dirty = slot, False

@@ -1,0 +1,83 @@
+"""The reads and writes of one training step, through the very machinery that trains, and nothing else.
+
+No forward, no backward, no Adam: units are fetched in the order of a step and every state is read and written back as
+it is. So a replay tells what a step's I/O takes alone, and leaves the run's bits untouched.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from infinity.coordinator.coordinator import Coordinator
+from infinity.state.request import GroupUpdate, SegmentRequest
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """One replay.
+
+    Attributes:
+        seconds: from the first fetch to the last write.
+        io_s: of them with at least one transfer in flight.
+        read_bytes, written_bytes: counted by the engine.
+    """
+
+    seconds: float
+    io_s: float
+    read_bytes: int
+    written_bytes: int
+
+
+def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedStep:
+    """Move what a step of `micro_batches` forward and backward passes moves.
+
+    Raises:
+        SwapIOError: the device failed; the model refuses to go on, as after a failed step.
+    """
+    before = coordinator.resources.engine.counters()
+    began = time.perf_counter()
+    for _ in range(micro_batches):
+        _replay_passes(coordinator)
+    _replay_update(coordinator)
+    seconds = time.perf_counter() - began
+    after = coordinator.resources.engine.counters()
+    return ReplayedStep(
+        seconds=seconds,
+        io_s=(after["busy_ns"] - before["busy_ns"]) / 1e9,
+        read_bytes=_moved(after, "read") - _moved(before, "read"),
+        written_bytes=_moved(after, "write") - _moved(before, "write"),
+    )
+
+
+def _replay_passes(coordinator: Coordinator) -> None:
+    indices = [record.unit.index for record in coordinator.records]
+    coordinator.begin_forward(training=True)
+    for index in indices:
+        coordinator.acquire(index)
+        coordinator.release(index)
+    for index in reversed(indices):
+        coordinator.hold([index])
+        for group in coordinator.gradients.of_unit(index):
+            group.replay()
+    coordinator.end_backward(outermost=True)
+
+
+def _replay_update(coordinator: Coordinator) -> None:
+    coordinator.begin_step()
+    requests = {}
+    for record in coordinator.records:
+        for group_index in coordinator.resources.states[record.unit.index]:
+            options = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0, "step": 1}
+            whole = SegmentRequest(0, record.unit.groups[group_index].numel, tuple(options.items()))
+            requests[record.unit.index, group_index] = GroupUpdate((whole,), None, 1.0, arithmetic=False)
+    coordinator.update(requests)
+    coordinator.end_step()
+    coordinator.fence()
+    for record in coordinator.records:
+        for group in coordinator.gradients.of_unit(record.unit.index):
+            group.forget()
+
+
+def _moved(counters: dict[str, int], direction: str) -> int:
+    return sum(value for key, value in counters.items() if key.startswith(f"{direction}_bytes_"))

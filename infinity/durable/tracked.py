@@ -1,0 +1,174 @@
+"""What is kept of a training loop beside the states: the objects given to infinity.track, and the random numbers.
+
+[Note: where a loop is between two steps]
+After optim.step() a loop steps its LR scheduler, counts, evaluates; then it asks its loader for the next batch and runs
+the next forward. A resumed run begins at the top of the loop, so what it must find is everything as it was just before
+the loader was asked. A tracked loader is watched for that: each time it is asked, all objects and random numbers are
+noted, until a forward begins. At the border of a pass it is asked twice, once for the batch it does not have and once
+for a new pass; the second note replaces the first, so schedulers that step once a pass have stepped.
+
+Where no loader is tracked the random numbers are noted when the step ends and everything else when the next forward
+begins; there infinity.commit, called where an iteration ends, says exactly where that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from infinity.durable import rng
+from infinity.errors import ConfigError
+from infinity.io import document
+
+
+class Stateful(Protocol):
+    """What can be tracked, as torch's schedulers, loaders and modules can."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A loop at one moment, in copies that nothing changes.
+
+    Attributes:
+        states: of tracked objects, by name; `around`: what the loop does not see (Tracking.around).
+    """
+
+    rng: dict[str, Any]
+    states: dict[str, Any]
+    around: dict[str, Any]
+
+
+class Tracking:
+    """The objects of one run, by name.
+
+    Attributes:
+        around: gives the hyperparameters of optimizers and the buffers of the model, which belong to the same moment.
+    """
+
+    def __init__(self, around: Callable[[], dict[str, Any]]) -> None:
+        self.around = around
+        self.items: dict[str, Stateful] = {}
+        self._between = False  # a step has ended and no forward has begun
+        self._step_end: Noted | None = None
+        self._top: Noted | None = None
+
+    def add(self, name: str, item: Stateful) -> None:
+        self.items[name] = item
+        if is_data(item):
+            _watch(item, self._asked)
+
+    @property
+    def has_data(self) -> bool:
+        return any(is_data(item) for item in self.items.values())
+
+    @property
+    def at_top(self) -> bool:
+        """Whether the loop came to its top since the step ended."""
+        return self._top is not None
+
+    def step_ended(self) -> None:
+        self._between, self._top = True, None
+        self._step_end = self._note([name for name, item in self.items.items() if is_data(item)])
+
+    def forward_begins(self) -> None:
+        self._between = False
+
+    def note(self) -> Noted:
+        """The loop as it is to be resumed.
+
+        Raises:
+            ConfigError: an object has no state that can be kept, or its state_dict raised.
+        """
+        if self._top is not None:
+            return self._top
+        if self._step_end is None:
+            raise AssertionError("nothing was noted")
+        late = self._note([name for name in self.items if name not in self._step_end.states])
+        return Noted(self._step_end.rng, self._step_end.states | late.states, late.around)
+
+    def iteration_ended(self) -> None:
+        """The loop is at its top now."""
+        self._top = self._note(list(self.items))
+
+    def forget(self) -> None:
+        """The run is over: its objects are the loop's alone again, and go when the loop lets go of them. A loader with
+        workers that has to wait for the garbage collector ends them late, after seconds."""
+        self.items.clear()
+        self._between, self._step_end, self._top = False, None, None
+
+    def _asked(self) -> None:
+        if self._between:
+            self.iteration_ended()
+
+    def _note(self, names: list[str]) -> Noted:
+        states = {name: state_of(name, self.items[name]) for name in names}
+        return Noted(rng.snapshot(), states, document.copy_of(self.around()))
+
+
+def state_of(name: str, item: Stateful) -> Any:
+    """A copy of an object's state.
+
+    Raises:
+        ConfigError: it cannot be kept, or state_dict raised.
+    """
+    try:
+        return document.copy_of(item.state_dict())
+    except Exception as error:
+        raise ConfigError(f"infinity.track: the state of {name} cannot be kept: {error}") from error
+
+
+def is_data(item: Any) -> bool:
+    """Whether an object gives batches or their indices: it can be iterated and is no module and no container."""
+    return isinstance(item, Iterable) and not isinstance(item, nn.Module) and not hasattr(item, "__getitem__")
+
+
+class _Pass:
+    """An iterator that tells when it is asked."""
+
+    def __init__(self, inner: Iterator[Any], asked: Callable[[], None]) -> None:
+        self._inner = inner
+        self._asked = asked
+        self._first = True
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._first:  # what making the iterator drew was drawn before: that moment is noted
+            self._asked()
+        self._first = False
+        return next(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def _watch(item: Any, asked: Callable[[], None]) -> None:
+    """Have `item` tell before it gives something. Its class becomes one of the same name that inherits from it.
+
+    An object that cannot change its class is not watched.
+    """
+    base: Any = type(item)
+
+    def begin(self: Any) -> Any:
+        asked()
+        inner = base.__iter__(self)
+        return inner if inner is self else _Pass(inner, asked)
+
+    def give(self: Any) -> Any:
+        asked()
+        return base.__next__(self)
+
+    changed: dict[str, Any] = {"__next__": give} if hasattr(base, "__next__") else {"__iter__": begin}
+    watched = type(base.__name__, (base,), changed | {"__module__": base.__module__, "__doc__": base.__doc__})
+    try:
+        item.__class__ = watched
+    except TypeError:
+        return

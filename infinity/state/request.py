@@ -1,0 +1,51 @@
+"""What an optimizer asks for: the update of one group in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infinity import _native
+from infinity.errors import ConfigError
+from infinity.state.moments import Moment
+
+
+@dataclass(frozen=True)
+class SegmentRequest:
+    """Elements [begin, end) of a group and the rule they are updated by, as _native.Segment takes them."""
+
+    begin: int
+    end: int
+    options: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class GroupUpdate:
+    """What an optimizer wants of a group in one step. Two that are equal give the same bits.
+
+    Attributes:
+        segments: sorted by element; what is in none is not touched.
+        moments: those the segments' rules use, which are moved; None: all there are.
+        grad_scale: the gradients are multiplied by this first.
+        arithmetic: False moves the states to and fro and leaves them as they are.
+    """
+
+    segments: tuple[SegmentRequest, ...]
+    moments: frozenset[Moment] | None
+    grad_scale: float
+    arithmetic: bool = True
+
+    def native_segments(self) -> Sequence[_native.Segment]:
+        return [_native.Segment(each.begin, each.end, **dict(each.options)) for each in self.segments]
+
+
+def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:
+    """Whether gradients are multiplied by anything but `scale`."""
+    return any(group.grad_scale != scale for request in requests.values() for group in request.values())
+
+
+def require_accumulation_steps(passes: int | None) -> None:
+    """Raises ConfigError for what is no number of backward passes before a step."""
+    if passes is not None and not (isinstance(passes, int) and passes >= 1):
+        raise ConfigError(f"accumulation_steps must be a whole number from 1 on, or None, not {passes!r}")

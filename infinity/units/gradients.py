@@ -1,0 +1,282 @@
+"""Gradients until the update: landing, adding up over micro-batches, and the exact global norm.
+
+A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
+in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
+accumulated in one step begins the next in fp32.
+
+What has no room in RAM, or none to be widened, lands in a window of it and waits in the store (landing.py). It is
+written when the backward of another unit begins.
+
+The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from infinity import _native
+from infinity.errors import PlanError
+from infinity.io.arena import Lease
+from infinity.io.store import Extent
+from infinity.sizes import format_bytes
+from infinity.state.dtypes import native_name
+from infinity.state.unit import Group, ParameterSpec, Place, Unit
+from infinity.tiers.accelerator import Device
+from infinity.tiers.window import Landing, Spill
+
+
+class GroupGradients:
+    """The gradients of one trainable group.
+
+    Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
+    in `present`, but for what came from a GPU and may not have landed.
+
+    Args:
+        home: RAM they wait in; None: they spill.
+        extent, landing: their place in the store and the way there; None: they always have room in RAM.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        group: Group,
+        home: Lease | None,
+        extent: Extent | None,
+        landing: Landing | None,
+        device: Device,
+        pool: _native.ThreadPool,
+    ) -> None:
+        self._unit = unit
+        self._group = group
+        self._home = home
+        self._spill = None if extent is None or landing is None else Spill(extent, landing, self._settle)
+        self._spilled = home is None
+        self._device = device
+        self._pool = pool
+        self.dtype = group.dtype
+        self.present: set[str] = set()
+        self._sums: dict[str, float] = {}
+        self._accumulates = False
+
+    def stream(self) -> _native.StateStream:
+        """The flat gradients, `dtype`, of the whole group, as the update takes them.
+
+        Raises:
+            SwapIOError: they were lost on their way to the store.
+        """
+        if self._spilled and self._spill is not None:
+            return self._spill.stream()
+        return _native.StateStream(memory=self._view())
+
+    @property
+    def spilled(self) -> bool:
+        """They are in the store, or on their way there."""
+        return self._spilled
+
+    def _view(self) -> memoryview:
+        """The memory they are in now; brings them there."""
+        if self._spilled and self._spill is not None:
+            return self._spill.bring()
+        if self._home is None:
+            raise AssertionError(f"gradients of '{self._unit.name}' have no place")
+        return self._home.view()
+
+    @property
+    def finite(self) -> bool:
+        """Whether what is present and was summed up is: a GPU's first pieces are not, before the step."""
+        return all(part < float("inf") for part in self._sums.values())
+
+    def _range(self, spec: ParameterSpec) -> memoryview:
+        begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
+        return self._view()[begin:end]
+
+    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool) -> None:
+        """Take one gradient.
+
+        Args:
+            gradient: of the parameter's shape, on its device.
+            accumulate: add it to the one that is there.
+
+        Raises:
+            PlanError: a second gradient before a step, with no room for fp32 accumulation.
+            SwapIOError: gradients on their way to the store, or back, were lost.
+        """
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        adds = accumulate and spec.name in self.present
+        if adds:
+            self._widen()
+            self._accumulates = True
+        elif not self.present:
+            wide = self._accumulates and self._device.shares_memory and self._room_bytes >= self._fp32_bytes
+            self.dtype = torch.float32 if wide else self._group.dtype
+            self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
+            self._accumulates = False
+        self.present.add(spec.name)
+        if not adds and not self._device.shares_memory:
+            self._sums.pop(spec.name, None)
+            if spec.numel:
+                self._device.download(gradient.detach(), torch.frombuffer(self._range(spec), dtype=self.dtype))
+            return
+        flat = self._device.download_now(gradient).detach()
+        if self.dtype not in (torch.float32, flat.dtype):
+            flat = flat.to(self.dtype)
+        self._sums[spec.name] = _native.land_gradient(
+            self._range(spec),
+            native_name(self.dtype),
+            flat.view(torch.uint8).numpy(),
+            native_name(flat.dtype),
+            add=adds,
+            pool=self._pool,
+        )
+
+    @property
+    def _fp32_bytes(self) -> int:
+        return self._group.numel * 4
+
+    @property
+    def _room_bytes(self) -> int:
+        home = 0 if self._home is None else self._home.nbytes
+        return home if self._spill is None else max(home, self._spill.nbytes)
+
+    def _widen(self) -> None:
+        if self.dtype == torch.float32:
+            return
+        if self._room_bytes < self._fp32_bytes:
+            raise PlanError(
+                f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
+                f"({format_bytes(self._fp32_bytes)}), and memory.host has room for {format_bytes(self._room_bytes)} "
+                "only. Raise memory.host until the plan says 'any number of micro-batches', set gradients: nvme, or "
+                "step after every backward pass."
+            )
+        self._device.synchronize_downloads()
+        if not self._spilled and self._home is not None and self._home.nbytes < self._fp32_bytes:
+            nbytes = self._group.numel * self.dtype.itemsize
+            there = self._home.view(0, nbytes)
+            self._spilled = True
+            torch.frombuffer(self._view(), dtype=torch.uint8)[:nbytes].copy_(torch.frombuffer(there, dtype=torch.uint8))
+        _native.widen_in_place(self._view(), native_name(self.dtype), self._group.numel)
+        self.dtype = torch.float32
+
+    def _settle(self) -> int:
+        """Everything has landed and its sums are taken; returns the bytes in use."""
+        self._device.synchronize_downloads()
+        for spec in self._group.specs:
+            if spec.name in self.present:
+                self.sum_squares(spec)
+        return self._group.state_bytes(self.dtype.itemsize)
+
+    def backward_begins(self) -> None:
+        """The unit's backward is next: if some are in the store, they will be added to."""
+        if self._spilled and self._spill is not None:
+            self._spill.announce()
+
+    def replay(self) -> None:
+        """Have what spills take the way of a gradient that landed; what is in it does not matter."""
+        if self._spilled and self._spill is not None:
+            self._spill.bring()
+
+    def forget(self) -> None:
+        """None of them is needed any more."""
+        self.present.clear()
+        self._sums.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._spill is not None:
+            if self._spill.in_window:
+                self._device.synchronize_downloads()
+            self._spill.forget()
+
+    def leave(self) -> None:
+        """None of them is expected soon: what spills leaves for the store. Raises SwapIOError as `stream`."""
+        if self._spill is not None:
+            self._spill.leave()
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """Σ g² in double, the same for any number of threads; not finite when any element is not.
+
+        Copies from the device must have landed.
+        """
+        if spec.name not in self._sums:
+            self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
+        return self._sums[spec.name]
+
+    def is_finite(self, spec: ParameterSpec) -> bool:
+        """Whether all elements of one gradient are; waits for it to land."""
+        if spec.name not in self._sums:
+            self._device.synchronize_downloads()
+        return self.sum_squares(spec) < float("inf")
+
+    def drop(self, name: str) -> None:
+        self.present.discard(name)
+        self._sums.pop(name, None)
+        if not self.present:
+            self._forget()
+
+
+class Gradients:
+    """The gradients of every trainable parameter.
+
+    Args:
+        groups: by unit and group.
+        landing: the window that some land in, where some spill.
+    """
+
+    def __init__(self, groups: dict[tuple[int, int], GroupGradients], landing: Landing | None, device: Device) -> None:
+        self._groups = groups
+        self._landing = landing
+        self._device = device
+
+    def of(self, place: Place) -> GroupGradients:
+        return self.of_group(place.unit.index, place.group_index)
+
+    def of_group(self, unit_index: int, group_index: int) -> GroupGradients:
+        return self._groups[unit_index, group_index]
+
+    def finite(self, unit_index: int) -> bool:
+        """Whether all of a unit's gradients that were summed up are."""
+        return all(group.finite for group in self.of_unit(unit_index))
+
+    def in_ram(self, unit_index: int) -> bool:
+        """Whether an update of a unit can read its gradients at once."""
+        return not any(group.spilled for group in self.of_unit(unit_index))
+
+    def has(self, place: Place) -> bool:
+        return place.spec.name in self.of(place).present
+
+    def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
+        """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
+        if self._landing is None:
+            return
+        for (unit, _), group in self._groups.items():
+            if unit not in units and unit not in staying:
+                group.leave()
+        for (unit, _), group in self._groups.items():
+            if unit in units:
+                group.backward_begins()
+
+    def of_unit(self, unit: int) -> Iterator[GroupGradients]:
+        return (group for (index, _), group in self._groups.items() if index == unit)
+
+    def synchronize(self) -> None:
+        """Wait for copies from the device, and for what is on its way to the store.
+
+        Raises:
+            SwapIOError: gradients were lost.
+        """
+        self._device.synchronize_downloads()
+        if self._landing is not None:
+            self._landing.clear()
+
+    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+        """The sum over `places`, in their order, and the first name whose part is not finite ('' when all are)."""
+        total, bad = 0.0, ""
+        for place in places:
+            part = self.of(place).sum_squares(place.spec)
+            if not bad and not part < float("inf"):
+                bad = place.spec.name
+            total += part
+        return total, bad

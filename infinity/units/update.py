@@ -1,0 +1,224 @@
+"""One group's update: what an optimizer asks for, and how it is handed to the native pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+from infinity import _native
+from infinity.base.timeline import JobTag
+from infinity.io.arena import Lease
+from infinity.io.engine import Transfer
+from infinity.state.dtypes import native_name
+from infinity.state.request import GroupUpdate
+from infinity.state.unit import Unit
+from infinity.tiers.home import Home
+from infinity.tiers.resources import Resources
+from infinity.units.gradients import GroupGradients
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """Where a unit's weights are beside their home, and where new ones are to go.
+
+    Attributes:
+        slot: the memory they were fetched to, where the update may use it; else None.
+        speculative: what is current must stay as it is.
+        shadow: host memory for the new ones of a unit that lives in RAM, where what is current must stay.
+    """
+
+    slot: Lease | None = None
+    speculative: bool = False
+    shadow: Lease | None = None
+
+
+Milestone = Literal["computed", "weights", "written"]
+"""Of an update: its new values are computed, so that those in memory are there and the gradients are free; new weights
+are where they go; everything is."""
+
+
+@dataclass(frozen=True)
+class UpdateTransfer(Transfer):
+    """The update of a unit's group under way.
+
+    Attributes:
+        moves: where each state goes: its home, and the slot of the store it is written to, None where it stays in RAM.
+    """
+
+    future: _native.UpdateFuture
+    moves: tuple[tuple[Home, int | None], ...] = field(default=())
+
+    @property
+    def finite(self) -> bool:
+        """After `result`: whether all new weights and moments were."""
+        return self.future.finite
+
+    def until(self, milestone: Milestone) -> Transfer:
+        """The part of it that ends there."""
+        if milestone == "written":
+            return self
+        future = self.future.computed if milestone == "computed" else self.future.weights
+        return Transfer(future, self.unit, self.state, self.step, self.state_of)
+
+    def land(self) -> None:
+        """After `result`, once: from now on the new values are the ones that count."""
+        for home, slot in self.moves:
+            if slot is None:
+                home.dirty = True
+            else:
+                home.stored().slot, home.dirty = slot, False
+
+    def slot_of(self, home: Home) -> int | None:
+        """The slot of the store that the new values of a state are written to; None when it is not updated."""
+        return next((slot for moved, slot in self.moves if moved is home), None)
+
+
+def submit_update(
+    resources: Resources,
+    unit: Unit,
+    group_index: int,
+    wanted: GroupUpdate,
+    gradients: GroupGradients,
+    weights: WeightsPlace,
+    *,
+    step: int,
+    committed: bool,
+    held: _native.UpdateFuture | None,
+) -> UpdateTransfer:
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for early
+    ones: the newest is the next. So what is left of them when the step is decided lies all over the model, and the next
+    forward meets it now and then instead of all at once.
+
+    Args:
+        step: the optimizer step, counted from 1.
+        committed: the step becomes a generation, so what is in RAM is written, too.
+        held: what `hold_update` gave for this group; it is taken over.
+    """
+    group = unit.groups[group_index]
+    states = resources.states[unit.index][group_index]
+    streams = _Streams(resources, speculative=weights.speculative, committed=committed)
+    weight = streams.weight(resources.weights[unit.index].groups[group_index], weights)
+    used = [
+        home if wanted.moments is None or name in wanted.moments else None
+        for name, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq))
+    ]
+    residual, exp_avg, exp_avg_sq = (streams.of(home) for home in (states.residual, *used))
+    future = resources.pipeline.submit(
+        numel=group.numel,
+        weight_dtype=native_name(group.dtype),
+        master=states.master,
+        moments=group.moments,
+        grad_dtype=native_name(gradients.dtype),
+        segments=wanted.native_segments(),
+        grad_scale=wanted.grad_scale,
+        whole=streams.elsewhere,
+        arithmetic=wanted.arithmetic,
+        weight=weight,
+        residual=residual,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
+        grad=gradients.stream(),
+        tag=JobTag(step, unit.index, group_index).pack(),
+        first=weights.speculative,
+        held=held,
+    )
+    moves = tuple(streams.moves)
+    return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)
+
+
+def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
+    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch."""
+
+    def name(failure: _native.Failure) -> str:
+        scratch = resources.store is not None and resources.store.is_scratch(failure.path, failure.offset)
+        return "grad" if scratch else "optimizer states"
+
+    return name
+
+
+def hold_update(resources: Resources, unit: Unit, group_index: int, *, step: int) -> _native.UpdateFuture:
+    """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
+
+    Weights only for a GPU: elsewhere the update finds them where they were fetched to, if they still are there.
+    """
+    group, states = unit.groups[group_index], resources.states[unit.index][group_index]
+    weight: Home | None = resources.weights[unit.index].groups[group_index]
+    if resources.device.shares_memory or (weight is not None and weight.in_memory):
+        weight = None
+
+    def stream(home: Home | None) -> _native.StateStream | None:
+        if home is None:
+            return None
+        return _native.StateStream(file=resources.require_store().file, offset=home.stored().offset)
+
+    return resources.pipeline.hold(
+        numel=group.numel,
+        weight_dtype=native_name(group.dtype),
+        master=states.master,
+        moments=group.moments,
+        weight=stream(weight),
+        residual=stream(states.residual),
+        exp_avg=stream(states.exp_avg),
+        exp_avg_sq=stream(states.exp_avg_sq),
+        tag=JobTag(step, unit.index, group_index).pack(),
+    )
+
+
+class _Streams:
+    """The streams of one job, and what becomes of the homes when it is done.
+
+    A state in the store is written where no generation has it; one in RAM is written, beside being updated, when this
+    step is committed.
+    """
+
+    def __init__(self, resources: Resources, *, speculative: bool, committed: bool) -> None:
+        self._resources = resources
+        self._speculative = speculative
+        self._committed = committed
+        self.moves: list[tuple[Home, int | None]] = []
+        self.elsewhere = False  # something is written to another place than it was read from
+
+    @overload
+    def of(self, home: Home, memory: _native.Buffer | None = None) -> _native.StateStream: ...
+    @overload
+    def of(self, home: Home | None, memory: _native.Buffer | None = None) -> _native.StateStream | None: ...
+    def of(self, home: Home | None, memory: _native.Buffer | None = None) -> _native.StateStream | None:
+        """A state as the pipeline takes it; None where there is none.
+
+        Args:
+            memory: a copy of a state that lives in the store, which is to stay current.
+        """
+        if home is None:
+            return None
+        if home.in_memory:
+            if self._speculative:
+                raise AssertionError("an early update of a state in RAM would overwrite it")
+            memory = home.view()
+        return self._stream(home, memory, None)
+
+    def weight(self, home: Home, place: WeightsPlace) -> _native.StateStream:
+        slot = None if place.slot is None else place.slot.view(home.start, home.nbytes)
+        if not place.speculative:
+            return self.of(home, slot)
+        if not home.in_memory:
+            return self._stream(home, None, slot)
+        if place.shadow is None:
+            raise AssertionError("an early update of weights in RAM needs other memory")
+        return self._stream(home, place.shadow.view(home.start, home.nbytes), home.view())
+
+    def _stream(self, home: Home, memory: _native.Buffer | None, source: _native.Buffer | None) -> _native.StateStream:
+        self.elsewhere |= source is not None
+        if home.in_memory and not self._committed:
+            self.moves.append((home, None))
+            return _native.StateStream(memory=memory, source=source)
+        extent = home.stored()
+        slot = self._resources.spare_slot(extent) if self._speculative else self._resources.destination(extent)
+        if slot is None:
+            raise AssertionError(f"no spare slot for {extent.state} of unit '{extent.unit}'")
+        self.moves.append((home, slot))
+        self.elsewhere |= home.in_memory or slot != extent.slot
+        file, write_offset = self._resources.require_store().file, extent.offsets[slot]
+        return _native.StateStream(
+            memory=memory, file=file, offset=extent.offset, write_offset=write_offset, source=source
+        )
