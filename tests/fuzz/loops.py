@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from infinity.errors import NonFiniteGradientError
 from tests.fuzz.models import Net, UserError
 
 Zero = Literal["optimizer", "filled", "model", "kept"]
@@ -224,7 +225,11 @@ def run(world: World, loop: Loop) -> Log:
             except UserError:
                 log.failures.append(f"iteration {index}")
             world.optimizer.zero_grad()
-        loss = _step(world, iteration, index, log)
+        try:
+            loss = _step(world, iteration, index, log)
+        except NonFiniteGradientError:
+            log.failures.append(f"the end, in iteration {index}")
+            break
         log.losses.append(loss)
         log.norms.append(world.optimizer.last_grad_norm)
         log.skipped.append(world.optimizer.skipped_steps)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from infinity import _native
+from infinity.errors import NonFiniteGradientError
 
 USES = {"AdamW": "mv", "Adam": "mv", "Lion": "m", "Adagrad": "v", "SGD": "m"}
 
@@ -46,6 +47,7 @@ class Reference(torch.optim.Optimizer):
         self.steps = 0
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
+        self._skips_in_a_row = 0
         self.distorted: tuple[int, float] | None = None
         self.moved: set[int] = set()
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
@@ -59,11 +61,11 @@ class Reference(torch.optim.Optimizer):
         """All that a run needs to go on from here."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         states = [dict(self.state[parameter]) for group in self.param_groups for parameter in group["params"]]
-        return groups, states, self.steps, self.skipped_steps, self.last_grad_norm
+        return groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm
 
     def take(self, everything: Any) -> None:
         """Go on from there. Gradients are gone."""
-        groups, states, self.steps, self.skipped_steps, self.last_grad_norm = everything
+        groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm = everything
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -102,7 +104,11 @@ class Reference(torch.optim.Optimizer):
         if not total < math.inf:
             self.last_grad_norm = math.nan
             self.skipped_steps += 1
+            self._skips_in_a_row += 1
+            if self._skips_in_a_row == 5:
+                raise NonFiniteGradientError("as infinity promises")
             return loss
+        self._skips_in_a_row = 0
         self.last_grad_norm = math.sqrt(total)
         scale = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6))
         for parameter, index in active:
