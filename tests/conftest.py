@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs
 pytest_plugins = ["pytester", "tests.sampling"]
 
 Offload = Callable[..., Any]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The long forms print what they did (-rP); what was logged and warned of is shown of failures only."""
+    report = yield
+    if report.passed:
+        report.sections = [each for each in report.sections if each[0] == "Captured stdout call"]
+    return report
 
 
 @pytest.fixture(autouse=True)
