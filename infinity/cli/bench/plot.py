@@ -28,7 +28,7 @@ def plot(reports: Sequence[PathReport], path: Path) -> None:
         left.set_title(f"{report.path}: blocks of 1 MiB")
         right.set_title("about as many bytes in flight")
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
     pyplot.close(figure)
 
 
