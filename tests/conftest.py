@@ -26,6 +26,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.tiers.home import Home
+from infinity.units.weights import Residency
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
@@ -116,8 +117,8 @@ def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The current weights of an offloaded model, by first name."""
     coordinator, result = registry.coordinator_of(model), {}
-    for record in coordinator.records:
-        with coordinator.readers.taking([record.unit.index]):
+    for record in coordinator.units:
+        with coordinator.taking([record.unit.index]):
             result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
     return result
 
@@ -129,7 +130,7 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for _, place in coordinator.places():
         if not place.group.trainable:
             continue
-        states = coordinator.resources.states[place.unit.index][place.group_index]
+        states = coordinator.resources.units[place.unit.index].states[place.group_index]
         for state, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq)):
             if home is None:
                 continue
@@ -156,7 +157,7 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
     infinity.synchronize(model)
     coordinator = registry.coordinator_of(model)
     for _, place in coordinator.places():
-        states = coordinator.resources.states[place.unit.index].get(place.group_index)
+        states = coordinator.resources.units[place.unit.index].states.get(place.group_index)
         home = states.residual if states is not None else None
         if home is None:
             continue
@@ -171,19 +172,19 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     fetched; no state has the same slot twice."""
     coordinator = registry.coordinator_of(model)
     coordinator.fence()
-    assert not coordinator.updates.guesses
+    assert not coordinator.updates.speculative
     assert not coordinator.updates.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
     fetched = sum(
         record.unit.weight_bytes
-        for record in coordinator.records
-        if resources.weights[record.unit.index].lease is None and (record.slot or record.fetch)
+        for record in coordinator.units
+        if record.homes.weights.lease is None and record.weights.residency is not Residency.RELEASED
     )
     slots = plan.slot_bytes if plan.weights == "nvme" else 0
-    lent = coordinator.updates.lent_bytes
+    lent = coordinator.updates.shadows.lent_bytes
     assert resources.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)
     assert resources.weights_ram.free_bytes + lent == plan.shadow_bytes
-    assert coordinator.updates.shadow_bytes + lent == plan.shadow_bytes
+    assert coordinator.updates.shadows.free_bytes + lent == plan.shadow_bytes
     if resources.landing is not None:
         assert resources.landing.space.free_bytes == resources.landing.space.nbytes
     for home in resources.homes():

@@ -17,8 +17,8 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
 from infinity.coordinator.moments import GivenMoment, MomentSource, fill_moments
 from infinity.coordinator.restore import go_on_from
+from infinity.durable import buffers
 from infinity.errors import ResumeError
-from infinity.runtime import buffers
 from infinity.runtime.offload import close, offload
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName

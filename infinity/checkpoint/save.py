@@ -15,8 +15,8 @@ from infinity.checkpoint.aside import put_in_place, sync, sync_tree, written_asi
 from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
+from infinity.durable import buffers
 from infinity.errors import ModelError, printable
-from infinity.runtime import buffers
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +42,11 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    coordinator.residents.require_untouched()
+    coordinator.room.require_untouched()
     target = Path(directory).expanduser().absolute()
     with written_aside(target, "saving to") as aside:
         parts = _Parts(model, coordinator)
-        write_weights(aside, parts.meta, parts.values, coordinator.resources.plan.numel, max_shard_size)
+        write_weights(aside, parts.meta, parts.values, coordinator.plan.numel, max_shard_size)
         write_configs(model, aside)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
@@ -98,15 +98,15 @@ class _Parts:
         self._revert = revert_of(model)
 
     def meta(self) -> Iterator[Tensors]:
-        for record in self._coordinator.records:
-            empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in record.parameters.items()}
+        for unit in self._coordinator.units:
+            empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in unit.parameters.items()}
             yield self._revert(empty)
         yield from self._buffers(lambda buffer: buffer.to("meta"))
 
     def values(self) -> Iterator[Tensors]:
-        for record in self._coordinator.records:
-            with self._coordinator.readers.taking([record.unit.index]):
-                yield self._revert({name: parameter.detach() for name, parameter in record.parameters.items()})
+        for unit in self._coordinator.units:
+            with self._coordinator.taking([unit.index]):
+                yield self._revert({name: parameter.detach() for name, parameter in unit.parameters.items()})
         yield from self._buffers(lambda buffer: buffer)
 
     def _buffers(self, form: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Tensors]:

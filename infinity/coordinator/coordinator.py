@@ -1,241 +1,290 @@
-"""The coordinator: steps, and what is under way between them: the commit, updates that overlap, gradients that land."""
+"""One offloaded model: the façade that hooks and optimizers call. It decides nothing: it takes the lock, and asks the
+rooms below in the right order."""
 
 from __future__ import annotations
 
+import functools
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from infinity.base.interrupt import interruptible, whole
-from infinity.base.timeline import Timeline
-from infinity.coordinator.readers import Readers
-from infinity.durable.commits import Commits
-from infinity.errors import InfinityError, SwapIOError, SwapTimeoutError
-from infinity.io.fork import in_forked_child, refuse_in_forked_child
-from infinity.state.released import released_class
-from infinity.state.request import GroupUpdate, is_clipped
-from infinity.state.unit import Place, Unit
-from infinity.tiers.resources import Resources
-from infinity.units.arrivals import Arrivals
-from infinity.units.gradients import Gradients, GroupGradients
-from infinity.units.room import Residency, Residents, UnitRecord
-from infinity.units.speculation import Guesses
-from infinity.units.update import Milestone
-from infinity.units.updates import UnitUpdate, Updates
+from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.coordinator.rooms import Optimizer, Rooms
+from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
+from infinity.io.fork import in_forked_child
+from infinity.state.plan import Plan
+from infinity.state.released import USE_GATHERED
+from infinity.state.request import GroupUpdate
+from infinity.state.unit import Place
+from infinity.units.unit import OffloadedUnit
+from infinity.units.weights import Residency
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Coordinator:
-    """Where runtime and optim meet. Every public method may be called from any thread, and Ctrl-C finds none half done
-    (interrupt.py)."""
+def transition(
+    method: Callable[Concatenate[Coordinator, P], R],
+) -> Callable[Concatenate[Coordinator, P], R]:
+    """A method that any thread may call, and that Ctrl-C finds not begun or done, but where it waits for a device."""
 
-    def __init__(
-        self, units: Sequence[Unit], parameters: Sequence[dict[str, nn.Parameter]], resources: Resources
-    ) -> None:
-        self.resources = resources
-        self.timeline = Timeline()
-        self.steps = 0
-        self.closed = False
-        self.failed: InfinityError | None = None
-        self._lock = threading.RLock()
-        groups = {}
-        for unit in units:
-            for index, states in resources.states[unit.index].items():
-                group = unit.groups[index]
-                groups[unit.index, index] = GroupGradients(
-                    unit, group, states.gradient, states.spilled, resources.landing, resources.device, resources.pool
-                )
-        self.gradients = Gradients(groups, resources.landing, resources.device)
-        self._staying = frozenset(unit.index for unit in units if unit.resident)
-        self.arrivals = Arrivals(units)
-        self.updates = Updates(units, resources, self.gradients)
-        self.readers = Readers(units, parameters, self.acquire, self.release, self.locked)
-        released = released_class(self.readers)
-        self.residents = Residents(
-            units, parameters, resources, self.updates, self.timeline, self._take_in, self._free_slot, released
-        )
-        self.guesses = Guesses(resources.plan.overlap)
-        self.commits = Commits(resources)
+    @functools.wraps(method)
+    def run(self: Coordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
 
-    # -- what runtime calls -------------------------------------------------------------------------------------------
+    return whole(run)
+
+
+class Coordinator(Rooms):
+    """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
 
     @property
-    def records(self) -> list[UnitRecord]:
-        return self.residents.records
+    def plan(self) -> Plan:
+        return self.resources.plan
+
+    @property
+    def closed(self) -> bool:
+        return self.health.closed
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
-        return self.residents.places()
+        for unit in self.units:
+            for index, group in enumerate(unit.unit.groups):
+                for spec in group.specs:
+                    yield unit.parameters[spec.name], Place(unit.unit, index, spec)
 
-    def _bring(self, record: UnitRecord) -> None:
-        self.require_usable()
-        self._carry_on()
-        with self._timeouts():
-            self.residents.bring(record)
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For changes of more than one thing by those who are above."""
+        with self._lock:
+            yield
 
-    @whole
+    def require_usable(self) -> None:
+        """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
+        self.health.require_usable()
+        with self.health.failing(SwapIOError):
+            self.updates.require_well()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    @transition
     def begin_forward(self, *, training: bool) -> None:
         """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
-        Raises as `require_usable`, `require_untouched` and `finish_commit`."""
+        Raises as `require_usable`, `Room.require_untouched` and `finish_commit`."""
         self.require_usable()
-        self.residents.require_untouched()
+        self.room.require_untouched()
         if training:
-            with self._lock, self._committing():
-                self.commits.take_up_hyperparameters(again=False)
-                self.commits.forward_begins()
-                if self.guesses.mode == "off":
-                    self.commits.finish()
-            with self._lock:
-                self._carry_on()
-                self.commits.rewind()
-        with self._lock:
-            self.residents.training = training
-            if not training:
-                self.residents.end_iteration(training=False)
+            self._freeze_commit()
+            self.progress.carry_on()
+            self.commits.rewind()
+        self.room.begin_pass(training=training)
 
-    @whole
+    def _freeze_commit(self) -> None:
+        with self.progress.committing():
+            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
+            self.commits.forward_begins()
+            if self.speculation.mode == "off":
+                self.commits.finish()
+
+    @transition
     def acquire(self, index: int) -> None:
         """A forward that reads unit `index` begins: when this returns its parameters have their values."""
-        with self._lock:
-            record = self.records[index]
-            record.uses += 1
-            try:
-                self._bring(record)
-            except BaseException:
-                record.uses -= 1
-                raise
-
-    @whole
-    def release(self, index: int) -> None:
-        """The forward ended, well or not."""
-        with self._lock:
-            record = self.records[index]
-            record.uses = max(record.uses - 1, 0)
-
-    @whole
-    def hold(self, indices: Sequence[int]) -> None:
-        """The backward of these units begins: bring them, keep them until that of other units begins."""
-        with self._lock:
-            self._carry_on()
-            self.residents.hold(indices)
-            with self._timeouts():
-                self.gradients.backward_begins(indices, self._staying)
-            for index in indices:
-                self._bring(self.records[index])
-
-    @contextmanager
-    def locked(self) -> Iterator[Residents]:
-        """The units, for changes of more than one thing."""
-        with self._lock:
-            yield self.residents
-
-    @contextmanager
-    def _timeouts(self) -> Iterator[None]:
+        unit = self.units[index]
+        unit.weights.use()
         try:
-            yield
-        except SwapTimeoutError as error:
-            self.failed = error  # the device was given up: nothing else will come from it
+            self._bring(unit)
+        except BaseException:
+            unit.weights.unuse()
             raise
 
-    @whole
-    def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
-        self._require_open()
-        with self._lock, self._timeouts():
-            self._take_in(place.unit.index)
-            if place.unit.index in self.updates.guesses:
-                self._undo(
-                    "a gradient came for a unit whose update had begun",
-                    "Give the optimizer accumulation_steps=, or run all backward passes but the last inside "
-                    "model.no_sync().",
-                )
-            with self.timeline.stall("gradient", place.unit.name):
-                self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
+    def _bring(self, unit: OffloadedUnit) -> None:
+        self.require_usable()
+        self.progress.carry_on()
+        with self.health.failing(SwapTimeoutError):  # the device was given up: nothing else will come from it
+            self.room.bring(unit)
 
-    @whole
-    def landed(self, place: Place) -> None:
-        """A piece of a parameter's gradient came from backward and was taken."""
-        with self._lock:
-            if self.arrivals.came(place):
-                self._guess(place.unit.index)
+    @transition
+    def release(self, index: int) -> None:
+        """The forward ended, well or not."""
+        self.units[index].weights.unuse()
 
-    @whole
-    def begin_backward(self) -> None:
-        """An outermost backward pass brings its first gradient."""
-        with self._lock:
-            self.arrivals.begin_pass()
-            self._carry_on()
-            self._read_ahead()
-
-    @whole
-    def drop_gradients(self, places: Iterable[Place]) -> None:
-        """Forget gradients, and what was begun with them."""
-        with self._lock:
-            if self.updates.guesses:
-                self._undo("the gradients were dropped without a step", "Set overlap: before_forward if that is usual.")
-            for place in places:
-                if place.group.trainable:
-                    self.gradients.of(place).drop(place.spec.name)
-            self.arrivals.forget()
-
-    @whole
-    def require(self, index: int) -> torch.Tensor:
-        """The slot of unit `index`, uint8 on the device, with its weights in it."""
-        with self._lock:
-            record = self.records[index]
-            if record.residency is not Residency.RESIDENT:
-                self._bring(record)
-            if record.slot is None:
-                raise AssertionError(f"resident unit {record.unit.name} has no slot")
-            record.slot.wait()  # the stream that asks may be another than the one it was brought for
-            return record.slot.tensor
-
-    @whole
-    def end_backward(self, *, outermost: bool) -> None:
-        """A backward pass is over, and with `outermost` all those it ran in."""
-        with self._lock:
-            if outermost:
-                self.arrivals.end_pass()
-            self.residents.hold(())
-            with self._timeouts():
-                self.gradients.backward_begins((), ())
-
-    @whole
+    @transition
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
-        with self.locked() as residents:
-            residents.forget_uses()
+        self.room.forget_uses()
 
-    # -- what optim calls ---------------------------------------------------------------------------------------------
+    @transition
+    def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
+        """From here on the forward may read parameters. Args: as Readers.forward_begins."""
+        self.readers.forward_begins(end_if_dead)
 
+    @transition
+    def forward_ends(self) -> None:
+        self.readers.forward_ends()
+        self._close_if_nobody_reads()
+
+    @transition
+    def site_left(self) -> None:
+        """A module of the model was called; perhaps alone, outside the forward of any module above it."""
+        self._close_if_nobody_reads()
+
+    def _close_if_nobody_reads(self) -> None:
+        if self.readers.nobody:
+            self.room.close_all()
+
+    @transition
+    def forget_dead_forward(self) -> None:
+        """Before what no forward is under way for: gathering, a step, the end."""
+        self.readers.forget_dead_forward()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def backward_of_model_begins(self) -> None:
+        """In whichever thread; others may not close what it opens."""
+        self.readers.backward_begins()
+
+    @transition
+    def begin_backward(self) -> None:
+        """An outermost backward pass brings its first gradient."""
+        self.readers.backward_begins()
+        self.passes.begin()
+        self.progress.carry_on()
+        if self.health.failure is None and not self.health.closed:
+            self._early.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
+
+    @transition
+    def hold(self, indices: Sequence[int]) -> None:
+        """The backward of these units begins: bring them, keep them until that of other units begins."""
+        self.readers.backward_begins()
+        self.progress.carry_on()
+        self.room.hold(indices)
+        with self.health.failing(SwapTimeoutError):
+            self.gradients.backward_begins(indices, self._staying)
+        for index in indices:
+            self._bring(self.units[index])
+
+    @transition
+    def require(self, index: int) -> torch.Tensor:
+        """The slot of unit `index`, uint8 on the device, with its weights in it."""
+        unit = self.units[index]
+        if unit.weights.residency is not Residency.RESIDENT:
+            self._bring(unit)
+        slot = unit.weights.require_slot()
+        slot.wait()  # the stream that asks may be another than the one it was brought for
+        return slot.tensor
+
+    @transition
+    def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
+        self.health.require_open()
+        unit = self.units[place.unit.index]
+        with self.health.failing(SwapTimeoutError):
+            unit.apply_update()
+            if unit.speculative is not None:
+                self._undo_for_a_gradient()
+            with self.timeline.stall("gradient", unit.name):
+                self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
+
+    def _undo_for_a_gradient(self) -> None:
+        self._early.undo(
+            "a gradient came for a unit whose update had begun",
+            "Give the optimizer accumulation_steps=, or run all backward passes but the last inside model.no_sync().",
+        )
+
+    @transition
+    def landed(self, place: Place) -> None:
+        """A piece of a parameter's gradient came from backward and was taken."""
+        unit = self.units[place.unit.index]
+        if unit.gradients.arrivals.came(place.spec.name):
+            self._early.complete(unit, self.optimizers.sole, self.steps + 1)
+
+    @transition
+    def end_backward(self, *, outermost: bool) -> None:
+        """A backward pass is over, and with `outermost` all those it ran in."""
+        if outermost:
+            self.passes.end()
+        self.room.hold(())
+        with self.health.failing(SwapTimeoutError):
+            self.gradients.backward_begins((), ())
+        if outermost:
+            self.readers.backward_ends()
+            self._close_if_nobody_reads()
+
+    def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
+        """What stands in `parameter.grad` for a gradient that has landed."""
+        return GradientHandle(parameter, self.gradients.of(place), place.spec)
+
+    @transition
+    def has_gradient(self, place: Place) -> bool:
+        return self.gradients.has(place)
+
+    @transition
+    def drop_gradient(self, place: Place) -> None:
+        """Forget a gradient that no step wants."""
+        self.gradients.of(place).drop(place.spec.name)
+
+    @transition
+    def drop_gradients(self, places: Iterable[Place]) -> None:
+        """Forget gradients, and what was begun with them."""
+        if self.updates.any_speculative:
+            self._early.undo(
+                "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
+            )
+        for place in places:
+            if place.group.trainable:
+                self.drop_gradient(place)
+        self.passes.forget()
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """One step: begin_step, then update or skip, then end_step. Ctrl-C is delivered behind it."""
+        with interrupts_deferred(), self.timeline.stall("step"):
+            yield
+
+    @transition
     def begin_step(self) -> None:
-        """Bring everything but early updates to rest: no other update, commit or fetch under way, gradients landed,
-        parameters as infinity left them.
+        """Bring everything but speculative updates to rest: no other update, commit or fetch under way, gradients
+        landed, parameters as infinity left them.
 
         Raises:
             SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
         """
         self.require_usable()
         self.readers.step_begins()
-        self.residents.require_untouched()
-        with self._lock, self._timeouts(), self.timeline.stall("gradient"):
+        self._close_if_nobody_reads()
+        self.room.require_untouched()
+        with self.health.failing(SwapTimeoutError), self.timeline.stall("gradient"):
             self.resources.device.idle_begins()
             self.gradients.synchronize()
-        with self._lock, self._committing():
-            self._land_updates()
-            self.commits.take_up_hyperparameters(again=False)
-            self.commits.step_begins()
-            self.settle()
-        with self._lock, self._timeouts():
-            self.residents.hold(())
-            self.residents.finish_fetches()
+        self._rest_for_step()
+
+    def _rest_for_step(self) -> None:
+        with self.progress.committing():
+            self.progress.land_updates()
+            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
+        self.progress.make_way()
+        with self.health.failing(SwapTimeoutError):
+            self.room.hold(())
+            self.room.finish_fetches()
             self.resources.device.synchronize_uploads()
 
+    @transition
+    def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
+        """Of landed gradients: the sum of squares, and the first name whose part is not finite ('' when all are)."""
+        self.gradients.synchronize()
+        return self.gradients.sum_squares(places)
+
+    @transition
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
-        """The step is decided: what is to be done to which (unit, group). Early updates that guessed it go on, others
-        are undone, what is not under way begins. A unit's next use waits for its own update.
+        """The step is decided: what is to be done to which (unit, group). Speculative updates that were right go on,
+        others are undone, what is not under way begins. A unit's next use waits for its own update.
 
         Raises:
             InfinityError: the step was begun and not finished; every later call raises.
@@ -243,182 +292,112 @@ class Coordinator:
         by_unit: dict[int, dict[int, GroupUpdate]] = {}
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
-        with self._lock:
-            optimizer = self.commits.sole_optimizer
-            wrong = {index for index, guess in self.updates.guesses.items() if guess.wanted != by_unit.get(index)}
-            clipped = is_clipped(by_unit, 1.0 if optimizer is None else optimizer.guessed_scale)
-            self.residents.end_iteration(training=True)
-            committed = self.commits.due(self.steps + 1)
-            try:
-                updates = self.updates.decide(
-                    by_unit, self.residents.order(), self.residents.slot_of, self.steps + 1, committed=committed
-                )
-            except SwapIOError as error:
-                self.failed = self.failed or error
-                raise
-            except BaseException as error:
-                self.failed = InfinityError(f"a step was begun and not finished: {error}")
-                raise
-            early = {update.unit.index for update in updates if update.place.speculative}
-            self.guesses.step_decided(early, wrong, by_unit.keys(), clipped=clipped)
-            with self._timeouts():
-                for update in updates:
-                    self.residents.update_decided(self.records[update.unit.index], update)
+        wrong = self._early.wrong(by_unit)
+        self.room.end_iteration()
+        with self._failing_for_good():
+            begun = self.updates.decide(
+                by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
+            )
+        self._early.step_decided(begun, wrong, by_unit, self.optimizers.sole)
+        with self.health.failing(SwapTimeoutError):
+            for unit in begun:
+                self.room.update_decided(unit)
 
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Whatever leaves this context leaves a step that was begun and not finished."""
+        try:
+            yield
+        except SwapIOError as error:
+            self.health.fail(error)
+            raise
+        except BaseException as error:
+            self.health.fail(InfinityError(f"a step was begun and not finished: {error}"))
+            raise
+
+    @transition
     def skip(self) -> None:
         """The step is decided: nothing changes."""
-        with self._lock:
-            self.residents.end_iteration(training=True)
-            self._drop_guesses()
+        self.room.end_iteration()
+        self._early.drop()
 
+    @transition
     def end_step(self) -> None:
         """The step is decided and its updates are under way, or done where nothing overlaps.
 
         Raises:
             SwapIOError: an update failed; the states are partly updated, and every later call raises.
         """
-        with self._lock:
-            self.arrivals.step_ended()
-            self.residents.training = True
-            self.steps += 1
-            if self.resources.store is not None:
-                self.resources.store.step = self.steps
-            self.commits.resumed = None
-            if self.guesses.mode == "off":
-                self._land_updates()
-            if self.commits.due(self.steps):
-                with self._committing():
-                    self.commits.begin(self.steps)
-                self._advance_commit()
-            self.timeline.end_step(self.steps)
-            with self._timeouts():
-                self.residents.prefetch()
-            self.resources.device.idle_ends()
+        self.passes.step_ended()
+        self.room.begin_pass(training=True)
+        self.at_step(self.steps + 1)
+        self.commits.step_done()
+        if self.speculation.mode == "off":
+            self.progress.land_updates()
+        self.progress.begin_commit(self.steps)
+        self.timeline.end_step(self.steps)
+        with self.health.failing(SwapTimeoutError):
+            self.room.prefetch()
+        self.resources.device.idle_ends()
 
-    # -- updates that overlap -----------------------------------------------------------------------------------------
+    def at_step(self, step: int) -> None:
+        """The states are those after this optimizer step."""
+        self.steps = step
+        if self.resources.store is not None:
+            self.resources.store.step = step
 
-    def _guess(self, index: int) -> None:
-        """A unit's gradients are complete, as far as can be told: begin its update, if that seems worth while."""
-        optimizer = self.commits.sole_optimizer
-        if (
-            optimizer is None
-            or not self.guesses.worth_it
-            or not self.arrivals.last_pass(optimizer.accumulation_steps)
-            or not self.gradients.finite(index)
-            or (self.commits.under_way and not self.commits.frozen)
-        ):
-            return
-        self._carry_on()
-        self._finish_commit()  # what the new generation names must not be written to before it is durable
-        with self._committing():
-            self.settle()
-        if self.updates.can_guess(index):
-            wanted = optimizer.guess(index)
-            if wanted:
-                slot = self.residents.slot_of(index)
-                self.updates.guess(index, wanted, slot, self.steps + 1, committed=self.commits.due(self.steps + 1))
+    # -- optimizers and commits ---------------------------------------------------------------------------------------
 
-    def _read_ahead(self) -> None:
-        """The last backward before the step begins: read what updates need that will not begin during it."""
-        optimizer = self.commits.sole_optimizer
-        if optimizer is None or self.guesses.mode == "off" or self.failed is not None or self.closed:
-            return
-        if self.arrivals.last_pass(optimizer.accumulation_steps):
-            guesses = self.guesses.worth_it
-            (self.updates.reclaim_shadows if guesses else self.updates.lend_shadows)()
-            waiting = (each for each in self.residents.order() if not (guesses and self.updates.can_guess(each)))
-            self.updates.read_ahead(waiting, self.steps + 1)
+    @transition
+    def enter(self, optimizer: Optimizer) -> None:
+        """Raises as Optimizers.enter."""
+        self.optimizers.enter(optimizer, self.commits.resumed)
 
-    def _undo(self, cause: str, advice: str) -> None:
-        self.guesses.warn(cause, advice)
-        self._drop_guesses()
+    @transition
+    def take_up_hyperparameters(self) -> None:
+        """In a resumed run, once more: learning rates and the like as they were."""
+        self.optimizers.take_up_hyperparameters(self.commits.resumed, again=True)
 
-    def _drop_guesses(self) -> None:
-        self.guesses.dropped(len(self.updates.guesses))
-        try:
-            self.updates.undo(list(self.updates.guesses))
-        except SwapIOError as error:
-            self.failed = self.failed or error
-            raise
+    @transition
+    def require_apart(self, optimizer: object, names: set[str]) -> None:
+        """Raises as Optimizers.require_apart."""
+        self.optimizers.require_apart(optimizer, names)
 
-    def _take_in(self, index: int) -> None:
-        update = self.updates.decided.get(index)
-        if update is not None and not update.taken_in:
-            self._await_update(update, "computed", self.updates.take_in)
+    @transition
+    def require_entered(self, optimizer: object) -> None:
+        """Raises as Optimizers.require_entered."""
+        self.optimizers.require_entered(optimizer)
 
-    def _free_slot(self, index: int) -> None:
-        if index in self.updates.decided:
-            self._await_update(self.updates.decided[index], "weights", self.updates.free_slot)
+    @transition
+    def accumulating(self) -> AbstractContextManager[None]:
+        """A context manager: backward passes in it are not the last ones before a step."""
+        self.require_usable()
+        return self.passes.accumulating()
 
-    def _land_update(self, index: int) -> None:
-        if index in self.updates.decided:
-            self._await_update(self.updates.decided[index], "written", self.updates.land)
-            self._advance_commit()
-
-    def _await_update(self, update: UnitUpdate, until: Milestone, then: Callable[[int], None]) -> None:
-        try:
-            with self.timeline.stall("update", update.unit.name):
-                with interruptible():
-                    update.wait(until)
-                then(update.unit.index)
-        except SwapIOError as error:
-            self.failed = self.failed or error
-            raise
-
-    def _carry_on(self) -> None:
-        """Land what is done, and carry on with a commit as far as possible without waiting."""
-        for index in [index for index, update in self.updates.decided.items() if update.reached("written")]:
-            self._land_update(index)
-        self._advance_commit()
-
-    def _land_updates(self) -> None:
-        for index in list(self.updates.decided):
-            self._land_update(index)
-
-    @whole
+    @transition
     def fence(self) -> None:
         """Wait until the states are those after the last step. Raises InfinityError: an update or a commit failed."""
         self.require_usable()
-        with self._lock:
-            self._land_updates()
+        self.progress.land_updates()
 
-    def _advance_commit(self) -> None:
-        """Carry on with a commit as far as possible without waiting."""
-        if self.commits.under_way and not self.updates.decided:
-            with self._committing():
-                self.commits.written()
-                if self.commits.ready:
-                    self.commits.finish()
-
-    def _finish_commit(self) -> None:
-        if self.commits.under_way:
-            self._land_updates()
-            with self._committing():
-                self.commits.finish()
-
-    @contextmanager
-    def _committing(self) -> Iterator[None]:
-        """After a failure here the model refuses to go on: what was said to be durable is not."""
-        try:
-            with self.timeline.stall("commit"):
-                yield
-        except InfinityError as error:
-            self.failed = self.failed or error
-            raise
-
-    @whole
+    @transition
     def finish_commit(self) -> None:
         """Finish the commit under way, if there is one (Commits.finish). Raises InfinityError: the generation does not
         exist, and the model refuses to go on."""
-        with self._lock:
-            self._finish_commit()
+        self.progress.finish_commit()
 
-    @whole
+    @transition
     def commit(self) -> None:
         """Make a generation of the states as they are. Raises as finish_commit."""
-        with self._lock, self._committing():
+        with self.progress.committing():
             self._come_to_rest()
+            self.progress.settle()
             self.commits.commit(self.steps)
+
+    def _come_to_rest(self) -> None:
+        self.progress.land_updates()
+        self._early.drop()  # they write where others may write now
+        self.updates.ahead.drop(but=())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -426,46 +405,55 @@ class Coordinator:
         way, and is begun again. Raises as finish_commit."""
         self.require_usable()
         with self._lock:
-            again = self.commits.under_way and not self.commits.frozen
-            with self._committing():
-                self._come_to_rest()
-                self.commits.step_begins()
+            self._come_to_rest()
+            gave_way = self.progress.make_way()
             try:
                 yield
             finally:
-                if again:
+                if gave_way:
                     self.commits.begin(self.steps)
 
-    def _come_to_rest(self) -> None:
-        self._land_updates()
-        self._drop_guesses()  # they write where others may write now
-        self.updates.ahead.drop(but=())
-        self.settle()
+    # -- reading parameters -------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Something is about to be written: the generations that were given up for the one resumed go."""
-        if self.resources.generations is not None:
-            self.resources.generations.settle()
-
-    # -- checks -------------------------------------------------------------------------------------------------------
-
-    def require_usable(self) -> None:
-        """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
-        refuse_in_forked_child()
-        self._require_open()
-        if self.failed is not None:
-            raise InfinityError(f"the states are damaged by an earlier failure: {self.failed}") from self.failed
+    @contextmanager
+    def taking(self, indices: Iterable[int]) -> Iterator[None]:
+        """These units have their values in this context, and stay."""
+        taken: list[int] = []
         try:
-            self.updates.require_well()
-        except SwapIOError as error:
-            self.failed = error
-            raise
+            for index in indices:
+                self.acquire(index)
+                taken.append(index)
+            yield
+        finally:
+            for index in taken:
+                self.release(index)
+            self.site_left()
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise InfinityError("this model was closed (infinity.close); load it again to go on")
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """In this context parameters of every unit may be read: they are brought as they are in a forward."""
+        try:
+            with self.readers.gathering():
+                yield
+        finally:
+            self.site_left()
 
-    # -- reading and closing ------------------------------------------------------------------------------------------
+    @contextmanager
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
+        """What released parameters ask (state/released.py: Lender)."""
+        indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
+        if not self.readers.may_read:
+            raise ReleasedParameterError(
+                f"{use} uses parameter '{self.name_of(parameters[0])}' outside the model's forward, while the values "
+                f"of unit '{self.units[indices[0]].name}' are in the store. {USE_GATHERED}"
+            )
+        with self.taking(indices):
+            yield
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return self._owners[id(parameter)][1]
+
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     @whole
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
@@ -482,19 +470,22 @@ class Coordinator:
         Raises:
             InfinityError: the last generation could not be made. Everything is released all the same.
         """
-        if self.closed or in_forked_child():
+        if self.health.closed or in_forked_child():
             return
         broken = broken or sys.exc_info()[0] is not None
         self.readers.forget_dead_forward()
         with self._lock:
-            self.closed = True
+            self.health.close()
             try:
-                if self.failed is None and not discard:
-                    self._drop_guesses()
-                    self.updates.ahead.drop(but=())
-                    self._land_updates()
-                    self.commits.end(self.steps, broken=broken)
+                if self.health.failure is None and not discard:
+                    self._commit_the_end(broken=broken)
             finally:
                 self.commits.tracking.forget()
                 self.resources.close(discard=discard)
-                self.failed = None  # its traceback holds the frames it passed, and with them the model
+                self.health.forget()
+
+    def _commit_the_end(self, *, broken: bool) -> None:
+        self._early.drop()
+        self.updates.ahead.drop(but=())
+        self.progress.land_updates()
+        self.commits.end(self.steps, broken=broken)

@@ -29,7 +29,8 @@ from infinity.state.unit import Group
 from infinity.tiers.accelerator import Slot
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
-from infinity.units.room import Residents, UnitRecord
+from infinity.units.unit import OffloadedUnit
+from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +69,18 @@ class Gathering:
     def _enter(self) -> None:
         coordinator = self._coordinator
         self._entered = True
-        with coordinator.locked() as residents:
+        with coordinator.locked():
             self._fresh = _not_gathered(coordinator, self._wanted, write=self._write)
             _require_memory(coordinator, self._fresh)
-            self._undo.enter_context(coordinator.readers.gathering())
+            self._undo.enter_context(coordinator.gathering())
             for index, names in self._fresh.items():
-                record = coordinator.records[index]
-                with coordinator.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
-                    copies = {name: record.parameters[name].detach().clone() for name in names}
-                    self._undo.callback(residents.scatter, record, names)
-                    residents.gather(record, copies)
+                unit = coordinator.units[index]
+                with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
+                    copies = {name: unit.parameters[name].detach().clone() for name in names}
+                    self._undo.callback(_scatter, unit, names)
+                    unit.views.gather(copies, _slot_in_use(unit))
                 if not self._write:
-                    self._marks |= {
-                        id(record.parameters[name]): _sum_of_bits(record.parameters[name]) for name in names
-                    }
+                    self._marks |= {id(unit.parameters[name]): _sum_of_bits(unit.parameters[name]) for name in names}
             if self._saved is not None:
                 self._undo.enter_context(self._saved)
 
@@ -116,7 +115,7 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
     """What an outer context has gathered already stays as it is there."""
     fresh = {}
     for index, names in wanted.items():
-        gathered = coordinator.records[index].gathered
+        gathered = coordinator.units[index].views.gathered
         if write and not gathered.isdisjoint(names):
             raise ModelError(
                 f"parameter '{min(gathered & set(names))}' is gathered already, by an outer infinity.gathered: what is "
@@ -130,7 +129,7 @@ def _require_memory(coordinator: Coordinator, wanted: Named) -> None:
     device = coordinator.resources.device.device
     nbytes = 0
     for index, names in wanted.items():
-        found = [coordinator.records[index].unit.find(name) for name in names]
+        found = [coordinator.units[index].unit.find(name) for name in names]
         nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in found)
     free = available_device_bytes(device)
     if nbytes > free:
@@ -146,7 +145,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
         name
         for index, names in wanted.items()
         for name in names
-        if _sum_of_bits(parameter := coordinator.records[index].parameters[name]) != marks[id(parameter)]
+        if _sum_of_bits(parameter := coordinator.units[index].parameters[name]) != marks[id(parameter)]
     ]
     if changed:
         logger.warning(
@@ -164,32 +163,35 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
     """Write what changed, all of it or nothing: what can be refused is refused before anything is written."""
     with interrupts_deferred(), coordinator.writing():
         for index, names in wanted.items():
-            _require_shapes(coordinator.records[index], names)
-            _require_not_shared(coordinator, coordinator.records[index], names)
+            _require_shapes(coordinator.units[index], names)
+            _require_not_shared(coordinator, coordinator.units[index], names)
         try:
             for index, names in wanted.items():
-                record = coordinator.records[index]
-                with coordinator.readers.taking([index]), torch.inference_mode(False), torch.no_grad():
-                    _write(coordinator, record, _slot_of(record), _changed(record, names))
+                unit = coordinator.units[index]
+                with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
+                    _write(coordinator, unit, unit.weights.require_slot(), _changed(unit, names))
         except BaseException as error:
-            coordinator.failed = coordinator.failed or InfinityError(f"weights were written in part: {error}")
+            coordinator.health.fail(InfinityError(f"weights were written in part: {error}"))
             raise
 
 
-def _slot_of(record: UnitRecord) -> Slot:
-    if record.slot is None:
-        raise AssertionError(f"unit {record.unit.name} was brought and has no slot")
-    return record.slot
+def _slot_in_use(unit: OffloadedUnit) -> Slot | None:
+    """The slot that the parameters are views of."""
+    return unit.weights.slot if unit.weights.residency is Residency.RESIDENT else None
 
 
-def _changed(record: UnitRecord, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not _same_bits(record, _slot_of(record), name)]
+def _scatter(unit: OffloadedUnit, names: Sequence[str]) -> None:
+    unit.views.scatter(names, _slot_in_use(unit))
 
 
-def _require_shapes(record: UnitRecord, names: Sequence[str]) -> None:
+def _changed(unit: OffloadedUnit, names: Sequence[str]) -> list[str]:
+    return [name for name in names if not _same_bits(unit, unit.weights.require_slot(), name)]
+
+
+def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
     for name in names:
-        group, spec = record.unit.find(name)
-        now = record.parameters[name]
+        group, spec = unit.unit.find(name)
+        now = unit.parameters[name]
         if now.shape != spec.shape or now.dtype != group.dtype:
             raise ModelError(
                 f"'{name}' is {tuple(now.shape)}, {now.dtype} at the end of infinity.gathered, and "
@@ -197,52 +199,52 @@ def _require_shapes(record: UnitRecord, names: Sequence[str]) -> None:
             )
 
 
-def _same_bits(record: UnitRecord, slot: Slot, name: str) -> bool:
+def _same_bits(unit: OffloadedUnit, slot: Slot, name: str) -> bool:
     """Of the copy and the unit's own; NaN is compared, too."""
-    mine = record.parameters[name].detach().to(slot.tensor.device).contiguous().reshape(-1)
-    own = Residents.value_in(record, slot, name).reshape(-1)
+    mine = unit.parameters[name].detach().to(slot.tensor.device).contiguous().reshape(-1)
+    own = unit.views.value_in(slot, name).reshape(-1)
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
-def _require_not_shared(coordinator: Coordinator, record: UnitRecord, names: Sequence[str]) -> None:
+def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
     """The generations of a run share one copy of frozen weights."""
     generations = coordinator.resources.generations
-    frozen = [name for name in names if not record.unit.find(name)[0].trainable]
+    frozen = [name for name in names if not unit.unit.find(name)[0].trainable]
     if not frozen or generations is None or generations.newest is None:
         return
-    with coordinator.readers.taking([record.unit.index]):
-        changed = _changed(record, frozen)
+    with coordinator.taking([unit.index]):
+        changed = _changed(unit, frozen)
     if changed:
         raise ModelError(
-            f"parameter '{changed[0]}' of unit '{record.unit.name}' is frozen, and was changed in "
+            f"parameter '{changed[0]}' of unit '{unit.name}' is frozen, and was changed in "
             "infinity.gathered(..., write=True): the generations of this run share one copy of it. Change it before "
             "the first step, or set commit_every: 0. Nothing was written."
         )
 
 
-def _write(coordinator: Coordinator, record: UnitRecord, slot: Slot, changed: Sequence[str]) -> None:
+def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]) -> None:
     """Put new values into the slot, and from there into the homes of weights and master."""
     resources = coordinator.resources
     for name in changed:
-        Residents.value_in(record, slot, name).copy_(record.parameters[name])
-    touched = {record.unit.groups.index(record.unit.find(name)[0]) for name in changed}
+        unit.views.value_in(slot, name).copy_(unit.parameters[name])
+    touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
     for index in sorted(touched):
-        group = record.unit.groups[index]
-        weight = resources.weights[record.unit.index].groups[index]
+        group = unit.unit.groups[index]
+        weight = unit.homes.weights.groups[index]
         _replace(resources, weight, {0: _bytes_of(slot, group)})
-        states = resources.states[record.unit.index].get(index)
+        states = unit.homes.states.get(index)
         if states is not None and states.residual is not None:
             itemsize = 2 if states.master == "split16" else 4
             fresh = {}
             for name in changed:
-                found, spec = record.unit.find(name)
+                found, spec = unit.unit.find(name)
                 if found is group:
-                    value = record.parameters[name].detach().cpu().contiguous().reshape(-1)
+                    value = unit.parameters[name].detach().cpu().contiguous().reshape(-1)
                     rest = residual_of(value) if states.master == "split16" else value.float().view(torch.uint8)
                     fresh[spec.offset * itemsize] = rest
             _replace(resources, states.residual, fresh)
     if changed:
-        record.version += 1  # what was saved for backward is of before
+        unit.weights.bump()  # what was saved for backward is of before
         coordinator.commits.touched()
 
 
@@ -256,7 +258,7 @@ def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]
     if home.in_memory:
         for begin, part in parts.items():
             torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
-        home.dirty = True
+        home.changed()
         return
     store, extent = resources.require_store(), home.stored()
     slot = resources.destination(extent)
@@ -270,4 +272,4 @@ def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]
             if first < last:
                 held[first - at : last - at].copy_(part[first - begin : last - begin])
         wait_all([store.write(extent, page, at=at, io_class="states", slot=slot)])
-    extent.slot, home.dirty = slot, False
+    home.written(slot)

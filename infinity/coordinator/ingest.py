@@ -15,7 +15,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import Home
-from infinity.units.room import UnitRecord
+from infinity.units.unit import OffloadedUnit
 
 Source = Callable[[str], torch.Tensor]
 """Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
@@ -33,37 +33,37 @@ def ingest(coordinator: Coordinator, source: Source | None) -> None:
         SwapIOError: the device failed.
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
     """
-    for record in coordinator.records:
-        _ingest_unit(coordinator, record, source)
-        coordinator.residents.adopt(record)
+    for unit in coordinator.units:
+        _ingest_unit(coordinator, unit, source)
+        unit.views.adopt(coordinator.resources.device.device)
 
 
-def _ingest_unit(coordinator: Coordinator, record: UnitRecord, source: Source | None) -> None:
+def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None) -> None:
     resources = coordinator.resources
-    weights = resources.weights[record.unit.index]
+    weights = unit.homes.weights
     if weights.lease is not None:
-        _fill(coordinator, record, weights.lease, source)
+        _fill(coordinator, unit, weights.lease, source)
         return
     store = resources.require_store()
     # Nothing is fetched yet, so the space for slots (or uploads) is free.
-    lease = resources.arena.lease(record.unit.weight_bytes, f"loading unit '{record.unit.name}'")
+    lease = resources.arena.lease(unit.unit.weight_bytes, f"loading unit '{unit.name}'")
     try:
-        _fill(coordinator, record, lease, source)
+        _fill(coordinator, unit, lease, source)
         wait_all([store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in weights.groups])
     finally:
         lease.release()
 
 
-def _fill(coordinator: Coordinator, record: UnitRecord, lease: Lease, source: Source | None) -> None:
-    for index, group in enumerate(record.unit.groups):
+def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
+    for index, group in enumerate(unit.unit.groups):
         for spec in group.specs:
-            value = _value_of(record, spec, source)
+            value = _value_of(unit, spec, source)
             start, end = group.byte_range(spec)
-            _place(coordinator, record, index, spec, value, lease.view(start, end - start))
+            _place(coordinator, unit, index, spec, value, lease.view(start, end - start))
 
 
-def _value_of(record: UnitRecord, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
-    value = source(spec.name) if source is not None else record.parameters[spec.name].detach()
+def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
+    value = source(spec.name) if source is not None else unit.parameters[spec.name].detach()
     if value.shape != spec.shape:
         raise ModelError(
             f"'{spec.name}' is {tuple(value.shape)} in the checkpoint and {tuple(spec.shape)} in the model"
@@ -77,17 +77,17 @@ def _value_of(record: UnitRecord, spec: ParameterSpec, source: Source | None) ->
 
 def _place(
     coordinator: Coordinator,
-    record: UnitRecord,
+    unit: OffloadedUnit,
     index: int,
     spec: ParameterSpec,
     value: torch.Tensor,
     weight: memoryview,
 ) -> None:
     """Write one parameter's weight, and the rest of its master where the source is finer than the weight."""
-    group = record.unit.groups[index]
+    group = unit.unit.groups[index]
     if not spec.numel:
         return
-    states = coordinator.resources.states[record.unit.index].get(index)
+    states = unit.homes.states.get(index)
     if value.dtype == group.dtype:
         torch.frombuffer(weight, dtype=group.dtype).copy_(value)
     else:
@@ -126,7 +126,7 @@ def _write_state(
         at = (spec.offset + begin) * itemsize
         if home.in_memory:
             torch.frombuffer(home.view()[at : at + part.numel()], dtype=torch.uint8).copy_(part)
-            home.dirty = True
+            home.changed()
             continue
         store, extent = resources.require_store(), home.stored()
         first = at // PAGE_BYTES * PAGE_BYTES

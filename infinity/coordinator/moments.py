@@ -45,9 +45,9 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
         SwapIOError: the device failed.
     """
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
-    for record in coordinator.records:
-        for index, homes in coordinator.resources.states[record.unit.index].items():
-            group = record.unit.groups[index]
+    for unit in coordinator.units:
+        for index, homes in unit.homes.states.items():
+            group = unit.unit.groups[index]
             for state, home in zip(states, (homes.exp_avg, homes.exp_avg_sq), strict=True):
                 named = {spec: source(spec.name, state) for spec in group.specs if spec.numel}
                 given = {spec: moment for spec, moment in named.items() if moment is not None}
@@ -71,7 +71,7 @@ def _fill(
         at, end = (_native.moment_bytes(group.moments, count) for count in (begin, begin + numel))
         if memory is None:
             target = home.view()[at:end]
-            home.dirty = True
+            home.changed()
         else:
             target = memory.view(0, round_up(end - at, PAGE_BYTES))[: end - at]
         _native.encode_moments(values.numpy(), group.moments, is_signed=state == "exp_avg", data=target)

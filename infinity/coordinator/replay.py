@@ -51,14 +51,14 @@ def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedSte
 
 
 def _replay_passes(coordinator: Coordinator) -> None:
-    indices = [record.unit.index for record in coordinator.records]
+    indices = [unit.index for unit in coordinator.units]
     coordinator.begin_forward(training=True)
     for index in indices:
         coordinator.acquire(index)
         coordinator.release(index)
     for index in reversed(indices):
         coordinator.hold([index])
-        for group in coordinator.gradients.of_unit(index):
+        for group in coordinator.units[index].gradients.groups.values():
             group.replay()
     coordinator.end_backward(outermost=True)
 
@@ -66,16 +66,16 @@ def _replay_passes(coordinator: Coordinator) -> None:
 def _replay_update(coordinator: Coordinator) -> None:
     coordinator.begin_step()
     requests = {}
-    for record in coordinator.records:
-        for group_index in coordinator.resources.states[record.unit.index]:
+    for unit in coordinator.units:
+        for group_index in unit.homes.states:
             options = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0, "step": 1}
-            whole = SegmentRequest(0, record.unit.groups[group_index].numel, tuple(options.items()))
-            requests[record.unit.index, group_index] = GroupUpdate((whole,), None, 1.0, arithmetic=False)
+            whole = SegmentRequest(0, unit.unit.groups[group_index].numel, tuple(options.items()))
+            requests[unit.index, group_index] = GroupUpdate((whole,), None, 1.0, arithmetic=False)
     coordinator.update(requests)
     coordinator.end_step()
     coordinator.fence()
-    for record in coordinator.records:
-        for group in coordinator.gradients.of_unit(record.unit.index):
+    for unit in coordinator.units:
+        for group in unit.gradients.groups.values():
             group.forget()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import rng
-from infinity.durable.commits import Resumed, facts_of
+from infinity.durable.commits import facts_of
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
@@ -37,19 +37,16 @@ def restore(coordinator: Coordinator, step: int | None = None) -> Body:
     held = [home for home in resources.homes() if home.in_memory]
     wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
     for home in held:
-        home.dirty = False
-    for record in coordinator.records:
-        coordinator.residents.adopt(record)
+        home.read()
+    coordinator.room.adopt()
     return go_on_from(coordinator, manifest)
 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
     """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
-    coordinator.steps = manifest.step
-    if coordinator.resources.store is not None:
-        coordinator.resources.store.step = coordinator.steps
+    coordinator.at_step(manifest.step)
     body = parse_body(manifest.body, f"generation {manifest.step}")
-    coordinator.commits.resumed = Resumed(manifest.step, body)
+    coordinator.commits.resume(manifest.step, body)
     rng.restore(body.rng)
     return body
 

@@ -2,7 +2,7 @@
 
 [Note: when a commit is begun and when it is finished]
 A commit is begun when the step is decided. When the next training forward begins its body is frozen: what is tracked is
-as the top of the loop has it (see tracking.py). Meanwhile the updates go on; when the last one has landed, what is in
+as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one has landed, what is in
 RAM and was not written with them is written, and the fdatasync starts. When that is done, too, the manifest is written:
 the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit and the
 end of a run finish it, too.
@@ -13,75 +13,50 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
-from infinity.durable.tracked import Stateful, Tracking, is_data
-from infinity.errors import ConfigError, InfinityError, ModelError, ResumeError, SwapIOError
+from infinity.durable.optimizers import Optimizers
+from infinity.durable.resumed import Resumed
+from infinity.durable.tracked import Tracking
+from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
-from infinity.state.records import Body, ModelRecord, OptimizerRecord
-from infinity.state.request import GroupUpdate
+from infinity.state.records import Body, ModelRecord
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
 
 
-class Checkpointed(Protocol):
-    """An optimizer, as commits see it."""
+class Commit:
+    """A generation on its way: its body is frozen and its states are synced, in either order, each once.
 
-    def names(self) -> set[str]: ...
+    Attributes:
+        body: what goes into the generation beside the states; None until it is frozen.
+        sync: of the swap file, after all writes; None until all updates of the step have landed.
+    """
 
-    def checkpoint(self) -> OptimizerRecord: ...
-
-    def take_up(self, saved: OptimizerRecord) -> None: ...
-
-    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None: ...
-
-    @property
-    def accumulation_steps(self) -> int | None:
-        """Backward passes before a step; None: as many as the last time."""
-
-    @property
-    def guessed_scale(self) -> float:
-        """What the gradients will be multiplied by, unless the step clips."""
-
-    def guess(self, unit: int) -> dict[int, GroupUpdate]:
-        """What the next step will want of a unit's groups, as far as is known now."""
-
-
-class Resumed:
-    """The generation a run began with, while no step has been done since."""
-
-    def __init__(self, step: int, body: Body) -> None:
+    def __init__(self, step: int) -> None:
         self.step = step
+        self.body: dict[str, Any] | None = None
+        self.sync: Transfer | None = None
+
+    def freeze(self, body: dict[str, Any]) -> None:
+        if self.body is not None:
+            raise AssertionError(f"generation {self.step} was frozen already")
         self.body = body
-        self.unclaimed = set(body.tracked)
-        self.rewound = False
-        self.with_hyperparameters: set[int] = set()
 
-    def give_back(self, name: str, item: Stateful) -> None:
-        """An object's state.
+    def synced(self, sync: Transfer) -> None:
+        if self.sync is not None:
+            raise AssertionError(f"generation {self.step} was synced already")
+        self.sync = sync
 
-        Raises:
-            ResumeError: the run did not track it, or its state does not fit.
-        """
-        if name not in self.body.tracked:
-            there = ", ".join(f"'{key}'" for key in self.body.tracked) or "nothing"
-            raise ResumeError(f"the run that is resumed did not track '{name}'; it tracked {there}")
-        try:
-            item.load_state_dict(self.body.tracked[name])
-            if is_data(item):
-                item.state_dict()  # torchdata's loaders find their place now, and draw for it, not when they are asked
-        except Exception as error:
-            raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
-        self.unclaimed.discard(name)
-
-    def optimizer(self, index: int) -> OptimizerRecord | None:
-        """None for an optimizer the run had not made yet."""
-        return self.body.optimizers[index] if index < len(self.body.optimizers) else None
+    @property
+    def ready(self) -> bool:
+        """Whether finishing would wait for nothing but small files."""
+        return self.body is not None and self.sync is not None and self.sync.done()
 
 
 class Commits:
@@ -90,83 +65,38 @@ class Commits:
 
     Attributes:
         tracking: what was given to infinity.track.
-        buffers: gives the model's persistent buffers.
         resumed: in a resumed run, before its first step.
+
+    Args:
+        model: what a reader of the states must know of the model.
+        buffers: gives the model's persistent buffers.
     """
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(
+        self,
+        resources: Resources,
+        optimizers: Optimizers[Any],
+        model: ModelRecord,
+        buffers: Callable[[], dict[str, Any]],
+    ) -> None:
         self._resources = resources
+        self._optimizers = optimizers
+        self._model = model.model_dump()
+        self._buffers = buffers
         self._every = resources.plan.commit_every
-        self._begun: int | None = None
+        self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
-        self._sync: Transfer | None = None
-        self._body: dict[str, Any] | None = None
         self.tracking = Tracking(self._around)
-        self._optimizers: list[Checkpointed] = []
-        self.buffers: Callable[[], dict[str, Any]] = dict
-        self._model: dict[str, Any] = {}
         self.resumed: Resumed | None = None
 
-    def describe(self, model: ModelRecord) -> None:
-        """What a reader of the states must know of the model."""
-        self._model = model.model_dump()
+    def resume(self, step: int, body: Body) -> None:
+        """The run goes on from the generation of `step`."""
+        self.resumed = Resumed(step, body)
 
-    # -- optimizers ---------------------------------------------------------------------------------------------------
-
-    def enter(self, optimizer: Checkpointed) -> None:
-        """Have an optimizer's state in every commit, in place of those that had any of its parameters. In a resumed
-        run it takes up what the generation has of it.
-
-        Raises:
-            ResumeError: the optimizer does not fit that; it has not entered.
-        """
-        before = self._optimizers
-        self._optimizers = [other for other in before if not optimizer.names() & other.names()]
-        try:
-            saved = None if self.resumed is None else self.resumed.optimizer(len(self._optimizers))
-            if saved is not None:
-                optimizer.take_up(saved)
-        except BaseException:
-            self._optimizers = before
-            raise
-        self._optimizers.append(optimizer)
-
-    @property
-    def sole_optimizer(self) -> Checkpointed | None:
-        """The optimizer, where there is one only."""
-        return self._optimizers[0] if len(self._optimizers) == 1 else None
-
-    def require_entered(self, optimizer: Checkpointed) -> None:
-        """Raises ModelError when another optimizer took the place of this one."""
-        if not any(other is optimizer for other in self._optimizers):
-            raise ModelError(
-                "another optimizer was made on parameters of this one and took its place: it would not be in the "
-                "commits. Use one optimizer for each parameter."
-            )
-
-    def require_apart(self, optimizer: object, names: set[str]) -> None:
-        """Raises ModelError when another optimizer has some of these parameters, which this one is to get."""
-        for other in self._optimizers:
-            shared = names & other.names() if other is not optimizer else set()
-            if shared:
-                raise ModelError(
-                    f"parameter '{min(shared)}' belongs to another optimizer. Use one optimizer for each parameter."
-                )
-
-    def take_up_hyperparameters(self, *, again: bool) -> None:
-        """In a resumed run: learning rates and the like as they were.
-
-        Args:
-            again: also those that were given back before; else only optimizers that have never been.
-        """
-        if self.resumed is None:
-            return
-        for index, optimizer in enumerate(self._optimizers):
-            saved = self.resumed.optimizer(index)
-            if saved is not None and (again or id(optimizer) not in self.resumed.with_hyperparameters):
-                optimizer.take_up_hyperparameters(saved)
-                self.resumed.with_hyperparameters.add(id(optimizer))
+    def step_done(self) -> None:
+        """A step was done since: the run is past what it was resumed from."""
+        self.resumed = None
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -176,7 +106,7 @@ class Commits:
 
     @property
     def under_way(self) -> bool:
-        return self._begun is not None
+        return self._commit is not None
 
     @property
     def newest(self) -> int | None:
@@ -189,11 +119,10 @@ class Commits:
         Raises:
             ConfigError: what is tracked cannot be kept.
         """
-        if self._begun == step:
+        if self._commit is not None and self._commit.step == step:
             return
         self.tracking.step_ended()
-        self._begun, self._owed, self._touched = step, False, False
-        self._sync = self._body = None
+        self._commit, self._owed, self._touched = Commit(step), False, False
 
     def written(self) -> None:
         """All updates of the step have landed: write what they did not, and start making it durable. Once.
@@ -201,19 +130,19 @@ class Commits:
         Raises:
             SwapIOError: the device failed.
         """
-        if self._begun is not None and self._sync is None:
+        if self._commit is not None and self._commit.sync is None:
             self._write_dirty()
-            self._sync = self._resources.require_store().sync()
+            self._commit.synced(self._resources.require_store().sync())
 
     @property
     def frozen(self) -> bool:
         """Whether it is known what goes into the generation under way beside the states."""
-        return self._body is not None
+        return self._commit is not None and self._commit.body is not None
 
     @property
     def ready(self) -> bool:
         """Whether finish() would wait for nothing but small files."""
-        return self.frozen and self._sync is not None and self._sync.done()
+        return self._commit is not None and self._commit.ready
 
     def _write_dirty(self) -> None:
         generations, store = self._resources.generations, self._resources.require_store()
@@ -230,7 +159,7 @@ class Commits:
         finally:
             wait_all(writes)
         for home, slot in moved:
-            home.stored().slot, home.dirty = slot, False
+            home.written(slot)
 
     def forward_begins(self) -> None:
         """The loop is at its top: freeze what the commit that was begun keeps of it.
@@ -239,9 +168,9 @@ class Commits:
         then the commit waits, and another step takes its place.
         """
         waits = len(self._optimizers) > 1 and self.tracking.has_data and not self.tracking.at_top
-        if self.under_way and not self.frozen and not waits:
+        if self._commit is not None and not self.frozen and not waits:
             with self._telling():
-                self._body = document.copy_of(self._body_now(before_forward=True))
+                self._commit.freeze(document.copy_of(self._body_now(before_forward=True)))
         self.tracking.forward_begins()
 
     def rewind(self) -> None:
@@ -264,10 +193,10 @@ class Commits:
         """
         if self.frozen:
             self.finish()
-        if self._begun is None:
+        if self._commit is None:
             return
-        sync, self._sync = self._sync, None
-        self._begun, self._owed = None, True
+        sync = self._commit.sync
+        self._commit, self._owed = None, True
         if sync is not None:
             sync.result()
 
@@ -279,18 +208,18 @@ class Commits:
             InfinityError: an fsync or a write failed, and with it this generation. The newest one before stays.
             ConfigError: what is tracked cannot be kept.
         """
-        if self._begun is None:
+        if self._commit is None:
             return
         with interrupts_deferred(), self._telling():
             try:
                 self.written()
-                self._finish(self._begun)
+                self._finish(self._commit)
             finally:
-                self._begun = self._body = self._sync = None
+                self._commit = None
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        step = self._begun
+        step = None if self._commit is None else self._commit.step
         try:
             yield
         except SwapIOError as error:
@@ -301,13 +230,13 @@ class Commits:
         except TypeError as error:
             raise ConfigError(f"generation {step} could not be made: {error}") from error
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, commit: Commit) -> None:
         generations = self._resources.generations
-        if generations is None or self._sync is None:
+        if generations is None or commit.sync is None:
             raise AssertionError("a commit that was not begun")
-        body = self._body if self._body is not None else self._body_now(before_forward=False)
-        self._sync.result()
-        generations.make(step, facts_of(self._resources), body)
+        body = commit.body if commit.body is not None else self._body_now(before_forward=False)
+        commit.sync.result()
+        generations.make(commit.step, facts_of(self._resources), body)
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
         """Args: before_forward: a training forward follows at once."""
@@ -336,8 +265,7 @@ class Commits:
         }
 
     def _around(self) -> dict[str, Any]:
-        optimizers = [optimizer.checkpoint().model_dump() for optimizer in self._optimizers]
-        return {"optimizers": optimizers, "buffers": self.buffers()}
+        return {"optimizers": self._optimizers.checkpoint(), "buffers": self._buffers()}
 
     def touched(self) -> None:
         """States were written between two steps: the newest generation of this step has the old ones."""
@@ -345,7 +273,7 @@ class Commits:
 
     def commit(self, step: int) -> None:
         """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
-        self.take_up_hyperparameters(again=False)
+        self._optimizers.take_up_hyperparameters(self.resumed, again=False)
         self.begin(step)
         self.tracking.iteration_ended()
         self.finish()
@@ -372,7 +300,7 @@ class Commits:
 
 def facts_of(resources: Resources) -> dict[str, Any]:
     """What a store's states are, which a run that resumes it must agree on."""
-    groups = [states for of_unit in resources.states for states in of_unit.values()]
+    groups = [states for unit in resources.units for states in unit.states.values()]
     return {
         "master": sorted({states.master for states in groups}),
         "moments": sorted({states.moments for states in groups}),

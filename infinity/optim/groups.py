@@ -123,7 +123,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         coordinator.require_usable()
         self._require_room(coordinator, self.param_groups[index])
         if self._coordinator is not None:
-            coordinator.commits.require_apart(self, {place.spec.name for place in places.values()})
+            coordinator.require_apart(self, {place.spec.name for place in places.values()})
         self._coordinator = coordinator
         self._places |= places
         for parameter, place in places.items():
@@ -140,7 +140,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise ConfigError(f"param group {index}: {error}") from None
 
     def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
-        missing = set(self.moments(group).values()) - set(coordinator.resources.plan.stored)
+        missing = set(self.moments(group).values()) - set(coordinator.plan.stored)
         if missing:
             name = type(self).__name__
             raise ModelError(

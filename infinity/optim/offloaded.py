@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.base.interrupt import whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
 from infinity.io.schema import first_problem
@@ -72,7 +72,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._inverse_scale = 1.0  # of the last step that was taken
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
-        self.coordinator.commits.enter(self)
+        self.coordinator.enter(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -93,7 +93,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         try:
-            with interrupts_deferred(), self.coordinator.timeline.stall("step"):
+            with self.coordinator.stepping():
                 self._step()
         except BaseException:
             forget_scale(self)
@@ -102,7 +102,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     def _step(self) -> None:
         coordinator = self.coordinator
-        coordinator.commits.require_entered(self)
+        coordinator.require_entered(self)
         self._require_sound()
         if self._unclaimed:
             raise ResumeError(
@@ -112,7 +112,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         coordinator.begin_step()
         active = self._active()
         scale = loss_scale(self, ((place.spec.name, _handle(parameter)) for parameter, place, _ in active))
-        total, bad = coordinator.gradients.sum_squares(place for _, place, _ in active)
+        total, bad = coordinator.gradient_norm(place for _, place, _ in active)
         reason, self._skip_reason = self._skip_reason, ""
         self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:
@@ -132,7 +132,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                 gradient = parameter.grad
                 if gradient is None:
                     if place.group.trainable:
-                        self.coordinator.gradients.of(place).drop(place.spec.name)
+                        self.coordinator.drop_gradient(place)
                     continue
                 if not place.group.trainable:
                     raise ModelError(
@@ -141,9 +141,8 @@ class OffloadedOptimizer(GroupedOptimizer):
                     )
                 if not isinstance(gradient, GradientHandle):  # set by hand
                     self.coordinator.land(place, gradient, accumulate=False)
-                    parameter.grad = GradientHandle(parameter, self.coordinator.gradients.of(place), place.spec)
+                    parameter.grad = self.coordinator.handle(parameter, place)
                 active.append((parameter, place, group))
-        self.coordinator.gradients.synchronize()
         return active
 
     def _clip_factor(self) -> float:
@@ -151,12 +150,12 @@ class OffloadedOptimizer(GroupedOptimizer):
         return 1.0 if norm is None else min(1.0, norm / (self.last_grad_norm + 1e-6))
 
     @property
-    def guessed_scale(self) -> float:
+    def expected_scale(self) -> float:
         """What gradients are multiplied by, unless they are clipped or their loss has another scale than before. A
         step that is skipped changes nothing here: a scaler that tried a larger scale comes back to this one."""
         return self._inverse_scale
 
-    def guess(self, unit: int) -> dict[int, GroupUpdate]:
+    def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
         """What the next step wants of a unit's groups if nothing is clipped and nothing changes; nothing where the step
         will refuse what the groups have now."""
         try:
@@ -168,7 +167,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             for parameter, index in self._members.get(unit, {}).items()
             if parameter.grad is not None and index < len(self.param_groups)
         ]
-        requests, _ = self._requests(active, self.guessed_scale)
+        requests, _ = self._requests(active, self.expected_scale)
         return {group_index: request for (_, group_index), request in requests.items()}
 
     def skip_next_step(self, reason: str) -> None:
@@ -226,7 +225,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
     ) -> tuple[SegmentRequest, dict[str, Any]]:
         """What the next step of a parameter is, and its state after that."""
-        state = self.state.get(parameter, {})  # asking makes none: a guess may come to nothing
+        state = self.state.get(parameter, {})  # asking makes none: a speculative update may come to nothing
         step, used = state.get("step", 0) + 1, self.moments(group)
         begun: dict[str, bool] = state.get("begun", {})
         options = self.hyperparameters(group) | {

@@ -46,7 +46,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    coordinator.readers.forget_dead_forward()
+    coordinator.forget_dead_forward()
     if write and coordinator.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}
@@ -106,7 +106,7 @@ def _tensors(model: nn.Module, coordinator: Coordinator) -> Iterator[tuple[str, 
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 index, _ = _find(coordinator, parameter, module)
-                with coordinator.locked(), coordinator.readers.taking([index]), torch.no_grad():
+                with coordinator.locked(), coordinator.taking([index]), torch.no_grad():
                     value = parameter.detach().clone()
                 yield _join(prefix, name), value
         for name, buffer in module._buffers.items():

@@ -84,7 +84,7 @@ class Scope:
         self._thread = 0
         self._pushed = False
         self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
-        self._residents = [record.unit.index for record in coordinator.records if record.unit.resident]
+        self._residents = [unit.index for unit in coordinator.units if unit.unit.resident]
 
     def enter(self) -> None:
         if in_backward():
@@ -125,7 +125,7 @@ class Scope:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
-        self._coordinator.readers.forward_begins(self._end_if_dead)
+        self._coordinator.forward_begins(self._end_if_dead)
         for index in self._residents:
             self._coordinator.acquire(index)
 
@@ -136,7 +136,7 @@ class Scope:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._residents:
             self._coordinator.release(index)
-        self._coordinator.readers.forward_ends()
+        self._coordinator.forward_ends()
 
     def _end_if_dead(self) -> None:
         if self._depth and self._thread == threading.get_ident() and not self._alive():
@@ -151,7 +151,7 @@ class Scope:
         return False
 
     def _refuse_autocast(self) -> None:
-        kind = self._coordinator.resources.device.device.type
+        kind = torch.device(self._coordinator.plan.device).type
         if self._has_fp32 and torch.is_autocast_enabled(kind):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until "
@@ -200,7 +200,7 @@ class SiteEnter(Guard):
                 self._coordinator.release(index)
             return
         for index in self._units:
-            self._coordinator.timeline.begin("forward", self._coordinator.records[index].unit.name)
+            self._coordinator.timeline.begin("forward", self._coordinator.units[index].name)
 
 
 class SiteLeave(Guard):
@@ -214,9 +214,9 @@ class SiteLeave(Guard):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
-                self._coordinator.timeline.end("forward", self._coordinator.records[index].unit.name)
+                self._coordinator.timeline.end("forward", self._coordinator.units[index].name)
                 self._coordinator.release(index)
-            self._coordinator.readers.site_left()
+            self._coordinator.site_left()
         if output is None:
             return None
         output = self._without_aliases(output)
@@ -229,9 +229,9 @@ class SiteLeave(Guard):
     def _without_aliases(self, output: Any) -> Any:
         """Outputs that are views of a slot are cloned: the slot will be another unit's."""
         storages = {
-            record.slot.tensor.untyped_storage()._cdata
-            for record in (self._coordinator.records[index] for index in self._units)
-            if record.slot is not None
+            weights.slot.tensor.untyped_storage()._cdata
+            for weights in (self._coordinator.units[index].weights for index in self._units)
+            if weights.slot is not None
         }
 
         def aliases(leaf: Any) -> bool:
@@ -258,10 +258,9 @@ class _Announce:
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._coordinator.timeline
         timeline.end_all("backward")
-        self._coordinator.readers.backward_begins()
         self._coordinator.hold(self._units)
         for index in self._units:
-            timeline.begin("backward", self._coordinator.records[index].unit.name)
+            timeline.begin("backward", self._coordinator.units[index].name)
 
 
 class ParameterHooks(Guard):
@@ -298,7 +297,7 @@ class ParameterHooks(Guard):
                 "last backward pass before the step."
             )
         self._coordinator.land(self._place, gradient, accumulate=before is not None)
-        parameter.grad = GradientHandle(parameter, self._coordinator.gradients.of(self._place), self._place.spec)
+        parameter.grad = self._coordinator.handle(parameter, self._place)
         self._coordinator.landed(self._place)
 
 
@@ -323,7 +322,6 @@ class BackwardEnds:
         if task == -1 or task in self._tasks:
             return
         if not self._tasks:
-            self._coordinator.readers.backward_begins()
             self._coordinator.begin_backward()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
@@ -336,13 +334,11 @@ class BackwardEnds:
         if not self._tasks:
             self._coordinator.timeline.end_all("backward")
         self._coordinator.end_backward(outermost=not self._tasks)
-        if not self._tasks:
-            self._coordinator.readers.backward_ends()
 
     def _put_back(self) -> None:
         """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
         accumulates nothing, and a backward pass may have been interrupted."""
         for parameter, place, handle in self.taken:
-            if parameter.grad is None and self._coordinator.gradients.has(place):
+            if parameter.grad is None and self._coordinator.has_gradient(place):
                 parameter.grad = handle
         self.taken.clear()

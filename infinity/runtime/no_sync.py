@@ -34,8 +34,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _only_accumulating(coordinator: Coordinator) -> AbstractContextManager[None]:
-    coordinator.require_usable()
-    return coordinator.arrivals.accumulating()
+    return coordinator.accumulating()
 
 
 class NoSync(Guard):

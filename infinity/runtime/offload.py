@@ -3,8 +3,6 @@ from the store."""
 
 from __future__ import annotations
 
-import gc
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,10 @@ from infinity import _native
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import Source, ingest
-from infinity.coordinator.restore import restore
+from infinity.coordinator.ingest import Source
+from infinity.coordinator.opening import from_generation, from_source, open_coordinator
 from infinity.errors import ConfigError, ModelError
 from infinity.io.fork import refuse_in_forked_child, use
-from infinity.plan.planner import make_plan
-from infinity.runtime import buffers
-from infinity.runtime.description import describe
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,
@@ -37,16 +32,10 @@ from infinity.runtime.hooks import (
     Structure,
 )
 from infinity.runtime.no_sync import give_no_sync
-from infinity.state.discover import Discovery, discover
+from infinity.state.discover import Discovery
 from infinity.state.moments import STORED, OptimizerName
+from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
-from infinity.state.unit import Group
-from infinity.tiers.resources import Resources
-from infinity.tiers.slots import nan_placeholder
-
-logger = logging.getLogger(__name__)
-
-_LARGE_BYTES = 256 << 20
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -152,43 +141,18 @@ def _offload(
     target = _resolve_device(device)
     if source is not None or resumed is not None:
         _leave_meta(model, target)
-    found = discover(model, resolved.moments)
-    for named in found.parameters:
-        for name, parameter in named.items():
-            if registry.find(parameter) is not None:
-                raise ModelError(f"parameter '{name}' belongs to another offloaded model")
-    can_recompute = bool(getattr(model, "supports_gradient_checkpointing", False))
-    plan = make_plan(
-        found.units,
-        resolved,
-        target,
-        can_recompute=can_recompute,
-        optimizer=optimizer,
-        accumulation_steps=accumulation_steps,
-        sites=found.sites,
+    fill = from_source(source) if resumed is None else from_generation(model, resumed.step)
+    coordinator, found = open_coordinator(
+        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumed is not None, fill=fill
     )
-    logger.info("plan:\n%s", plan.describe())
-    if plan.arena_bytes > _LARGE_BYTES:
-        gc.collect()  # a model that was closed may hang in cycles, and its memory with it
-    if not plan.accumulates and any(group.dtype != torch.float32 for group in _trainable(found)):
-        logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
-    resources = Resources(found.units, plan, resolved, target, faults, resume=resumed is not None)
-    coordinator = Coordinator(found.units, found.parameters, resources)
     try:
-        if resumed is None:
-            ingest(coordinator, source)
-        else:
-            body = restore(coordinator, resumed.step)
-            buffers.restore(model, body.buffers)
         _move_buffers(model, target)
-        if plan.activations == "recompute":
+        if coordinator.plan.activations == "recompute":
             _recompute(model)
         hooks = _install(model, found, coordinator)
     except BaseException:
         coordinator.close()
         raise
-    coordinator.commits.buffers = buffers.reader(model)
-    coordinator.commits.describe(describe(model, found, plan))
     registry.enter(model, coordinator, hooks)
     give_no_sync(model, coordinator)
     return model
@@ -266,10 +230,6 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
             "device= out, which takes the GPU where there is one, or install a torch for it."
         )
     return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
-
-
-def _trainable(found: Discovery) -> list[Group]:
-    return [group for unit in found.units for group in unit.trainable_groups]
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:

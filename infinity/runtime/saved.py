@@ -42,8 +42,8 @@ class SavedTensors:
         self._coordinator = coordinator
         self._placeholders = {
             tensor.untyped_storage()._cdata: name
-            for record in coordinator.records
-            for name, tensor in record.placeholders.items()
+            for unit in coordinator.units
+            for name, tensor in unit.views.placeholders.items()
         }
 
     def pack(self, tensor: torch.Tensor) -> _SavedWeight | _SavedTensor:
@@ -53,10 +53,10 @@ class SavedTensors:
                 f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are in "
                 f"the store. {USE_GATHERED}"
             )
-        record = self._coordinator.residents.at.get(storage)
-        if record is not None:
+        unit = self._coordinator.room.unit_at(storage)
+        if unit is not None:
             offset = int(tensor.storage_offset()) * tensor.itemsize
-            return _SavedWeight(record.unit.index, record.version, tensor.dtype, tensor.size(), tensor.stride(), offset)
+            return _SavedWeight(unit.index, unit.weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset)
         return _SavedTensor(tensor.detach(), tensor._version)
 
     def unpack(self, saved: _SavedWeight | _SavedTensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ class SavedTensors:
                     f"place."
                 )
             return saved.tensor
-        record = self._coordinator.records[saved.unit]
-        if record.version != saved.version:
+        unit = self._coordinator.units[saved.unit]
+        if unit.weights.version != saved.version:
             raise StaleWeightsError(
-                f"this backward pass needs the weights of unit '{record.unit.name}' from before the last "
+                f"this backward pass needs the weights of unit '{unit.name}' from before the last "
                 "optim.step(), or from before infinity.gathered(..., write=True) changed them. Call backward() on "
                 "every loss before that."
             )

@@ -91,7 +91,7 @@ def statistics(model: nn.Module) -> Statistics:
         device_idle_s=resources.device.idle_s,
         adam_s=update["adam_ns"] / 1e9,
         steps=coordinator.steps,
-        updates=replace(coordinator.guesses.counts),
+        updates=replace(coordinator.speculation.counts),
         committed=coordinator.commits.newest,
         cached_bytes=plan.state_ram_bytes,
         cached_weight_bytes=plan.weight_ram_bytes,

@@ -112,7 +112,7 @@ class _Events:
     """What was recorded, as bars with names."""
 
     def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
-        self._units = [record.unit.name for record in coordinator.records]
+        self._units = [record.unit.name for record in coordinator.units]
         self._extents = _Extents(coordinator.resources.extents())
         steps = [span for span in recording.spans if span.kind == "step"]
         self._step_ends = np.array([span.end_ns for span in steps], np.int64)

@@ -55,7 +55,7 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         if resumed is not None:
             resumed.give_back(name, item)
         tracking.add(name, item)
-    coordinator.commits.take_up_hyperparameters(again=True)
+    coordinator.take_up_hyperparameters()
     # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
     rng.restore(drawn if resumed is None else resumed.body.rng)
     return coordinator.steps

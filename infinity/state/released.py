@@ -88,6 +88,16 @@ class ReleasedParameter(nn.Parameter):
         return answer(func, *args, **kwargs)
 
 
+def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a released parameter holds: one NaN, expanded to the true shape and dtype. Its storage gives nobody an
+    address to write to."""
+    with torch.inference_mode(False):
+        nan = torch.full((), float("nan"), dtype=dtype, device=device)
+        if hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
+            torch._C._set_throw_on_mutable_data_ptr(nan)
+        return nan.expand(shape)
+
+
 def released_class(lender: Lender) -> type[ReleasedParameter]:
     """The class for the parameters of one offloaded model, which it does not keep alive."""
 

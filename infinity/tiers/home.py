@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from infinity import _native
@@ -11,12 +12,12 @@ from infinity.io.store import Extent
 
 @dataclass(eq=False)
 class Home:
-    """Where one state of a group lives for good: RAM, or the store.
+    """Where one state of a group rests: RAM, or the store.
 
     Attributes:
-        lease, start, nbytes: bytes [start, start + nbytes) of a lease, when it lives in RAM.
-        extent: its place in the store; for what lives in RAM only where generations are kept.
-        dirty: what is in RAM is newer than what is in the extent.
+        lease, start, nbytes: bytes [start, start + nbytes) of a lease, for a state that rests in RAM.
+        extent: its place in the store; a state in RAM has one only where generations are kept.
+        dirty: the bytes in RAM are newer than those in the store.
     """
 
     lease: Lease | None
@@ -30,35 +31,60 @@ class Home:
         return self.lease is not None
 
     def view(self) -> memoryview:
-        """Its bytes in RAM."""
+        """The bytes in RAM."""
         if self.lease is None:
             raise AssertionError("a state that lives in the store has no memory")
         return self.lease.view(self.start, self.nbytes)
 
     def stored(self) -> Extent:
-        """Its place in the store."""
+        """The place in the store."""
         if self.extent is None:
             raise AssertionError("a state without a place in the store")
         return self.extent
 
+    def changed(self) -> None:
+        """The bytes in RAM are new."""
+        self.dirty = True
 
-@dataclass(frozen=True)
-class UnitWeights:
-    """The home of a unit's weights, group by group: one lease, or an extent for each group.
+    def read(self) -> None:
+        """The bytes in RAM are those of the store."""
+        self.dirty = False
+
+    def written(self, copy: int) -> None:
+        """A copy of the extent has all new bytes: this copy counts from now on."""
+        self.stored().slot, self.dirty = copy, False
+
+    def move(self, lease: Lease) -> None:
+        """The state rests in other memory from now on."""
+        self.lease = lease
+
+
+@dataclass(eq=False)
+class WeightsHome:
+    """Where the weights of a unit rest, group by group: all in one lease, or each group in an extent.
 
     Attributes:
-        nbytes: of all groups; they lie one after the other.
+        nbytes: of all groups, which lie one after the other.
     """
 
     lease: Lease | None
     groups: tuple[Home, ...]
     nbytes: int
 
+    def move(self, lease: Lease) -> Lease:
+        """The weights rest in other memory from now on. Returns the lease of before."""
+        if self.lease is None:
+            raise AssertionError("weights in the store have no other memory")
+        before, self.lease = self.lease, lease
+        for home in self.groups:
+            home.move(lease)
+        return before
+
 
 @dataclass(frozen=True)
 class GroupStates:
-    """The homes of a trainable group's optimizer states, the host memory its gradients wait in, and their place in the
-    store: at least one of the two."""
+    """Where the optimizer states of a trainable group rest, the host memory its gradients wait in, and their place in
+    the store: at least one of the two."""
 
     master: _native.MasterName
     moments: _native.MomentsName
@@ -70,3 +96,25 @@ class GroupStates:
 
     def homes(self) -> list[Home]:
         return [home for home in (self.residual, self.exp_avg, self.exp_avg_sq) if home is not None]
+
+
+@dataclass(frozen=True)
+class UnitHomes:
+    """Where everything of one unit rests.
+
+    Attributes:
+        states: of the trainable groups, by index.
+    """
+
+    weights: WeightsHome
+    states: Mapping[int, GroupStates]
+
+    def __iter__(self) -> Iterator[Home]:
+        yield from self.weights.groups
+        for states in self.states.values():
+            yield from states.homes()
+
+    def states_in_store(self) -> list[Home]:
+        """The homes of the optimizer states; none where any of them is in RAM."""
+        homes = [home for states in self.states.values() for home in states.homes()]
+        return [] if any(home.in_memory for home in homes) else homes

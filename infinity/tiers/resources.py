@@ -21,7 +21,7 @@ from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.plan import Plan
 from infinity.state.unit import Group, Unit
 from infinity.tiers.accelerator import Device, open_device, pin
-from infinity.tiers.home import GroupStates, Home, UnitWeights
+from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.tiers.window import Landing
 
 logger = logging.getLogger(__name__)
@@ -78,14 +78,13 @@ class Resources:
             if refused:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
             self.weights_ram = self._open_weights_ram()
-            self.weights: list[UnitWeights] = []
-            self.states: list[dict[int, GroupStates]] = []
+            self.units: list[UnitHomes] = []
             for unit, (weights, groups) in zip(units, planned, strict=True):
-                self.weights.append(self._settle_weights(unit, weights))
                 extents = spilled[unit.index]
-                self.states.append(
-                    {index: self._settle(unit, index, homes, extents.get(index)) for index, homes in groups.items()}
-                )
+                states = {
+                    index: self._open_states(unit, index, each, extents.get(index)) for index, each in groups.items()
+                }
+                self.units.append(UnitHomes(self._open_weights(unit, weights), states))
             self.landing = self._open_landing()
             self.staging = self.arena.lease(plan.staging_bytes + plan.ahead_bytes, "the update's tiles")
             self._register()
@@ -106,25 +105,18 @@ class Resources:
 
     def homes(self) -> Iterator[Home]:
         """Every state of every unit."""
-        for weights, groups in zip(self.weights, self.states, strict=True):
-            yield from weights.groups
-            for states in groups.values():
-                yield from states.homes()
+        for unit in self.units:
+            yield from unit
 
     def extents(self) -> Iterator[Extent]:
         """Every place in the swap file, those of gradients that spill among them."""
         for home in self.homes():
             if home.extent is not None:
                 yield home.extent
-        for groups in self.states:
-            for states in groups.values():
+        for unit in self.units:
+            for states in unit.states.values():
                 if states.spilled is not None:
                     yield states.spilled
-
-    def states_in_store(self, index: int) -> list[Home]:
-        """The optimizer states of a unit; none where any of them is in RAM."""
-        homes = [home for states in self.states[index].values() for home in states.homes()]
-        return [] if any(home.in_memory for home in homes) else homes
 
     def destination(self, extent: Extent) -> int:
         """The slot that new values of a state go to."""
@@ -160,7 +152,7 @@ class Resources:
         is apart from the memory for fetched weights: that must not be broken up."""
         return self.arena.lease(self.plan.weight_ram_bytes + self.plan.shadow_bytes, "weights in RAM").space()
 
-    def _settle_weights(self, unit: Unit, extents: list[Extent | None]) -> UnitWeights:
+    def _open_weights(self, unit: Unit, extents: list[Extent | None]) -> WeightsHome:
         lease = None
         if unit.index in self.plan.weights_in_ram:
             lease = self.weights_ram.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
@@ -168,7 +160,7 @@ class Resources:
             Home(lease, group.weight_offset, group.weight_bytes, extent, dirty=lease is not None)
             for group, extent in zip(unit.groups, extents, strict=True)
         )
-        return UnitWeights(lease, groups, unit.weight_bytes)
+        return WeightsHome(lease, groups, unit.weight_bytes)
 
     def _open_landing(self) -> Landing | None:
         if not self.plan.landing_bytes:
@@ -176,7 +168,7 @@ class Resources:
         lease = self.arena.lease(self.plan.landing_bytes, "gradients on their way to the store")
         return Landing(lease.space(), self.require_store())
 
-    def _settle(self, unit: Unit, index: int, homes: _PlannedHomes, spilled: Extent | None) -> GroupStates:
+    def _open_states(self, unit: Unit, index: int, homes: _PlannedHomes, spilled: Extent | None) -> GroupStates:
         group = unit.groups[index]
         gradient = None
         if unit.index in self.plan.gradients_in_ram:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-import torch
-
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.tiers.accelerator import CpuDevice, CudaDevice, CudaSlot, HostSlot, Slot
-from infinity.tiers.home import UnitWeights
+from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 
 Written = Mapping[int, tuple[int | None, Transfer]]
@@ -34,12 +32,12 @@ class Fetch(Protocol):
 class SlotPool(Protocol):
     """Where slots come from. `start` returns None when there is no room: evicting is the coordinator's business."""
 
-    def start(self, home: UnitWeights, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         """Args: after: new weights on their way to the store; they are to be fetched."""
 
     def free(self, slot: Slot) -> None: ...
 
-    def counts(self, home: UnitWeights) -> bool:
+    def counts(self, home: WeightsHome) -> bool:
         """Whether a slot of these weights takes of the budget: evicting them makes room for others."""
 
 
@@ -67,20 +65,20 @@ class HostSlots:
         self._resources = resources
         self._long_bytes = resources.arena.free_bytes // 4
 
-    def start(self, home: UnitWeights, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         if home.lease is not None:
             return _Landed(HostSlot(home.lease.tensor(), None))
         lease = self._resources.arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
         return None if lease is None else _LeaseFetch(lease, _read(self._resources.require_store(), home, lease, after))
 
-    def counts(self, home: UnitWeights) -> bool:
+    def counts(self, home: WeightsHome) -> bool:
         return home.lease is None
 
     def free(self, slot: Slot) -> None:
         slot.free()
 
 
-def _read(store: SwapStore, home: UnitWeights, lease: Lease, after: Written) -> list[Transfer]:
+def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
     reads = []
     for index, group in enumerate(home.groups):
         slot, written = after.get(index, (None, None))
@@ -119,7 +117,7 @@ class CudaSlots:
         self._device = device
         self._free_bytes = resources.plan.slot_bytes
 
-    def start(self, home: UnitWeights, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         if home.nbytes > self._free_bytes:
             return None
         if home.lease is not None:
@@ -141,7 +139,7 @@ class CudaSlots:
                 return lease
         return None
 
-    def counts(self, home: UnitWeights) -> bool:
+    def counts(self, home: WeightsHome) -> bool:
         return True
 
     def give_back(self, nbytes: int) -> None:
@@ -198,13 +196,3 @@ def open_slots(resources: Resources) -> SlotPool:
     if not isinstance(device, CpuDevice):
         raise AssertionError(f"no slots for {device}")
     return HostSlots(resources)
-
-
-def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a released parameter holds: one NaN, expanded to the true shape and dtype. Its storage gives nobody an
-    address to write to."""
-    with torch.inference_mode(False):
-        nan = torch.full((), float("nan"), dtype=dtype, device=device)
-        if hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
-            torch._C._set_throw_on_mutable_data_ptr(nan)
-        return nan.expand(shape)

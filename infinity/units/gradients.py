@@ -4,7 +4,7 @@ A group's buffer holds the dtype of its weights until a second gradient arrives 
 in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
 accumulated in one step begins the next in fp32.
 
-What has no room in RAM, or none to be widened, lands in a window of it and waits in the store (landing.py). It is
+What has no room in RAM, or none to be widened, lands in a window of it and waits in the store (tiers/window.py). It is
 written when the backward of another unit begins.
 
 The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own.
@@ -12,7 +12,7 @@ The pass that takes a gradient in also takes its sum of squares, so that the nor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -24,7 +24,9 @@ from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec, Place, Unit
 from infinity.tiers.accelerator import Device
+from infinity.tiers.resources import Resources
 from infinity.tiers.window import Landing, Spill
+from infinity.units.arrivals import Arrivals
 
 
 class GroupGradients:
@@ -217,32 +219,70 @@ class GroupGradients:
             self._forget()
 
 
+def open_gradients(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
+    """The gradients of a unit's trainable groups, by index."""
+    return {
+        index: GroupGradients(
+            unit,
+            unit.groups[index],
+            states.gradient,
+            states.spilled,
+            resources.landing,
+            resources.device,
+            resources.pool,
+        )
+        for index, states in resources.units[unit.index].states.items()
+    }
+
+
+class UnitGradients:
+    """The gradients of one unit.
+
+    Attributes:
+        groups: of the trainable groups, by index.
+        arrivals: what the backward pass under way has brought.
+    """
+
+    def __init__(self, unit: Unit, groups: Mapping[int, GroupGradients]) -> None:
+        self.groups = groups
+        self.arrivals = Arrivals([spec.name for group in unit.trainable_groups for spec in group.specs])
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that were summed up are."""
+        return all(group.finite for group in self.groups.values())
+
+    @property
+    def in_ram(self) -> bool:
+        """Whether an update can read them at once."""
+        return not any(group.spilled for group in self.groups.values())
+
+    def leave(self) -> None:
+        """None of them is expected soon (GroupGradients.leave)."""
+        for group in self.groups.values():
+            group.leave()
+
+    def backward_begins(self) -> None:
+        """The unit's backward is next."""
+        for group in self.groups.values():
+            group.backward_begins()
+
+
 class Gradients:
     """The gradients of every trainable parameter.
 
     Args:
-        groups: by unit and group.
+        units: in the order of their indices.
         landing: the window that some land in, where some spill.
     """
 
-    def __init__(self, groups: dict[tuple[int, int], GroupGradients], landing: Landing | None, device: Device) -> None:
-        self._groups = groups
+    def __init__(self, units: Sequence[UnitGradients], landing: Landing | None, device: Device) -> None:
+        self._units = units
         self._landing = landing
         self._device = device
 
     def of(self, place: Place) -> GroupGradients:
-        return self.of_group(place.unit.index, place.group_index)
-
-    def of_group(self, unit_index: int, group_index: int) -> GroupGradients:
-        return self._groups[unit_index, group_index]
-
-    def finite(self, unit_index: int) -> bool:
-        """Whether all of a unit's gradients that were summed up are."""
-        return all(group.finite for group in self.of_unit(unit_index))
-
-    def in_ram(self, unit_index: int) -> bool:
-        """Whether an update of a unit can read its gradients at once."""
-        return not any(group.spilled for group in self.of_unit(unit_index))
+        return self._units[place.unit.index].groups[place.group_index]
 
     def has(self, place: Place) -> bool:
         return place.spec.name in self.of(place).present
@@ -251,15 +291,11 @@ class Gradients:
         """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
         if self._landing is None:
             return
-        for (unit, _), group in self._groups.items():
-            if unit not in units and unit not in staying:
-                group.leave()
-        for (unit, _), group in self._groups.items():
-            if unit in units:
-                group.backward_begins()
-
-    def of_unit(self, unit: int) -> Iterator[GroupGradients]:
-        return (group for (index, _), group in self._groups.items() if index == unit)
+        for index, unit in enumerate(self._units):
+            if index not in units and index not in staying:
+                unit.leave()
+        for index in units:
+            self._units[index].backward_begins()
 
     def synchronize(self) -> None:
         """Wait for copies from the device, and for what is on its way to the store.

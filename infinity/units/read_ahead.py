@@ -3,60 +3,61 @@
 What an update reads is known before the step is decided, and nothing changes it until then. So where no update begins
 early the first units of the next forward have their first tiles in the staging when the step comes: as many as held
 jobs may have there. What was read stays right as long as nobody writes these states, through a step that is skipped,
-too; who updates a unit takes its jobs out of here.
+too; who updates a unit takes its jobs over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
-from infinity.state.unit import Unit
 from infinity.tiers.resources import Resources
+from infinity.units.unit import OffloadedUnit
 from infinity.units.update import hold_update
 
 
 class ReadAhead:
-    """Invariant: the states of the units in here are in the store, and nothing writes them."""
+    """Invariant: `_units` are those with reads ahead; their states are in the store, and nothing writes them."""
 
-    def __init__(self, units: Sequence[Unit], resources: Resources) -> None:
-        self._units = units
+    def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._held: dict[int, dict[int, _native.UpdateFuture]] = {}
+        self._units: dict[int, OffloadedUnit] = {}
 
-    def begin(self, order: Iterable[int], step: int) -> None:
+    def begin(self, order: Iterable[OffloadedUnit], step: int) -> None:
         """Read the states of units, as far as the staging reaches; those that are in the store.
 
         Args:
             order: units that no update is under way of, the one that is wanted first comes first.
         """
-        room = self._resources.pipeline.held_tiles_max - sum(map(self._tiles, self._held))
-        for index in order:
+        room = self._resources.pipeline.held_tiles_max - sum(map(self._tiles, self._units.values()))
+        for unit in order:
             if room <= 0:
                 return
-            if index not in self._held and self._resources.states_in_store(index):
-                self._hold(index, step)
-                room -= self._tiles(index)
+            if not unit.ahead and unit.homes.states_in_store():
+                self._hold(unit, step)
+                room -= self._tiles(unit)
 
-    def _tiles(self, index: int) -> int:
-        unit, tile = self._units[index], self._resources.plan.tile_numel
-        return sum(-(-unit.groups[group].numel // tile) for group in self._resources.states[index])
+    def _tiles(self, unit: OffloadedUnit) -> int:
+        tile = self._resources.plan.tile_numel
+        return sum(-(-unit.unit.groups[group].numel // tile) for group in unit.homes.states)
 
-    def _hold(self, index: int, step: int) -> None:
+    def _hold(self, unit: OffloadedUnit, step: int) -> None:
         with interrupts_deferred():
-            held = self._held[index] = {}
-            for group_index in self._resources.states[index]:
-                held[group_index] = hold_update(self._resources, self._units[index], group_index, step=step)
+            self._units[unit.index] = unit
+            for index in unit.homes.states:
+                unit.ahead[index] = hold_update(self._resources, unit.unit, unit.homes, index, step=step)
 
-    def take(self, index: int, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
+    def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
         """The held jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""
-        held = self._held.pop(index, {})
-        for group_index in held.keys() - set(groups):
-            self._resources.pipeline.cancel(held[group_index])
+        self._units.pop(unit.index, None)
+        held = dict(unit.ahead)
+        unit.ahead.clear()
+        for index in held.keys() - set(groups):
+            self._resources.pipeline.cancel(held[index])
         return held
 
     def drop(self, but: Collection[int]) -> None:
         """Forget what was read for other units than these. A device that failed will tell whoever reads it next."""
-        for index in [index for index in self._held if index not in but]:
-            self.take(index, ())
+        for unit in [unit for unit in self._units.values() if unit.index not in but]:
+            self.take(unit, ())

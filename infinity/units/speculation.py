@@ -1,17 +1,34 @@
-"""Whether to begin updates before the step is decided: what the config allows, and what the last steps have shown."""
+"""Whether updates speculate: what the config allows, and what the last steps have shown. No clock is asked."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Protocol
 
 from infinity.state.plan import Overlap
+from infinity.state.request import GroupUpdate
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.75  # of what was known before a step, the share that stays known after it
-_WRONG_MAX = 0.3  # a wrong guess moves the guessed states once for nothing
+_WRONG_MAX = 0.3  # a wrong speculation moves the states once for nothing
+
+
+class Predictable(Protocol):
+    """An optimizer that says what its next step will want."""
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Backward passes before a step; None: as many as the last time."""
+
+    @property
+    def expected_scale(self) -> float:
+        """What the gradients will be multiplied by, unless the step clips."""
+
+    def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
+        """What the next step will want of a unit's groups, as far as is known now."""
 
 
 @dataclass
@@ -32,13 +49,13 @@ class Counts:
     clipped: int = 0
 
 
-class Guesses:
-    """The guess is always the same: no clipping, no skipping, no other hyperparameters or loss scale, no further
+class Speculation:
+    """What is expected is always the same: no clipping, no skipping, no other hyperparameters or loss scale, no further
     backward pass.
 
     Attributes:
         mode: as the plan has it.
-        counts: what became of the guesses.
+        counts: what became of the updates.
     """
 
     def __init__(self, mode: Overlap) -> None:
@@ -49,7 +66,7 @@ class Guesses:
 
     @property
     def worth_it(self) -> bool:
-        """Whether to guess in this step."""
+        """Whether to speculate in this step."""
         if self.mode == "auto":
             return self._wrong <= _WRONG_MAX
         return self.mode == "during_backward"
@@ -58,17 +75,17 @@ class Guesses:
         self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * wrong
 
     def dropped(self, units: int) -> None:
-        """Guesses were undone before a step was decided."""
+        """Speculative updates were undone before a step was decided."""
         self.counts.undone += units
         if units:
             self._learn(wrong=True)
 
     def step_decided(self, early: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
-        """Also where nothing was guessed: what a guess would have been.
+        """Also where nothing was speculated: what a speculation would have come to.
 
         Args:
             early, wrong, requested: units whose updates were begun early and go on, begun for nothing, and wanted.
-            clipped: the gradients are not multiplied by what was guessed.
+            clipped: the gradients are not multiplied by what was expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
         self.counts.undone += len(wrong)

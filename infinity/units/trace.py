@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 
 class Trace:
@@ -14,44 +16,56 @@ class Trace:
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
-        self._order = list(prediction)
         self._seen: list[int] = []
+        self._predict(prediction)
+
+    def _predict(self, order: Sequence[int]) -> None:
+        self._order = tuple(order)
         self._position = 0
+        self._at: dict[int, list[int]] = {}  # where in the order each unit is, ascending
+        for position, unit in enumerate(order):
+            self._at.setdefault(unit, []).append(position)
 
     @property
     def order(self) -> tuple[int, ...]:
-        return tuple(self._order)
+        return self._order
+
+    def _find(self, unit: int, start: int) -> int | None:
+        """The first position of a unit from `start` on."""
+        positions = self._at.get(unit, ())
+        index = bisect_left(positions, start)
+        return positions[index] if index < len(positions) else None
 
     def visit(self, unit: int) -> None:
         if self._seen and self._seen[-1] == unit:
             return
         self._seen.append(unit)
         for start in (self._position, 0):
-            try:
-                self._position = self._order.index(unit, start) + 1
+            found = self._find(unit, start)
+            if found is not None:
+                self._position = found + 1
                 return
-            except ValueError:
-                continue
 
     def close(self) -> None:
         """End the iteration: what was seen is the next prediction."""
         if self._seen:
-            self._order, self._seen = self._seen, []
+            self._predict(self._seen)
+            self._seen = []
         self._position = 0
 
     def upcoming(self) -> Iterator[int]:
         """The units to come in this iteration, nearest first. Never reaches over its end: weights change there."""
-        return iter(self._order[self._position :])
+        return islice(self._order, self._position, None)
 
     def first_use(self, unit: int) -> int:
         """Visits from the beginning of the next iteration until `unit` is used."""
-        return self._order.index(unit) if unit in self._order else len(self._order)
+        found = self._find(unit, 0)
+        return len(self._order) if found is None else found
 
     def next_use(self, unit: int) -> int:
         """Visits from now until `unit` is used again, in the next iteration if need be."""
-        for start, distance in ((self._position, 0), (0, len(self._order) - self._position)):
-            try:
-                return self._order.index(unit, start) - start + distance
-            except ValueError:
-                continue
-        return 2 * len(self._order) + 1
+        found = self._find(unit, self._position)
+        if found is not None:
+            return found - self._position
+        first = self._find(unit, 0)
+        return 2 * len(self._order) + 1 if first is None else len(self._order) - self._position + first

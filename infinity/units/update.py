@@ -1,8 +1,28 @@
-"""One group's update: what an optimizer asks for, and how it is handed to the native pipeline."""
+"""One unit's update under way, and how the update of a group is handed to the native pipeline.
+
+[Note: a step is a dataflow]
+
+    gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ LANDED
+                                           │                            ▲
+                                           └─step() disagrees──▶ UNDONE │
+    step() ─────────────────────────────────────────────────────────────┘
+    backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
+
+A speculative update expects that the step will neither clip nor skip, with the hyperparameters of now. It reads what is
+current and writes beside it: to a copy of the extent that no generation names, and for weights in RAM to other memory.
+So it may be undone at any time, and whoever looks meanwhile sees the weights of before.
+
+A decided update may overwrite. Whoever wants the unit waits for this unit alone, and where its new weights are in
+memory only until they are computed: then the update is applied, while what goes to the store may still be on its way
+there. From the landing on that counts, too.
+
+Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -13,8 +33,9 @@ from infinity.io.engine import Transfer
 from infinity.state.dtypes import native_name
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Unit
-from infinity.tiers.home import Home
+from infinity.tiers.home import Home, UnitHomes, WeightsHome
 from infinity.tiers.resources import Resources
+from infinity.tiers.slots import Written
 from infinity.units.gradients import GroupGradients
 
 
@@ -61,22 +82,117 @@ class UpdateTransfer(Transfer):
         future = self.future.computed if milestone == "computed" else self.future.weights
         return Transfer(future, self.unit, self.state, self.step, self.state_of)
 
+    def done_until(self, milestone: Milestone) -> bool:
+        """Whether that part has ended, well or not."""
+        if milestone == "written":
+            return self.future.done()
+        return (self.future.computed if milestone == "computed" else self.future.weights).done()
+
     def land(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""
-        for home, slot in self.moves:
-            if slot is None:
-                home.dirty = True
+        for home, copy in self.moves:
+            if copy is None:
+                home.changed()
             else:
-                home.stored().slot, home.dirty = slot, False
+                home.written(copy)
 
     def slot_of(self, home: Home) -> int | None:
         """The slot of the store that the new values of a state are written to; None when it is not updated."""
         return next((slot for moved, slot in self.moves if moved is home), None)
 
 
+class UpdateState(enum.Enum):
+    SPECULATIVE = "speculative"
+    DECIDED = "decided"
+    APPLIED = "applied"
+    LANDED = "landed"
+    UNDONE = "undone"
+
+
+_NEXT = {
+    UpdateState.SPECULATIVE: {UpdateState.DECIDED, UpdateState.UNDONE},
+    UpdateState.DECIDED: {UpdateState.APPLIED},
+    UpdateState.APPLIED: {UpdateState.LANDED},
+    UpdateState.LANDED: set(),
+    UpdateState.UNDONE: set(),
+}
+
+UnitRequest = Mapping[int, GroupUpdate]
+"""What is wanted of a unit's groups, by their index."""
+
+
+class UnitUpdate:
+    """One unit's update under way ([Note: a step is a dataflow]).
+
+    Attributes:
+        wanted: of which groups what.
+        place: where the weights are and go.
+        committed: the update writes what a generation needs.
+        transfers: by group.
+        viewed: somebody holds views of the weights' memory, so that the new weights must go there.
+        state: changed by `to` alone.
+    """
+
+    def __init__(self, name: str, wanted: UnitRequest, place: WeightsPlace, *, committed: bool) -> None:
+        self._name = name
+        self.wanted = wanted
+        self.place = place
+        self.committed = committed
+        self.transfers: dict[int, UpdateTransfer] = {}
+        self.viewed = False
+        self.state = UpdateState.SPECULATIVE if place.speculative else UpdateState.DECIDED
+
+    def to(self, state: UpdateState) -> None:
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"the update of '{self._name}' cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    @property
+    def is_speculative(self) -> bool:
+        return self.state is UpdateState.SPECULATIVE
+
+    def until(self, milestone: Milestone) -> list[Transfer]:
+        return [transfer.until(milestone) for transfer in self.transfers.values()]
+
+    def reached(self, milestone: Milestone) -> bool:
+        """Whether the milestone was reached, well or not."""
+        return all(transfer.done_until(milestone) for transfer in self.transfers.values())
+
+    def wait(self, milestone: Milestone) -> None:
+        """Until the milestone is reached, well or not."""
+        for transfer in self.until(milestone):
+            transfer.wait()
+
+    def reads_slot(self) -> bool:
+        """Whether the update reads the weights from the slot they were fetched to, so that the slot must stay."""
+        return self.place.speculative and self.place.slot is not None and not self.reached("computed")
+
+    def writes_from_slot(self) -> bool:
+        """Whether the update may write weights to the store from the slot they are used in."""
+        return not self.is_speculative and self.place.slot is not None and not self.reached("weights")
+
+    def keep_memory(self) -> None:
+        """Somebody holds views of the weights' memory: the new weights must go there when they are applied."""
+        self.viewed = True
+
+    def written(self, weights: WeightsHome) -> Written:
+        """The new weights that are on their way to the store."""
+        return {
+            index: (transfer.slot_of(weights.groups[index]), transfer.until("weights"))
+            for index, transfer in self.transfers.items()
+        }
+
+    def require_well(self) -> None:
+        """Raises SwapIOError when the update is known to have failed."""
+        for transfer in self.transfers.values():
+            if transfer.done() and transfer.future.failure() is not None:
+                transfer.result()
+
+
 def submit_update(
     resources: Resources,
     unit: Unit,
+    homes: UnitHomes,
     group_index: int,
     wanted: GroupUpdate,
     gradients: GroupGradients,
@@ -96,9 +212,9 @@ def submit_update(
         held: what `hold_update` gave for this group; it is taken over.
     """
     group = unit.groups[group_index]
-    states = resources.states[unit.index][group_index]
+    states = homes.states[group_index]
     streams = _Streams(resources, speculative=weights.speculative, committed=committed)
-    weight = streams.weight(resources.weights[unit.index].groups[group_index], weights)
+    weight = streams.weight(homes.weights.groups[group_index], weights)
     used = [
         home if wanted.moments is None or name in wanted.moments else None
         for name, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq))
@@ -137,13 +253,15 @@ def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
     return name
 
 
-def hold_update(resources: Resources, unit: Unit, group_index: int, *, step: int) -> _native.UpdateFuture:
+def hold_update(
+    resources: Resources, unit: Unit, homes: UnitHomes, group_index: int, *, step: int
+) -> _native.UpdateFuture:
     """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
 
     Weights only for a GPU: elsewhere the update finds them where they were fetched to, if they still are there.
     """
-    group, states = unit.groups[group_index], resources.states[unit.index][group_index]
-    weight: Home | None = resources.weights[unit.index].groups[group_index]
+    group, states = unit.groups[group_index], homes.states[group_index]
+    weight: Home | None = homes.weights.groups[group_index]
     if resources.device.shares_memory or (weight is not None and weight.in_memory):
         weight = None
 

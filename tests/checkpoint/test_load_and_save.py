@@ -74,7 +74,7 @@ def test_fp32_files_loaded_as_bf16_keep_their_fp32_master(tier: str, loaded: Any
     coordinator, weights = registry.coordinator_of(model), weights_of(model)
     originals = dict(plain.named_parameters())
     for _, place in coordinator.places():
-        states = coordinator.resources.states[place.unit.index][place.group_index]
+        states = coordinator.resources.units[place.unit.index].states[place.group_index]
         home, nbytes = states.residual, place.group.state_bytes(2)
         if home.in_memory:
             rest = torch.frombuffer(home.view(), dtype=torch.uint8)
@@ -246,7 +246,9 @@ def test_saving_holds_no_unit_while_it_fetches_the_next(offload: Any, tmp_path: 
     acquire, held = coordinator.acquire, []
 
     def acquiring(index: int) -> None:
-        held.extend(other.unit.name for other in coordinator.records if other.slot and other.slot.outstanding())
+        held.extend(
+            other.name for other in coordinator.units if other.weights.slot and other.weights.slot.outstanding()
+        )
         acquire(index)
 
     coordinator.acquire = acquiring

@@ -87,7 +87,7 @@ def test_units_are_evicted_and_come_back(tiers: tuple[str, str], offload: Any, g
     model, batch = build(torch.bfloat16, gpu)
     model = place(offload, model, tiers, gpu)
     loss_of(model, batch)
-    there = [record.slot is not None for record in registry.coordinator_of(model).records]
+    there = [unit.weights.slot is not None for unit in registry.coordinator_of(model).units]
     assert not all(there)
 
 

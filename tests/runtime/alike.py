@@ -13,7 +13,7 @@ from infinity.coordinator import registry
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.discover import discover
-from infinity.units.room import Residency
+from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, loss_of
 
@@ -56,8 +56,10 @@ def assert_trains_and_evaluates_alike(
     torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
     _assert_close(weights_of(model), dict(plain.named_parameters()), tolerance)
     _assert_close(states_of(model), moments(plain), tolerance)
-    records = registry.coordinator_of(model).records
-    assert any(record.residency is Residency.RELEASED for record in records), "memory for all of it: nothing was tried"
+    records = registry.coordinator_of(model).units
+    assert any(record.weights.residency is Residency.RELEASED for record in records), (
+        "memory for all of it: nothing was tried"
+    )
 
 
 def _run(

@@ -43,12 +43,12 @@ def offloaded(tmp_path: Path) -> Iterator[Train]:
 
 
 def counts_of(model: Any) -> Counts:
-    return registry.coordinator_of(model).guesses.counts
+    return registry.coordinator_of(model).speculation.counts
 
 
 def begun(model: Any) -> int:
     """Early updates under way."""
-    return len(registry.coordinator_of(model).updates.guesses)
+    return len(registry.coordinator_of(model).updates.speculative)
 
 
 def accumulate(model: Any, batches: list[Any], no_sync: Callable[[], Any] = nullcontext) -> list[int]:

@@ -21,6 +21,7 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.coordinator import registry
+from infinity.units.weights import Residency
 from tests.conftest import weights_of
 from tests.models import Batch, llama, loss_of
 
@@ -55,8 +56,8 @@ def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) ->
     other = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
     assert losses == [step(plain, batch, other) for _ in range(2)]
     infinity.close(plain)
-    assert all(record.uses == 0 and not record.held for record in coordinator.records)
-    fetched = sum(r.unit.weight_bytes for r in coordinator.records if r.slot is not None or r.fetch is not None)
+    assert all(not record.weights.in_use for record in coordinator.units)
+    fetched = sum(r.unit.weight_bytes for r in coordinator.units if r.weights.residency is not Residency.RELEASED)
     assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
 
 

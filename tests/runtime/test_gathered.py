@@ -224,7 +224,7 @@ def test_a_crash_after_writing_resumes_the_generation_before_it(offload: Any, sw
     with infinity.gathered(model, write=True):
         for parameter in model.parameters():
             parameter.data.zero_()
-    registry.coordinator_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
+    registry.coordinator_of(model).health.fail(infinity.InfinityError("no commit comes any more, as after a crash"))
     infinity.close(model)
     again, _ = llama()
     again = infinity.resume(again.bfloat16().train(), config)
@@ -388,7 +388,9 @@ def _clamping_run(config: dict[str, Any], *, resumed: bool, stop_at: int | None 
     for at in range(infinity.track(scheduler), 6):
         loss = model(X)
         if at == stop_at:
-            registry.coordinator_of(model).failed = infinity.InfinityError("no commit comes any more, as after a crash")
+            registry.coordinator_of(model).health.fail(
+                infinity.InfinityError("no commit comes any more, as after a crash")
+            )
             infinity.close(model)
             return {}
         loss.backward()
@@ -572,7 +574,7 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
         finally:
             sys.settrace(None)
         coordinator = registry.coordinator_of(model)
-        assert [record.unit.name for record in coordinator.records if record.gathered] == []
+        assert [record.unit.name for record in coordinator.units if record.views.gathered] == []
         assert coordinator.readers._gathering == 0
         now = weights(model)
         assert all(torch.equal(now[name], before[name]) for name in now) or (

@@ -57,7 +57,7 @@ def offloaded(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def _all_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right guess counts as late where its update had not begun when the step came, which is a matter of time."""
-    monkeypatch.setattr(Updates, "_withdrawn", lambda updates, guess: False)
+    monkeypatch.setattr(Updates, "_withdraw", lambda updates, update: False)
 
 
 def small(dtype: torch.dtype = torch.float16) -> tuple[nn.Module, list[Any]]:
@@ -82,7 +82,7 @@ def train(
     unscale: bool = False,
 ) -> Run:
     """The loop as torch documents it."""
-    run, counts = Run(), registry.coordinator_of(model).guesses.counts
+    run, counts = Run(), registry.coordinator_of(model).speculation.counts
     for _ in range(steps):
         run.scales.append(scaler.get_scale())
         early, undone, total = counts.early, counts.undone, 0.0

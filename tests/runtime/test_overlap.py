@@ -97,7 +97,7 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
         norms.append(optim.last_grad_norm)
     assert optim.skipped_steps == 1
     coordinator = registry.coordinator_of(model)
-    early, ahead = coordinator.guesses.counts.early, coordinator.resources.pipeline.counters()["ahead"]
+    early, ahead = coordinator.speculation.counts.early, coordinator.resources.pipeline.counters()["ahead"]
     result = losses, norms, weights_of(model) | states_of(model), early, ahead
     require_no_leaks(model)
     infinity.close(model, discard=True)
@@ -176,7 +176,7 @@ def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path:
     model = infinity.offload(model, config)
     optim = infinity.AdamW(model.parameters(), accumulation_steps=1)
     loss_of(model, batch).backward()
-    assert registry.coordinator_of(model).updates.guesses
+    assert registry.coordinator_of(model).updates.speculative
     norm = model.model.norm.weight
     norm.grad = torch.full_like(norm, float("nan"))
     optim.step()
@@ -220,7 +220,7 @@ def begun_early(offload: Any) -> tuple[Any, Any, Any]:
     model = offload(model, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     loss_of(model, batches[0]).backward()
-    assert registry.coordinator_of(model).updates.guesses
+    assert registry.coordinator_of(model).updates.speculative
     return model, optim, batches[0]
 
 
@@ -284,7 +284,7 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
     for step in range(1, 5):
         loss_of(model, batches[0]).backward()
         if step == 4:
-            assert registry.coordinator_of(model).updates.guesses
+            assert registry.coordinator_of(model).updates.speculative
             infinity.commit(model)
         optim.step()
         optim.zero_grad()

@@ -14,6 +14,7 @@ from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
 from infinity.state.plan import Plan
+from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, loss_of
 
@@ -131,14 +132,15 @@ def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
     placed.step(model, optim)
     reads = infinity.statistics(model).weight_bytes_read
     for index in infinity.statistics(model).plan.weights_in_ram:
-        assert coordinator.records[index].slot is not None
+        assert coordinator.units[index].weights.slot is not None
         coordinator.acquire(index)
         coordinator.release(index)
     assert infinity.statistics(model).weight_bytes_read - reads <= coordinator.resources.plan.slot_bytes  # prefetches
     fetched = sum(
         record.unit.weight_bytes
-        for record in coordinator.records
-        if record.unit.index not in coordinator.resources.plan.weights_in_ram and (record.slot or record.fetch)
+        for record in coordinator.units
+        if record.unit.index not in coordinator.resources.plan.weights_in_ram
+        and record.weights.residency is not Residency.RELEASED
     )
     assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
     infinity.close(model, discard=True)

@@ -16,6 +16,7 @@ from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of
 
@@ -74,7 +75,7 @@ def assert_nothing_is_lost(model: Any) -> None:
     landing = coordinator.resources.landing
     if landing is not None:
         assert landing.space.free_bytes == landing.space.nbytes
-    held = sum(r.unit.weight_bytes for r in coordinator.records if r.slot is not None or r.fetch is not None)
+    held = sum(r.unit.weight_bytes for r in coordinator.units if r.weights.residency is not Residency.RELEASED)
     if coordinator.resources.plan.weights == "nvme":
         assert coordinator.resources.arena.free_bytes + held == coordinator.resources.plan.slot_bytes
 
@@ -238,7 +239,7 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
         except infinity.SwapIOError as error:
             assert error.unit
             named.add(error.state)
-            if registry.coordinator_of(model).failed is None:
+            if registry.coordinator_of(model).health.failure is None:
                 optim.zero_grad()
                 assert_nothing_is_lost(model)
                 step(model, batch, optim)  # nothing of the states was touched

@@ -179,7 +179,11 @@ class Player:
 
     def _survive(self, error: infinity.InfinityError) -> None:
         """Raises it again unless the device was made to fail and the model can go on."""
-        if self.script.error_at is None or self.coordinator.failed is not None or isinstance(error, infinity.PlanError):
+        if (
+            self.script.error_at is None
+            or self.coordinator.health.failure is not None
+            or isinstance(error, infinity.PlanError)
+        ):
             raise error
         self.outcome.counts["survived errors"] += 1
 
@@ -199,7 +203,7 @@ class Player:
             here = disturbance if disturbance is not None and disturbance.micro_batch == index else None
             self._asides(iteration, "forward" if index == 0 else "between")
             announced = iteration.told and index < iteration.micro_batches - 1
-            with self.coordinator.arrivals.accumulating() if announced else nullcontext():
+            with self.coordinator.accumulating() if announced else nullcontext():
                 loss = self._forward(iteration, index, here) / iteration.micro_batches
                 self._total += loss.item()
                 if iteration.nan and index == iteration.micro_batches - 1:

@@ -67,7 +67,7 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         else:
             _require_told(player, error)
             counts["failed as told"] += 1
-    guesses = player.coordinator.guesses.counts
+    guesses = player.coordinator.speculation.counts
     counts.update(early=guesses.early, undone=guesses.undone, late=guesses.late)
     _require_closed(player)
     del player, model

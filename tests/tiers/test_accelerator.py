@@ -45,7 +45,7 @@ def slots(offload: Any, gpu: Imitation) -> Callable[..., CudaSlots]:
 
     def make(weights: str) -> CudaSlots:
         model = offload(Blocks().bfloat16(), weights=weights, optimizer="host", memory=TIGHT)
-        found = registry.coordinator_of(model).residents._slots
+        found = registry.coordinator_of(model).room._slots
         assert isinstance(found, CudaSlots)
         return found
 
@@ -136,7 +136,7 @@ def test_uploads_of_weights_in_ram_are_forgotten_once_they_have_landed(offload: 
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_no_memory_on_the_gpu_leaks_nothing(weights: str, slots: Callable[..., CudaSlots], gpu: Imitation) -> None:
     pool = slots(weights)
-    homes, arena = pool._resources.weights, pool._resources.arena
+    homes, arena = [unit.weights for unit in pool._resources.units], pool._resources.arena
     free_bytes, arena_bytes = pool._free_bytes, arena.free_bytes
     gpu.out_of_memory = 1
 
@@ -162,9 +162,9 @@ def test_training_goes_on_after_the_gpu_had_no_memory(weights: str, offload: Any
     train(model)
     coordinator = registry.coordinator_of(model)
     coordinator.resources.device.synchronize_uploads()
-    pool = coordinator.residents._slots
+    pool = coordinator.room._slots
     assert isinstance(pool, CudaSlots)
-    fetched = sum(record.unit.weight_bytes for record in coordinator.records if record.slot or record.fetch)
+    fetched = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
     assert pool._free_bytes + fetched == coordinator.resources.plan.slot_bytes
 
 

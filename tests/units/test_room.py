@@ -31,7 +31,7 @@ def three(offload: Any) -> tuple[Coordinator, list[torch.Tensor]]:
 
 
 def weight(coordinator: Coordinator, index: int) -> torch.Tensor:
-    return next(iter(coordinator.records[index].parameters.values()))
+    return next(iter(coordinator.units[index].parameters.values()))
 
 
 def test_a_unit_in_use_moves_where_the_room_is_not_in_one_piece(three: tuple[Coordinator, list[torch.Tensor]]) -> None:
@@ -39,7 +39,7 @@ def test_a_unit_in_use_moves_where_the_room_is_not_in_one_piece(three: tuple[Coo
     coordinator.acquire(2)
     for index in (1, 2):
         assert torch.equal(weight(coordinator, index), values[index])
-    assert coordinator.records[0].slot is None
+    assert coordinator.units[0].weights.slot is None
     coordinator.release(1)
     coordinator.acquire(0)
     assert torch.equal(weight(coordinator, 0), values[0])

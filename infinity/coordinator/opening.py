@@ -1,0 +1,106 @@
+"""From a model to its coordinator: discover → plan → open."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.config import SwapConfig
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.ingest import Source, ingest
+from infinity.coordinator.restore import restore
+from infinity.coordinator.rooms import Optimizer
+from infinity.durable import buffers
+from infinity.durable.commits import Commits
+from infinity.durable.optimizers import Optimizers
+from infinity.errors import ModelError
+from infinity.plan.planner import make_plan
+from infinity.state.description import describe
+from infinity.state.discover import Discovery, discover
+from infinity.state.moments import OptimizerName
+from infinity.tiers.resources import Resources
+
+logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 256 << 20
+
+
+def open_coordinator(
+    model: nn.Module,
+    config: SwapConfig,
+    device: torch.device,
+    optimizer: OptimizerName,
+    accumulation_steps: int | None,
+    faults: Sequence[_native.Fault],
+    *,
+    resume: bool,
+    fill: Callable[[Coordinator], None],
+) -> tuple[Coordinator, Discovery]:
+    """Find the units of a model, plan where their states rest, open that, and bring the values home.
+
+    Args:
+        resume: the store is there.
+        fill: brings the values (`from_source`, `from_generation`).
+
+    Raises:
+        ModelError: the model is offloaded already, or cannot be.
+        PlanError: a budget is too small; nothing was moved.
+        ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
+    """
+    found = discover(model, config.moments)
+    _require_free(found)
+    plan = make_plan(
+        found.units,
+        config,
+        device,
+        can_recompute=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        optimizer=optimizer,
+        accumulation_steps=accumulation_steps,
+        sites=found.sites,
+    )
+    logger.info("plan:\n%s", plan.describe())
+    if plan.arena_bytes > _LARGE_BYTES:
+        gc.collect()  # a model that was closed may hang in cycles, and its memory with it
+    if not plan.accumulates and any(
+        group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
+    ):
+        logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
+    resources = Resources(found.units, plan, config, device, faults, resume=resume)
+    optimizers = Optimizers[Optimizer]()
+    commits = Commits(resources, optimizers, describe(model, found, plan), buffers.reader(model))
+    coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
+    try:
+        fill(coordinator)
+    except BaseException:
+        coordinator.close()
+        raise
+    return coordinator, found
+
+
+def from_source(source: Source | None) -> Callable[[Coordinator], None]:
+    """Values come from `source`, or from the parameters themselves."""
+    return lambda coordinator: ingest(coordinator, source)
+
+
+def from_generation(model: nn.Module, step: int | None) -> Callable[[Coordinator], None]:
+    """Values, and those of the persistent buffers, come from generation `step`, or the newest that is whole."""
+
+    def fill(coordinator: Coordinator) -> None:
+        body: Any = restore(coordinator, step)
+        buffers.restore(model, body.buffers)
+
+    return fill
+
+
+def _require_free(found: Discovery) -> None:
+    for named in found.parameters:
+        for name, parameter in named.items():
+            if registry.find(parameter) is not None:
+                raise ModelError(f"parameter '{name}' belongs to another offloaded model")

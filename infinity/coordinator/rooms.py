@@ -1,0 +1,92 @@
+"""What a coordinator asks: the rooms of one offloaded model."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torch import nn
+
+from infinity.base.timeline import Timeline
+from infinity.coordinator.early import EarlyUpdates
+from infinity.coordinator.progress import Progress
+from infinity.coordinator.readers import Readers
+from infinity.durable.commits import Commits
+from infinity.durable.optimizers import Checkpointed, Optimizers
+from infinity.state.released import released_class
+from infinity.state.unit import Unit
+from infinity.tiers.resources import Resources
+from infinity.units.arrivals import Passes
+from infinity.units.gradients import Gradients, UnitGradients, open_gradients
+from infinity.units.health import Health
+from infinity.units.room import Room
+from infinity.units.shadows import Shadows
+from infinity.units.speculation import Predictable, Speculation
+from infinity.units.unit import OffloadedUnit
+from infinity.units.updates import Updates
+
+
+class Optimizer(Checkpointed, Predictable, Protocol):
+    """An optimizer, as the coordinator sees it."""
+
+
+class Rooms(ABC):
+    """The rooms, opened in the order in which they know each other.
+
+    Attributes:
+        units: in the order of their indices.
+        steps: optimizer steps that are done.
+        readers: who may read parameters now.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Sequence[dict[str, nn.Parameter]],
+        resources: Resources,
+        optimizers: Optimizers[Optimizer],
+        commits: Commits,
+    ) -> None:
+        self.resources = resources
+        self.timeline = Timeline()
+        self.health = Health()
+        self.readers = Readers()
+        self.optimizers = optimizers
+        self.commits = commits
+        self.steps = 0
+        self._lock = threading.RLock()
+        self._owners = {
+            id(parameter): (unit.index, name)
+            for unit, named in zip(units, parameters, strict=True)
+            for name, parameter in named.items()
+        }
+        self._staying = frozenset(unit.index for unit in units if unit.resident)
+        released, shadows = released_class(self), _open_shadows(units, resources)
+        gradients = [UnitGradients(unit, open_gradients(unit, resources)) for unit in units]
+        self.gradients = Gradients(gradients, resources.landing, resources.device)
+        self.units = [
+            OffloadedUnit(unit, named, homes, of_unit, released, self.timeline, self.health, shadows)
+            for unit, named, homes, of_unit in zip(units, parameters, resources.units, gradients, strict=True)
+        ]
+        self.passes = Passes([each.arrivals for each in gradients])
+        self.updates = Updates(resources, shadows)
+        self.speculation = Speculation(resources.plan.overlap)
+        self.room = Room(self.units, resources, self.updates, self.timeline)
+        self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
+        self._early = EarlyUpdates(self.speculation, self.updates, self.passes, commits, self.progress)
+
+    @abstractmethod
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
+        """As state/released.py: Lender."""
+
+    @abstractmethod
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """As state/released.py: Lender."""
+
+
+def _open_shadows(units: Sequence[Unit], resources: Resources) -> Shadows:
+    sizes = [units[index].weight_bytes for index in sorted(resources.plan.weights_in_ram)]
+    return Shadows(resources.weights_ram, resources.pipeline, resources.plan.shadow_bytes, sizes)

@@ -1,0 +1,39 @@
+"""The generation that a resumed run began with."""
+
+from __future__ import annotations
+
+from infinity.durable.tracked import Stateful, is_data
+from infinity.errors import ResumeError
+from infinity.state.records import Body, OptimizerRecord
+
+
+class Resumed:
+    """The generation a run began with, while no step has been done since."""
+
+    def __init__(self, step: int, body: Body) -> None:
+        self.step = step
+        self.body = body
+        self.unclaimed = set(body.tracked)
+        self.rewound = False
+        self.with_hyperparameters: set[int] = set()
+
+    def give_back(self, name: str, item: Stateful) -> None:
+        """An object's state.
+
+        Raises:
+            ResumeError: the run did not track it, or its state does not fit.
+        """
+        if name not in self.body.tracked:
+            there = ", ".join(f"'{key}'" for key in self.body.tracked) or "nothing"
+            raise ResumeError(f"the run that is resumed did not track '{name}'; it tracked {there}")
+        try:
+            item.load_state_dict(self.body.tracked[name])
+            if is_data(item):
+                item.state_dict()  # torchdata's loaders find their place now, and draw for it, not when they are asked
+        except Exception as error:
+            raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
+        self.unclaimed.discard(name)
+
+    def optimizer(self, index: int) -> OptimizerRecord | None:
+        """None for an optimizer the run had not made yet."""
+        return self.body.optimizers[index] if index < len(self.body.optimizers) else None

@@ -1,0 +1,184 @@
+"""One offloaded unit: whoever wants to know what a unit is doing asks here.
+
+weights     where they are on the device (weights.py)
+views       what the parameters are at this moment (parameters.py)
+update      the update under way, None when there is none (update.py)
+ahead       reads for an update that has not begun, by group (read_ahead.py)
+gradients   what has arrived, and where it waits (gradients.py)
+homes       where all states rest (tiers/home.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from infinity import _native
+from infinity.base.interrupt import interruptible, interrupts_deferred
+from infinity.base.timeline import Timeline
+from infinity.errors import SwapIOError
+from infinity.io.arena import Lease
+from infinity.io.store import wait_all
+from infinity.state.released import ReleasedParameter
+from infinity.state.unit import Unit
+from infinity.tiers.home import UnitHomes
+from infinity.tiers.slots import Written
+from infinity.units.gradients import UnitGradients
+from infinity.units.health import Health
+from infinity.units.parameters import ParameterViews
+from infinity.units.shadows import Shadows
+from infinity.units.update import Milestone, UnitUpdate, UpdateState
+from infinity.units.weights import Weights
+
+
+class OffloadedUnit:
+    """See the table above.
+
+    Invariant: a unit has at most one update under way, speculative or decided.
+
+    Args:
+        parameters: of the unit, by name.
+        released: the class of parameters that may not be read.
+        health: is told when an update that was decided fails.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        parameters: dict[str, nn.Parameter],
+        homes: UnitHomes,
+        gradients: UnitGradients,
+        released: type[ReleasedParameter],
+        timeline: Timeline,
+        health: Health,
+        shadows: Shadows,
+    ) -> None:
+        self.unit = unit
+        self.index = unit.index
+        self.name = unit.name
+        self.homes = homes
+        self.gradients = gradients
+        self.views = ParameterViews(unit, parameters, released)
+        self.weights = Weights(unit, self.views, timeline)
+        self.update: UnitUpdate | None = None
+        self.ahead: dict[int, _native.UpdateFuture] = {}
+        self._timeline = timeline
+        self._health = health
+        self._shadows = shadows
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self.views.named
+
+    # -- the update under way -----------------------------------------------------------------------------------------
+
+    @property
+    def decided(self) -> UnitUpdate | None:
+        """The update under way, unless it is speculative."""
+        return None if self.update is None or self.update.is_speculative else self.update
+
+    @property
+    def speculative(self) -> UnitUpdate | None:
+        """The update under way, if it is speculative."""
+        return self.update if self.update is not None and self.update.is_speculative else None
+
+    def begin_update(self, update: UnitUpdate) -> None:
+        if self.update is not None:
+            raise AssertionError(f"unit '{self.name}' has an update under way already")
+        self.update = update
+
+    def apply_update(self) -> None:
+        """Wait until the decided update, if there is one, is computed: where its new weights are in memory they count
+        from now on, and the gradients are not needed any more.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
+        update = self.update
+        if update is None or update.state is not UpdateState.DECIDED:
+            return
+        self._await(update, "computed")
+        with interrupts_deferred():
+            if update.place.shadow is not None:
+                self._take_over(update, update.place.shadow)
+            update.to(UpdateState.APPLIED)
+
+    def await_slot(self) -> None:
+        """Wait until the decided update, if there is one, does not use the slot of the weights. Raises as
+        apply_update."""
+        if self.decided is not None:
+            self._await(self.decided, "weights")
+
+    def land_update(self) -> UnitUpdate:
+        """Wait for the decided update: from now on its new values count in the store, too, and no update is under way.
+        Raises as apply_update."""
+        update = self.decided
+        if update is None:
+            raise AssertionError(f"unit '{self.name}' has no decided update")
+        self.apply_update()
+        self._await(update, "written")
+        with interrupts_deferred():
+            for transfer in update.transfers.values():
+                transfer.land()
+            if update.viewed and update.place.shadow is not None:
+                self._shadows.give_back(update.place.shadow)
+            update.to(UpdateState.LANDED)
+            self.update = None
+        return update
+
+    def undo_update(self) -> None:
+        """The speculative update was canceled, and nothing of it is in flight: all is as before."""
+        update = self.update
+        if update is None:
+            return
+        update.to(UpdateState.UNDONE)
+        self.update = None
+        if update.place.shadow is not None:
+            self._shadows.give_back(update.place.shadow)
+
+    def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
+        with self._health.failing(SwapIOError), self._timeline.stall("update", self.name):
+            with interruptible():
+                update.wait(milestone)
+            wait_all(update.until(milestone))
+
+    def _take_over(self, update: UnitUpdate, shadow: Lease) -> None:
+        """The memory with the new weights is their home now; or what is viewed has them, too, and the shadow goes when
+        they are written."""
+        if update.viewed:
+            lease = self.homes.weights.lease
+            if lease is None:
+                raise AssertionError("weights in the store have no other memory")
+            lease.view()[:] = shadow.view()
+            return
+        self._shadows.give_back(self.homes.weights.move(shadow))
+
+    def weights_under_way(self) -> Written:
+        """New weights of a decided update that are on their way to the store."""
+        return {} if self.decided is None else self.decided.written(self.homes.weights)
+
+    # -- what stands between the unit and its next use ----------------------------------------------------------------
+
+    @property
+    def at_rest(self) -> bool:
+        """No decided update uses the slot of the weights."""
+        return self.decided is None or self.decided.reached("weights")
+
+    def reads_slot(self) -> bool:
+        """Whether an update that began early reads the weights from the unit's slot, so that the slot must stay."""
+        return self.update is not None and self.update.reads_slot()
+
+    def writes_from_slot(self) -> bool:
+        """Whether a decided update may write weights to the store from the slot they are used in."""
+        return self.update is not None and self.update.writes_from_slot()
+
+    def can_be_fetched(self) -> bool:
+        """Weights in RAM wait for their update, which is applied when it is computed; a read from the store is chained
+        to it."""
+        if self.decided is None or self.homes.weights.lease is None:
+            return True
+        if self.decided.reached("computed"):
+            self.apply_update()
+            return True
+        return False
