@@ -108,28 +108,32 @@ def count(workload: Workload, job: Job) -> dict[str, Any]:
     from peers import worker_infinity
 
     from infinity.state.released import ReleasedParameter, _name
-    from infinity.units.room import Residents
+    from infinity.units.parameters import ParameterViews
 
     contender, meter = worker_infinity.setup(job), Meter()
-    original, opening, closing = ReleasedParameter.__torch_function__.__func__, Residents._open, Residents._close
+    original, opening, closing = (
+        ReleasedParameter.__torch_function__.__func__,
+        ParameterViews.open_up,
+        ParameterViews.close,
+    )
 
     def seen(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with meter.of(f"__torch_function__ {_name(func)}"):
             return original(cls, func, types, args, kwargs)
 
-    def opened(self: Residents, record: Any) -> None:
+    def opened(self: ParameterViews) -> None:
         with meter.of("classes"):
-            opening(self, record)
+            opening(self)
 
-    def closed(self: Residents, record: Any) -> None:
+    def closed(self: ParameterViews) -> None:
         with meter.of("classes"):
-            closing(self, record)
+            closing(self)
 
     try:
         contender.step()
         contender.settle()
         ReleasedParameter.__torch_function__ = classmethod(seen)  # type: ignore[assignment]
-        Residents._open, Residents._close = opened, closed  # type: ignore[method-assign]
+        ParameterViews.open_up, ParameterViews.close = opened, closed  # type: ignore[method-assign]
         began, used = time.perf_counter(), time.process_time()
         for _ in range(_COUNTED):
             contender.step()
@@ -137,7 +141,7 @@ def count(workload: Workload, job: Job) -> dict[str, Any]:
         step_s, step_cpu_s = time.perf_counter() - began, time.process_time() - used
     finally:
         ReleasedParameter.__torch_function__ = classmethod(original)  # type: ignore[assignment]
-        Residents._open, Residents._close = opening, closing  # type: ignore[method-assign]
+        ParameterViews.open_up, ParameterViews.close = opening, closing  # type: ignore[method-assign]
         contender.close()
     calls = Counter({name.partition(" ")[2]: n for name, n in meter.calls.items() if name != "classes"})
     return {
