@@ -12,11 +12,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.rooms import Optimizer, Rooms
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
-from infinity.io.fork import in_forked_child
 from infinity.state.plan import Plan
 from infinity.state.released import USE_GATHERED
 from infinity.state.request import GroupUpdate

@@ -11,8 +11,9 @@ import re
 import stat
 from pathlib import Path
 
+from infinity.base import fork
 from infinity.errors import ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError
-from infinity.io import durable, fork
+from infinity.io import durable
 from infinity.io.devices import describe_disk
 from infinity.io.manifest import read_header
 

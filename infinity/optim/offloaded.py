@@ -10,19 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from infinity.base.interrupt import whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
-from infinity.io.schema import first_problem
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, loss_scale
 from infinity.state.moments import Moment
-from infinity.state.records import OptimizerRecord, ParameterProgress
+from infinity.state.records import OptimizerRecord, record_optimizer
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Place
 
@@ -251,19 +249,14 @@ class OffloadedOptimizer(GroupedOptimizer):
             | {"params": [names[parameter] for parameter in group["params"]]}
             for group in self.param_groups
         ]
-        try:
-            return OptimizerRecord(
-                class_name=type(self).__name__,
-                param_groups=groups,
-                state={names[parameter]: ParameterProgress(**state) for parameter, state in self.state.items()},
-                last_grad_norm=self.last_grad_norm,
-                skipped_steps=self.skipped_steps,
-                skips_in_a_row=self._skips_in_a_row,
-            )
-        except ValidationError as error:
-            raise ConfigError(
-                f"infinity.{type(self).__name__} cannot be kept in a generation: {first_problem(error)}"
-            ) from error
+        return record_optimizer(
+            class_name=type(self).__name__,
+            param_groups=groups,
+            state={names[parameter]: state for parameter, state in self.state.items()},
+            last_grad_norm=self.last_grad_norm,
+            skipped_steps=self.skipped_steps,
+            skips_in_a_row=self._skips_in_a_row,
+        )
 
     def names(self) -> set[str]:
         """Of the parameters."""

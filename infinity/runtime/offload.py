@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_generation, from_source, open_coordinator
 from infinity.errors import ConfigError, ModelError
-from infinity.io.fork import refuse_in_forked_child, use
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import AfterValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, Field, PlainValidator, ValidationError, model_validator
 
-from infinity.io.schema import COUNT_MAX, Count, Name, Record, Text, require_unique, validated
+from infinity.errors import ConfigError
+from infinity.io.schema import COUNT_MAX, Count, Name, Record, Text, first_problem, require_unique, validated
 from infinity.sizes import round_up
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -193,6 +194,15 @@ class OptimizerRecord(Record):
             if expected is not None and progress.begun.keys() != expected:
                 raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {expected}")
         return self
+
+
+def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
+    """The record of an optimizer that exists. Raises ConfigError for what could not be read again, as a learning rate
+    that is NaN."""
+    try:
+        return OptimizerRecord(class_name=class_name, **values)
+    except ValidationError as error:
+        raise ConfigError(f"infinity.{class_name} cannot be kept in a generation: {first_problem(error)}") from error
 
 
 _MOMENTS: dict[str, set[str]] = {

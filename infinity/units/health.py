@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from infinity.base.fork import refuse_in_forked_child
 from infinity.errors import InfinityError
-from infinity.io.fork import refuse_in_forked_child
 
 
 class Health:
