@@ -56,8 +56,8 @@ def settle(model: Any) -> None:
         registry.coordinator_of(model).acquire(index)
         registry.coordinator_of(model).release(index)
     for record in registry.coordinator_of(model).units:
-        if record.fetch is not None:
-            record.fetch.finish()
+        if record.weights.fetch is not None:
+            record.weights.fetch.finish()
 
 
 def read(path: Path) -> list[dict[str, Any]]:
