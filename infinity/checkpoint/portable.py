@@ -31,6 +31,7 @@ from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
 from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
+from infinity.state.moments import STORED_AS
 from infinity.state.records import parse_body
 
 logger = logging.getLogger(__name__)
@@ -46,12 +47,11 @@ _INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # in Python's mem
 _HASHED_BYTES = 4 << 20
 _THREADS_MAX = 4
 _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
-_STORED = {"sum": "exp_avg_sq", "momentum_buffer": "exp_avg"}
 
 
 def stored_name(moment: str) -> str:
     """The store's name of what torch's optimizers call `moment`."""
-    return _STORED.get(moment, moment)
+    return STORED_AS.get(moment, moment)
 
 
 def master_name(parameter: str) -> str:

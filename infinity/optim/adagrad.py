@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import Unpack
@@ -12,7 +12,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError
 from infinity.optim.hyperparameters import TorchOptions, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.state.moments import Moment
+from infinity.state.moments import OptimizerName
 
 
 class Adagrad(OffloadedOptimizer):
@@ -27,6 +27,8 @@ class Adagrad(OffloadedOptimizer):
         ModelError: a parameter is not offloaded, or they are of several models.
         ConfigError: a hyperparameter is out of range.
     """
+
+    rule: ClassVar[OptimizerName] = "adagrad"
 
     def __init__(
         self,
@@ -60,9 +62,6 @@ class Adagrad(OffloadedOptimizer):
             torchs=torchs,
         )
 
-    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        return {"sum": "exp_avg_sq"}
-
     def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
         super()._require_room(coordinator, group)
         if coordinator.plan.moments == "int8":
@@ -84,7 +83,7 @@ class Adagrad(OffloadedOptimizer):
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "rule": "adagrad",
+            "rule": self.rule,
             "lr": float(group["lr"]),
             "lr_decay": float(group["lr_decay"]),
             "weight_decay": float(group["weight_decay"]),

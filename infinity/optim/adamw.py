@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import Unpack
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from infinity.errors import ConfigError
 from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.state.moments import STORED, Moment
+from infinity.state.moments import OptimizerName
 
 _INFINITE = float("inf")
 
@@ -22,7 +22,7 @@ class Adam(OffloadedOptimizer):
     Args and Raises: as AdamW.
     """
 
-    _rule = "adam"
+    rule: ClassVar[OptimizerName] = "adam"
 
     def __init__(
         self,
@@ -50,9 +50,6 @@ class Adam(OffloadedOptimizer):
             torchs=torchs,
         )
 
-    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        return {name: name for name in STORED[self._rule]}
-
     def check(self, group: Mapping[str, Any]) -> None:
         require_range(group, lr=(0, _INFINITE), betas=(0, 1), eps=(0, _INFINITE), weight_decay=(0, _INFINITE))
         require_flags(group, "amsgrad")
@@ -61,7 +58,7 @@ class Adam(OffloadedOptimizer):
                 "amsgrad is not available: it keeps a third moment, which costs 8 bytes of NVMe traffic per parameter "
                 "and step. Use amsgrad=False."
             )
-        decoupled = self._rule == "adamw"
+        decoupled = self.rule == "adamw"
         if bool(group.get("decoupled_weight_decay", decoupled)) != decoupled:
             other = "Adam" if decoupled else "AdamW"
             raise ConfigError(f"decoupled_weight_decay={not decoupled} is infinity.{other}: use that")
@@ -69,7 +66,7 @@ class Adam(OffloadedOptimizer):
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {
-            "rule": self._rule,
+            "rule": self.rule,
             "lr": float(group["lr"]),
             "beta1": float(beta1),
             "beta2": float(beta2),
@@ -96,7 +93,7 @@ class AdamW(Adam):
         ConfigError: a hyperparameter is out of range.
     """
 
-    _rule = "adamw"
+    rule: ClassVar[OptimizerName] = "adamw"
 
     def __init__(
         self,

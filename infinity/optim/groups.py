@@ -6,7 +6,7 @@ from __future__ import annotations
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from infinity.optim.hyperparameters import (
     require_seed,
     say_ignored,
 )
-from infinity.state.moments import Moment
+from infinity.state.moments import KEPT, Moment, OptimizerName
 from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
@@ -55,9 +55,11 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise ConfigError("all param groups are empty: give the parameters of an offloaded model")
         say_ignored(torchs)
 
-    @abstractmethod
+    rule: ClassVar[OptimizerName]
+
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
         """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
+        return KEPT[self.rule]
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:

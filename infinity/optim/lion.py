@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import Unpack
 
 from infinity.optim.hyperparameters import TorchOptions, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.state.moments import Moment
+from infinity.state.moments import OptimizerName
 
 
 class Lion(OffloadedOptimizer):
@@ -27,6 +27,8 @@ class Lion(OffloadedOptimizer):
         ModelError: a parameter is not offloaded, or they are of several models.
         ConfigError: a hyperparameter is out of range.
     """
+
+    rule: ClassVar[OptimizerName] = "lion"
 
     def __init__(
         self,
@@ -52,16 +54,13 @@ class Lion(OffloadedOptimizer):
             torchs=torchs,
         )
 
-    def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        return {"exp_avg": "exp_avg"}
-
     def check(self, group: Mapping[str, Any]) -> None:
         require_range(group, lr=(0, float("inf")), betas=(0, 1), weight_decay=(0, float("inf")))
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
         return {
-            "rule": "lion",
+            "rule": self.rule,
             "lr": float(group["lr"]),
             "beta1": float(beta1),
             "beta2": float(beta2),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import Unpack
@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from infinity.errors import ConfigError
 from infinity.optim.hyperparameters import TorchOptions, require_flags, require_range
 from infinity.optim.offloaded import OffloadedOptimizer
-from infinity.state.moments import Moment
+from infinity.state.moments import Moment, OptimizerName
 
 
 class SGD(OffloadedOptimizer):
@@ -26,6 +26,8 @@ class SGD(OffloadedOptimizer):
         ModelError: a parameter is not offloaded, or they are of several models.
         ConfigError: a hyperparameter is out of range.
     """
+
+    rule: ClassVar[OptimizerName] = "sgd"
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class SGD(OffloadedOptimizer):
         )
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        return {"momentum_buffer": "exp_avg"} if group["momentum"] else {}
+        return super().moments(group) if group["momentum"] else {}
 
     def check(self, group: Mapping[str, Any]) -> None:
         positive = (0, float("inf"))
@@ -72,7 +74,7 @@ class SGD(OffloadedOptimizer):
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         return {
-            "rule": "sgd",
+            "rule": self.rule,
             "lr": float(group["lr"]),
             "beta1": float(group["momentum"]),
             "dampening": float(group["dampening"]),

@@ -1,4 +1,4 @@
-"""Which of the two moments each optimizer keeps. Both states have Adam's names, whoever uses them."""
+"""Which moments each optimizer keeps: the one table. Stored moments have Adam's names, whoever uses them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Literal, get_args
 Moment = Literal["exp_avg", "exp_avg_sq"]
 OptimizerName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
 
-STORED: dict[str, tuple[Moment, ...]] = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "adagrad": ("exp_avg_sq",),
-    "sgd": ("exp_avg",),
+KEPT: dict[str, dict[str, Moment]] = {
+    "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "adam": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
+    "lion": {"exp_avg": "exp_avg"},
+    "adagrad": {"sum": "exp_avg_sq"},
+    "sgd": {"momentum_buffer": "exp_avg"},
 }
+"""By optimizer: torch's names of its moments, and where each is stored."""
 
-assert tuple(STORED) == get_args(OptimizerName)
+STORED: dict[str, tuple[Moment, ...]] = {name: tuple(kept.values()) for name, kept in KEPT.items()}
+STORED_AS: dict[str, Moment] = {torchs: stored for kept in KEPT.values() for torchs, stored in kept.items()}
+"""By torch's names, whichever optimizer has them."""
+
+assert tuple(KEPT) == get_args(OptimizerName)

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, PlainValidator, ValidationError, mod
 from infinity.errors import ConfigError
 from infinity.io.schema import COUNT_MAX, Count, Name, Record, Text, first_problem, require_unique, validated
 from infinity.sizes import round_up
+from infinity.state.moments import KEPT
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 _GROUPS_MAX = 1 << 17
@@ -189,10 +190,10 @@ class OptimizerRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> OptimizerRecord:
-        expected = _MOMENTS.get(self.class_name)
+        expected = KEPT.get(self.class_name.lower()) if self.class_name != "SGD" else None  # without momentum, nothing
         for name, progress in self.state.items():
-            if expected is not None and progress.begun.keys() != expected:
-                raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {expected}")
+            if expected is not None and progress.begun.keys() != expected.keys():
+                raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {set(expected)}")
         return self
 
 
@@ -203,15 +204,6 @@ def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
         return OptimizerRecord(class_name=class_name, **values)
     except ValidationError as error:
         raise ConfigError(f"infinity.{class_name} cannot be kept in a generation: {first_problem(error)}") from error
-
-
-_MOMENTS: dict[str, set[str]] = {
-    "Adam": {"exp_avg", "exp_avg_sq"},
-    "AdamW": {"exp_avg", "exp_avg_sq"},
-    "Lion": {"exp_avg"},
-    "Adagrad": {"sum"},
-}
-"""What these optimizers keep of each parameter that has done a step."""
 
 
 def _random_numbers(value: Any) -> dict[str, Any]:

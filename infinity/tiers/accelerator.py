@@ -50,16 +50,12 @@ def _references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-class HostSlot:
-    """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
+class _Referred:
+    """The references to a slot's memory, counted by torch."""
 
-    def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.lease = lease
         self._own = self._expected = _references(tensor)
-
-    def wait(self) -> None:
-        return
 
     def expect(self, views: int) -> None:
         self._expected = self._own + views
@@ -67,12 +63,23 @@ class HostSlot:
     def outstanding(self) -> bool:
         return _references(self.tensor) > self._expected
 
+
+class HostSlot(_Referred):
+    """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
+        super().__init__(tensor)
+        self.lease = lease
+
+    def wait(self) -> None:
+        return
+
     def free(self) -> None:
         if self.lease is not None:
             self.lease.release()
 
 
-class CudaSlot:
+class CudaSlot(_Referred):
     """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator.
 
     Args:
@@ -81,11 +88,10 @@ class CudaSlot:
     """
 
     def __init__(self, tensor: torch.Tensor, event: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
-        self.tensor = tensor
+        super().__init__(tensor)
         self._event = event
         self._allocated_on = stream
         self._waited: set[torch.cuda.Stream] = set()
-        self._own = self._expected = _references(tensor)
 
     def wait(self) -> None:
         stream = torch.cuda.current_stream(self.tensor.device)
@@ -95,12 +101,6 @@ class CudaSlot:
         if stream != self._allocated_on:
             self.tensor.record_stream(stream)
         self._waited.add(stream)
-
-    def expect(self, views: int) -> None:
-        self._expected = self._own + views
-
-    def outstanding(self) -> bool:
-        return _references(self.tensor) > self._expected
 
     def free(self) -> None:
         return
