@@ -16,11 +16,10 @@
 #include <utility>
 
 #include "aio/backend.hpp"
+#include "base/page.hpp"
 
 namespace infinity {
 namespace {
-
-constexpr std::uint32_t kPage = 4096;
 
 // Aligned memory in which a block may be damaged without touching the caller's.
 class Bounce {
@@ -62,7 +61,7 @@ class FaultyBackend final : public Backend {
         return report(op.token, -fault->error_number);
       case FaultKind::cut:
         if (sync) return pass(op);
-        changed.nbytes = op.nbytes / 2 / kPage * kPage;
+        changed.nbytes = static_cast<std::uint32_t>(op.nbytes / 2 / kPageBytes * kPageBytes);
         return pass(changed.nbytes > 0 ? changed : op);
       case FaultKind::flip:
         return sync ? pass(op) : flip(op);

@@ -9,10 +9,10 @@
 #include <system_error>
 #include <utility>
 
+#include "base/page.hpp"
+
 namespace infinity {
 namespace {
-
-constexpr std::uint32_t kPage = 4096;
 
 std::atomic<std::uint64_t> next_id{1};
 
@@ -32,7 +32,7 @@ Alignment direct_alignment(int fd) {
 #else
   static_cast<void>(fd);
 #endif
-  return {kPage, kPage};
+  return {kPageBytes, kPageBytes};
 }
 
 // Both return an errno value. A signal may interrupt a long reservation: it is asked for again.
@@ -86,7 +86,7 @@ void File::inquire() {
   if (!direct_) return;
   const Alignment alignment = direct_alignment(fd_);
   // Everything is moved in multiples of 4 KiB. Larger blocks, or none, mean the page cache.
-  if (alignment.offset == 0 || alignment.offset > kPage || alignment.memory > kPage) {
+  if (alignment.offset == 0 || alignment.offset > kPageBytes || alignment.memory > kPageBytes) {
     const int flags = fcntl(fd_, F_GETFL);
     if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) {
       throw std::system_error(errno, std::generic_category(), "leave direct I/O on " + path_);

@@ -11,10 +11,10 @@
 #include <system_error>
 
 #include "base/numa.hpp"
+#include "base/page.hpp"
 
 namespace infinity {
 namespace {
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 }  // namespace
 
@@ -46,7 +46,7 @@ Arena::~Arena() {
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
   if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::invalid_argument("the range is outside the arena");
   // The kernel rounds the length up to whole pages: a neighbour's bytes would go with them.
-  if (offset % kPage != 0 || (nbytes % kPage != 0 && offset + nbytes != nbytes_)) {
+  if (offset % kPageBytes != 0 || (nbytes % kPageBytes != 0 && offset + nbytes != nbytes_)) {
     throw std::invalid_argument("pages are given back in multiples of 4 KiB; got offset " + std::to_string(offset) +
                                 ", length " + std::to_string(nbytes));
   }

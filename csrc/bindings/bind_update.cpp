@@ -1,6 +1,7 @@
 #include <atomic>
 #include <map>
 
+#include "base/page.hpp"
 #include "bindings/common.hpp"
 #include "update/update.hpp"
 
@@ -51,7 +52,7 @@ void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name
   if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
   // With a file, whole pages are written from the memory.
-  require_fits(stream.memory, stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes, 4, name);
+  require_fits(stream.memory, stream.stream.file != nullptr ? round_up_to_page(nbytes) : nbytes, 4, name);
 }
 
 // Gradients: a stream, or the memory they are in.

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/future.hpp"
+#include "base/page.hpp"
 #include "base/thread_pool.hpp"
 #include "update/update.hpp"
 
@@ -18,10 +19,6 @@ namespace infinity {
 
 inline constexpr std::size_t kStreams = 5;  // weight, residual, exp_avg, exp_avg_sq, grad
 inline constexpr std::size_t kGrad = 4;     // is only read
-
-[[nodiscard]] constexpr std::size_t round_up_to_page(std::size_t nbytes) {
-  return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
 
 struct Tile;
 
