@@ -78,8 +78,6 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   [[nodiscard]] const Histogram& latency(OpKind kind) const { return latency_[static_cast<std::size_t>(kind)]; }
 
  private:
-  struct Part;
-  struct Block;
   class Server;
   using Task = std::function<void(Backend&)>;
 
