@@ -274,20 +274,16 @@ MUTANTS = [
     ),
     Mutant(
         "the failed transfer of an update's tile",
-        "csrc/update/update.cpp",
-        "          if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();\n",
+        "csrc/update/driver.cpp",
+        "  if (failure) fail(job, *failure);\n",
         "",
         ("tests/runtime/test_faults.py", "tests/native/test_update.py"),
     ),
     Mutant(
         "the wait for an update's writes",
-        "csrc/update/update.cpp",
-        "      transfer(lock, tile, requests,\n"
-        "               [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {\n"
-        "                 tile_done(locked, written, writing);\n"
-        "               });\n",
-        "      transfer(lock, tile, requests, [](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) {});\n"
-        "      tile_done(lock, tile, writing);\n",
+        "csrc/update/driver.cpp",
+        "    transfer(tile, OpKind::write, states);\n",
+        "    transfer(tile, OpKind::write, states);\n    tile->pending = 0;\n    leave(tile);\n",
         ("tests/runtime/test_faults.py", "tests/native/test_update.py", "tests/crash/test_power_loss.py"),
     ),
     Mutant(
