@@ -51,7 +51,7 @@ void check(const IoRequest& request) {
   const auto end =
       sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (request.offset > end || request.nbytes > end - request.offset) {
-    // -1 would even mean "the current position" to the kernel.
+    // Beyond that range a number may mean something else: to the kernel, -1 is "the current position".
     throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
                                 std::to_string(request.nbytes) + " bytes on");
   }
@@ -143,7 +143,7 @@ struct IoEngine::Impl {
     return lane;
   }
 
-  // Which lanes a request concerns, and a bit for each member of the file that is theirs.
+  // The lanes that a request concerns, each with a bit for each member of the file that it serves.
   using Shares = std::vector<std::pair<std::shared_ptr<Lane>, std::uint64_t>>;
 
   Shares split(const IoRequest& io) {

@@ -13,7 +13,8 @@
 namespace infinity {
 namespace {
 
-// Of a whole request. Its file is not asked: the lane's thread lets go of that at any moment.
+// A Failure of the whole request. It takes the path from the request: the lane's thread may reset io.file at any
+// moment.
 Failure describe(const Request& request, FailureKind kind, int error, const std::string& cause) {
   Failure failure;
   failure.kind = kind;

@@ -41,7 +41,8 @@ class Lane::Server {
       if (stopping && parts_.in_flight() == 0) return;
       if (!may_wait()) continue;
       results.clear();
-      // A deep queue is served by the handful: fewer system calls, and the rest keeps the device busy meanwhile.
+      // With many blocks in flight, wait for several results at once: fewer system calls, and the others keep the
+      // device busy meanwhile.
       backend_.wait(results, std::max(parts_.in_flight() / kHandfulOf, 1u));
       for (const BlockResult& result : results) take(result);
     }
@@ -71,7 +72,7 @@ class Lane::Server {
     return stopping;
   }
 
-  // False when something came in that could be started, or must be done, now.
+  // False when a task came in, or a request that can be started now.
   bool may_wait() {
     const std::lock_guard lock(lane_.mutex_);
     if (!lane_.tasks_.empty() || (parts_.has_room() && !lane_.incoming_.empty())) return false;
@@ -144,7 +145,7 @@ class Lane::Server {
     backend_.submit(op);
   }
 
-  // Every result passes here: nothing that did not move is reported as moved.
+  // Every result passes through here, so that no byte that was not moved is reported as moved.
   void take(const BlockResult& result) {
     Block block = std::move(blocks_[result.token]);
     blocks_[result.token] = Block{};
@@ -185,18 +186,18 @@ class Lane::Server {
     lane_.in_flight_ = parts_.in_flight();
   }
 
-  // True when the rest of the block was queued; false when it can not be moved.
+  // True when the rest of the block was queued; false when the request has failed.
   bool continue_short(Block& block, std::uint32_t moved) {
     Request& request = *block.part->request;
     const bool reading = request.io.kind == OpKind::read;
-    // Direct I/O goes on from a border of the device's blocks, so bytes after the last one are moved twice.
+    // Direct I/O must continue at a border of the device's blocks: the bytes after the last border are moved again.
     const std::uint32_t kept = moved / block.file->offset_alignment() * block.file->offset_alignment();
     if (moved == 0 && reading) {
       request.fail(block.failure(0, "the file ends before the data does; was it truncated?"));
       return false;
     }
     if (kept == 0 && ++block.retries > kRetriesMax) {
-      // A read that never gets past part of a device's block has met the end of a file of an odd length.
+      // A read that never gets past part of a device's block is at the end of a file of an odd length.
       request.fail(reading ? block.failure(0, "the file ends before the data does; was it truncated?")
                            : block.failure(EIO, "the device keeps moving nothing"));
       return false;
@@ -276,7 +277,7 @@ void Lane::serve(std::promise<void>& opened) {
   try {
     Server(*this, *backend).run();
   } catch (const std::exception& error) {
-    // The ring itself failed: what it still holds is unknown.
+    // The ring itself failed: we do not know which transfers it still does.
     abandon(std::string("the I/O thread failed: ") + error.what());
   }
   {

@@ -39,7 +39,7 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
 }
 
 Arena::~Arena() {
-  // A forked child has no such mapping, and by now perhaps memory of its own at these addresses.
+  // A forked child does not have the mapping (MADV_DONTFORK); memory of its own may be at these addresses by now.
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
 }
 
