@@ -299,7 +299,7 @@ def land_gradient(
     pool: ThreadPool,
     isa: str | None = None,
 ) -> float:
-    """dst = src, or dst += src; returns the sum_squares of what is then in dst, taken in the same pass.
+    """dst = src, or dst += src. Returns the sum_squares of the new dst, taken in the same pass.
 
     dst has the dtype of src or is fp32, and is fp32 to add.
     """
@@ -328,22 +328,22 @@ def encode_moments(
 class UpdateFuture(IOFuture):
     @property
     def finite(self) -> bool:
-        """Whether all new weights and moments were, so far as they were computed."""
+        """Whether all new weights and moments that were computed so far are finite."""
     @property
     def computed(self) -> IOFuture:
-        """Done once all new values are computed: those that live in memory are there, and the gradients are free, while
-        writes may be under way. Fails with the update, where that fails before."""
+        """Done once all new values are computed: states in memory are new, and the gradients are not read any more.
+        Writes may be under way. Fails with the update, if the update fails before."""
     @property
     def weights(self) -> IOFuture:
-        """Done once the new weights are where they go, in memory and in the file. Fails as `computed`."""
+        """Done once the new weights are where they go, in memory and in the file. Fails as `computed` does."""
 
 class StateStream:
     """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both).
 
     Args:
-        offset, write_offset: where it is read from and written to in the file; None: written where it was read.
-        source: (weights only) the current values, which stay as they are; new ones go to `memory` and the file.
-        current: False: `memory` is only where new values go; the current ones are read from the file.
+        offset, write_offset: where the state is read from in the file, and written to; None: the same place.
+        source: (weights only) the current values, which are not changed; the new ones go to `memory` and the file.
+        current: False when only new values go to `memory` and the current ones are read from the file.
     """
 
     def __init__(
@@ -358,7 +358,8 @@ class StateStream:
     ) -> None: ...
 
 class UpdatePipeline:
-    """Read states → Adam → write states, in tiles, all three in flight on C++ threads; jobs in order of submission."""
+    """Read states → Adam → write states, in tiles, all three at once on C++ threads. Jobs are done in the order in
+    which they are submitted."""
 
     def __init__(
         self,
@@ -370,12 +371,15 @@ class UpdatePipeline:
         held_tiles_max: int = 0,
         isa: str | None = None,
     ) -> None:
-        """Args: staging: room for two tiles beside `held_tiles_max`."""
+        """
+        Args:
+            staging: memory for at least two tiles more than `held_tiles_max`.
+        """
     @staticmethod
     def staging_tile_bytes(
         numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
     ) -> int:
-        """Bytes of a tile of `numel` elements whose states are all in a file; with `gradients` those, too."""
+        """Bytes of a tile of `numel` elements whose states are all in a file; with `gradients` these are, too."""
     def submit(
         self,
         *,
@@ -397,17 +401,19 @@ class UpdatePipeline:
         first: bool = False,
         held: UpdateFuture | None = None,
     ) -> UpdateFuture:
-        """A moment that no segment's rule uses may be left out.
+        """Queue one unit's update.
 
-        With `whole` everything is moved, not only what segments touch: the states go to another place of the file.
+        Args:
+            exp_avg, exp_avg_sq: may be left out when no segment's rule uses the moment.
+            whole: move all elements, not only those that segments touch: the states go to another place of the file.
+            arithmetic: False reads the states and writes them back as they are, to measure the traffic alone.
+            tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
+            first: the job comes before the jobs that were not begun.
+            held: a held job of the same format and size. The job takes over the tiles that the held job has read, and
+                its failure if it failed.
 
-        Without `arithmetic` the states are read and written back as they are: the traffic of an update alone.
-
-        `tag` is any number below 2^64; it comes back with the job's tiles, and their transfers, in the trace.
-
-        With `first` it comes before the jobs that were not begun.
-
-        With `held` it takes over what that job, of the same format and size, has read; a failure of it, too.
+        Raises:
+            ValueError: the job is inconsistent, its tiles do not fit the staging, or `held` is not held any more.
         """
     def hold(
         self,
@@ -422,24 +428,26 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         tag: int = 0,
     ) -> UpdateFuture:
-        """Begin to read a job's tiles before it is decided, as far as the staging reaches, where no other job has tiles
-        to read. Nothing may change the states that are given, all in a file, until the job is taken over by `submit`
-        or taken back."""
+        """Begin to read a job's tiles before the job is decided, while no other job has tiles to read, and as far as
+        `held_tiles_max` allows. The states that are given are all in a file. Nothing may change them until `submit`
+        takes the job over or it is withdrawn."""
     @property
     def held_tiles_max(self) -> int:
-        """The most tiles that held jobs have in the staging."""
+        """The most tiles that held jobs may have in the staging."""
     def lend(self, memory: Buffer) -> None:
-        """More staging, for tiles that held jobs may have, until it is reclaimed: as many as fit."""
+        """Add memory to the staging until it is reclaimed. Held jobs may have as many more tiles as fit in it."""
     def reclaim(self, memory: Buffer) -> bool:
-        """Take back what was lent: begin no more tiles there and wait until none is. Held jobs that may have some must
-        be taken over or taken back before. False where a device that was given up may use the memory for ever."""
+        """Take back memory that was lent: start no more tiles there, and wait until none is there. Held jobs that may
+        have tiles there must be taken over or withdrawn before. False when a device that was given up may use the
+        memory for ever."""
     def withdraw(self, update: UpdateFuture) -> bool:
-        """Take a job back of which nothing was begun, or that is held: it fails as canceled. False, and it goes on,
-        otherwise."""
+        """Take back a job that is held, or of which no tile was started: it fails as canceled. Returns False when the
+        job was begun; then it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
-        """Begin no more tiles of a job; unless it was done it fails as canceled once nothing of it is in flight."""
+        """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
+        started before."""
     def counters(self) -> dict[str, int]:
-        """tiles, ahead (of them, read while their job was held), adam_ns, read_wait_ns, write_wait_ns."""
+        """tiles, ahead (of them, those read while their job was held), adam_ns, read_wait_ns, write_wait_ns."""
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
         """As IOEngine.trace, of tiles."""
     def take_trace(self) -> tuple[bytes, int]:

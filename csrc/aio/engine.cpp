@@ -14,10 +14,10 @@
 #include <thread>
 #include <utility>
 
+#include "base/page.hpp"
+
 namespace infinity {
 namespace {
-
-constexpr std::uint64_t kPage = 4096;
 
 void check(const EngineOptions& options) {
   if (options.engine != "auto" && options.engine != "io_uring" && options.engine != "threads") {
@@ -29,7 +29,7 @@ void check(const EngineOptions& options) {
   if (options.threads == 0) throw std::invalid_argument("threads must be positive");
   if (options.in_flight_bytes == 0) throw std::invalid_argument("in_flight_bytes must be positive");
   if (options.deadline <= std::chrono::nanoseconds(0)) throw std::invalid_argument("the deadline must be positive");
-  if (options.block_bytes == 0 || options.block_bytes % kPage != 0 || options.block_bytes > (1u << 30)) {
+  if (options.block_bytes == 0 || options.block_bytes % kPageBytes != 0 || options.block_bytes > (1u << 30)) {
     throw std::invalid_argument("block must be a positive multiple of 4 KiB, at most 1 GiB");
   }
 }
@@ -41,16 +41,17 @@ void check(const IoRequest& request) {
   }
   const auto address = reinterpret_cast<std::uintptr_t>(request.data);
   const ChecksumTable* sums = request.file->checksums();
-  if ((request.file->direct() && address % kPage != 0) ||
-      ((request.file->direct() || sums != nullptr) && (request.offset % kPage != 0 || request.nbytes % kPage != 0))) {
+  if ((request.file->direct() && address % kPageBytes != 0) ||
+      ((request.file->direct() || sums != nullptr) &&
+       (request.offset % kPageBytes != 0 || request.nbytes % kPageBytes != 0))) {
     throw std::invalid_argument("direct I/O needs memory, offset and length in multiples of 4 KiB; got address " +
-                                std::to_string(address % kPage) + " past one, offset " +
+                                std::to_string(address % kPageBytes) + " past one, offset " +
                                 std::to_string(request.offset) + ", length " + std::to_string(request.nbytes));
   }
   const auto end =
-      sums != nullptr ? sums->pages() * kPage : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+      sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (request.offset > end || request.nbytes > end - request.offset) {
-    // -1 would even mean "the current position" to the kernel.
+    // Beyond that range a number may mean something else: to the kernel, -1 is "the current position".
     throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
                                 std::to_string(request.nbytes) + " bytes on");
   }
@@ -142,7 +143,7 @@ struct IoEngine::Impl {
     return lane;
   }
 
-  // Which lanes a request concerns, and a bit for each member of the file that is theirs.
+  // The lanes that a request concerns, each with a bit for each member of the file that it serves.
   using Shares = std::vector<std::pair<std::shared_ptr<Lane>, std::uint64_t>>;
 
   Shares split(const IoRequest& io) {

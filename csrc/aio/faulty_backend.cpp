@@ -1,4 +1,4 @@
-// The twin of a real backend that fails on request: behind the same interface, so that a lane cannot tell.
+// A backend for tests: it passes blocks to a real one and injects the faults of a plan. A lane sees the same interface.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,11 +16,10 @@
 #include <utility>
 
 #include "aio/backend.hpp"
+#include "base/page.hpp"
 
 namespace infinity {
 namespace {
-
-constexpr std::uint32_t kPage = 4096;
 
 // Aligned memory in which a block may be damaged without touching the caller's.
 class Bounce {
@@ -62,7 +61,7 @@ class FaultyBackend final : public Backend {
         return report(op.token, -fault->error_number);
       case FaultKind::cut:
         if (sync) return pass(op);
-        changed.nbytes = op.nbytes / 2 / kPage * kPage;
+        changed.nbytes = static_cast<std::uint32_t>(op.nbytes / 2 / kPageBytes * kPageBytes);
         return pass(changed.nbytes > 0 ? changed : op);
       case FaultKind::flip:
         return sync ? pass(op) : flip(op);
@@ -114,7 +113,7 @@ class FaultyBackend final : public Backend {
   static constexpr std::uint64_t kLatest = 16;  // at most, of a shuffled one
   static constexpr std::uint64_t kDawdleNs = 1'000'000;
 
-  // Bounded in both: nothing is held for ever.
+  // Both bounds hold, so nothing is delayed for ever.
   void shuffle(std::uint64_t token, std::uint64_t bits) {
     if (bits % 2 == 0) late_[token] = static_cast<int>(1 + bits / 2 % kLatest);
     if (bits / 64 % 8 == 0) std::this_thread::sleep_for(std::chrono::nanoseconds(bits / 512 % kDawdleNs));

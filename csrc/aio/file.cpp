@@ -9,10 +9,10 @@
 #include <system_error>
 #include <utility>
 
+#include "base/page.hpp"
+
 namespace infinity {
 namespace {
-
-constexpr std::uint32_t kPage = 4096;
 
 std::atomic<std::uint64_t> next_id{1};
 
@@ -32,10 +32,10 @@ Alignment direct_alignment(int fd) {
 #else
   static_cast<void>(fd);
 #endif
-  return {kPage, kPage};
+  return {kPageBytes, kPageBytes};
 }
 
-// Both return an errno value. A signal may interrupt a long reservation: it is asked for again.
+// Both functions return an errno value. A reservation that a signal interrupts is asked for again.
 int reserve(int fd, off_t nbytes) {
   for (;;) {
     if (fallocate(fd, 0, 0, nbytes) == 0) return 0;
@@ -43,8 +43,9 @@ int reserve(int fd, off_t nbytes) {
   }
 }
 
-// Without fallocate the C library writes a byte per block: slower, the same guarantee. Direct I/O would refuse so small
-// a write, so the descriptor goes through the page cache for as long, and nothing of that stays cached.
+// Where the file system has no fallocate, the C library writes one byte per block, which is slower and guarantees the
+// same. Direct I/O refuses a write of one byte, so direct I/O is switched off meanwhile; what the page cache holds
+// afterwards is dropped.
 int reserve_by_writing(int fd, off_t nbytes) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_DIRECT) != 0) return errno;
@@ -85,8 +86,8 @@ void File::inquire() {
   device_ = info.st_dev;
   if (!direct_) return;
   const Alignment alignment = direct_alignment(fd_);
-  // Everything is moved in multiples of 4 KiB. Larger blocks, or none, mean the page cache.
-  if (alignment.offset == 0 || alignment.offset > kPage || alignment.memory > kPage) {
+  // We move multiples of 4 KiB. A file that needs larger blocks, or has no direct I/O, goes through the page cache.
+  if (alignment.offset == 0 || alignment.offset > kPageBytes || alignment.memory > kPageBytes) {
     const int flags = fcntl(fd_, F_GETFL);
     if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) {
       throw std::system_error(errno, std::generic_category(), "leave direct I/O on " + path_);
@@ -132,8 +133,7 @@ void File::preallocate(std::uint64_t nbytes) {
   int error = reserve(fd_, static_cast<off_t>(nbytes));
   if (error == EOPNOTSUPP) error = reserve_by_writing(fd_, static_cast<off_t>(nbytes));
   if (error == 0) return;
-  // A failed preallocation keeps what it had grabbed: give it back. What is thrown is why it failed, whether or not
-  // this works.
+  // A failed preallocation keeps the blocks that it got: give them back. If this fails, too, the first error is thrown.
   static_cast<void>(!ftruncate(fd_, static_cast<off_t>(before)));
   throw std::system_error(error, std::generic_category(), "preallocate " + path_);
 }

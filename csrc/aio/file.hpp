@@ -11,15 +11,16 @@
 
 namespace infinity {
 
-// Told when a file closes: a ring that registered it holds the file open, and its space taken, until it lets go.
+// Is told when a file closes. A ring that registered the file keeps it open, and its space taken, until the ring
+// forgets it.
 class FileWatcher {
  public:
   virtual ~FileWatcher() = default;
   virtual void file_closed(std::uint64_t id) = 0;
 };
 
-// Opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it in blocks of 4 KiB (direct()
-// tells). Not deleted here: whoever created it decides.
+// Opened with O_CLOEXEC | O_NOFOLLOW and mode 0600, and with O_DIRECT where the file system allows it in blocks of 4
+// KiB (see direct()). Whoever created the file deletes it, not this class.
 class File {
  public:
   // `numa_node`: of the disk below, or -1. Throws std::system_error whose what() names the path and the step that
@@ -36,10 +37,10 @@ class File {
   // does not say). 1 without direct I/O.
   [[nodiscard]] std::uint32_t memory_alignment() const { return memory_alignment_; }
   [[nodiscard]] std::uint32_t offset_alignment() const { return offset_alignment_; }
-  // The file system it is on (st_dev): what shares a queue.
+  // The file system that the file is on (st_dev). Files of one file system share a lane.
   [[nodiscard]] dev_t device() const { return device_; }
   [[nodiscard]] int numa_node() const { return numa_node_; }
-  // Never used twice in a process, unlike descriptors.
+  // Unlike a descriptor, it is never used twice in a process.
   [[nodiscard]] std::uint64_t id() const { return id_; }
   [[nodiscard]] std::uint64_t nbytes() const;  // throws std::system_error
 

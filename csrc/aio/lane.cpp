@@ -1,17 +1,20 @@
 #include "aio/lane.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <optional>
 #include <system_error>
 #include <utility>
 
-#include "aio/lane_server.hpp"
+#include "aio/part.hpp"
+#include "base/clock.hpp"
 #include "base/numa.hpp"
 
 namespace infinity {
 namespace {
 
-// Of a whole request. Its file is not asked: the lane's thread lets go of that at any moment.
+// A Failure of the whole request. It takes the path from the request: the lane's thread may reset io.file at any
+// moment.
 Failure describe(const Request& request, FailureKind kind, int error, const std::string& cause) {
   Failure failure;
   failure.kind = kind;
@@ -44,53 +47,6 @@ std::shared_ptr<Lane> Lane::open(LaneOptions options) {
     throw;
   }
   return lane;
-}
-
-std::unique_ptr<Backend> Lane::make_backend() {
-  std::unique_ptr<Backend> backend;
-  if (options_.engine == "threads") {
-    backend = make_thread_backend(options_.queue_depth, options_.threads);
-    reason_ = "asked for";
-  } else {
-    try {
-      backend = make_uring_backend(options_.queue_depth);
-      reason_ = options_.engine == "auto" ? "the kernel offers it" : "asked for";
-    } catch (const std::system_error& error) {
-      if (options_.engine != "auto") throw;
-      backend = make_thread_backend(options_.queue_depth, options_.threads);
-      reason_ = std::string("io_uring is not usable: ") + error.what();
-    }
-  }
-  name_ = backend->name();
-  reason_ += "; " + backend->details();
-  return options_.faults == nullptr ? std::move(backend) : make_faulty_backend(std::move(backend), options_.faults);
-}
-
-void Lane::serve(std::promise<void>& opened) {
-  std::unique_ptr<Backend> backend;
-  try {
-    backend = make_backend();
-  } catch (...) {
-    opened.set_exception(std::current_exception());
-    return;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    backend_ = backend.get();
-  }
-  opened.set_value();
-  try {
-    Server(*this, *backend).run();
-  } catch (const std::exception& error) {
-    // The ring itself failed: what it still holds is unknown.
-    abandon(std::string("the I/O thread failed: ") + error.what());
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    backend_ = nullptr;
-    ended_ = true;
-  }
-  changed_.notify_all();
 }
 
 void Lane::submit(std::shared_ptr<Request> request, std::uint64_t members) {

@@ -40,14 +40,20 @@ struct LaneCounters {
   std::uint64_t in_flight = 0;  // blocks, now
 };
 
-// One thread owns the backend. Parts of requests are queued per class and cut to blocks; the queue depth is held across
-// requests, so the pipe does not drain between tensors.
+// One thread owns the backend. Parts of requests are queued by class and cut to blocks (see part_queue.hpp). Blocks of
+// several requests are in flight at once, so the pipe does not drain between tensors.
 //
-// Every result is checked: short → continued from where it stopped, EINTR/EAGAIN → retried at most kRetriesMax times
-// per block, a page that differs from its checksum → corruption, anything else, and a read at the end of the file → the
-// request fails with a Failure that names path, offset, length and errno. A sync that failed is never tried again: the
-// kernel may have forgotten what it could not write. The other blocks of a failed request are
-// dropped if not yet submitted; its part is finished only when none of its blocks is in flight.
+// Every result is checked:
+//
+//   a short transfer                         continues from where it stopped
+//   EINTR, EAGAIN                            is retried, at most kRetriesMax times for a block
+//   a page that differs from its checksum    fails the request as corruption
+//   any other error, the end of the file     fails the request with a Failure that names path, offset, length and errno
+//   a failed sync                            is never tried again: the kernel may have forgotten what it could not
+//   write
+//
+// When a request fails, its blocks that were not submitted yet are dropped. Its part is finished only when none of its
+// blocks is in flight.
 //
 // Life cycle: open() → submit()… → close(). A lane whose device does not answer is abandoned: its requests fail, its
 // thread and ring are left to the kernel, and every later submit() fails at once.
@@ -69,7 +75,8 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
 
   // Abandons the lane when a block has been in flight for longer than `deadline`.
   void check(std::chrono::nanoseconds deadline);
-  // What is queued fails with ECANCELED; waits for what is in flight, unless the lane is, or gets, abandoned.
+  // Requests that are queued fail with ECANCELED. Waits for what is in flight, unless the lane is abandoned before or
+  // meanwhile.
   void close();
 
   [[nodiscard]] const std::string& name() const { return name_; }
@@ -78,8 +85,6 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   [[nodiscard]] const Histogram& latency(OpKind kind) const { return latency_[static_cast<std::size_t>(kind)]; }
 
  private:
-  struct Part;
-  struct Block;
   class Server;
   using Task = std::function<void(Backend&)>;
 
@@ -101,7 +106,7 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::vector<std::pair<std::shared_ptr<Request>, std::uint64_t>> incoming_;
   std::vector<Task> tasks_;
   std::unordered_set<std::shared_ptr<Request>> live_;
-  bool listening_ = false;  // the thread will block, and could start what comes in
+  bool listening_ = false;  // the thread is about to block although it has room: a new request must wake it
   bool stop_ = false;
   bool abandoned_ = false;
   std::string abandoned_because_;

@@ -18,8 +18,8 @@
 
 namespace infinity {
 
-// Bulk traffic never delays a fetch: a class is served before those after it. `writeback` is what others wait for
-// last: new states on their way home.
+// A class is served before those after it, so that bulk traffic never delays a fetch. `writeback` is for new states on
+// the way to their home: others need them last.
 enum class IoClass : std::uint8_t { weights, activations, states, writeback };
 inline constexpr std::size_t kIoClasses = 4;
 
@@ -31,8 +31,8 @@ struct IoRequest {
   std::uint64_t offset;  // bytes, 4 KiB-aligned when file->direct() or with checksums
   std::byte* data;       // 4 KiB-aligned when file->direct(); must stay valid until the future is done
   std::size_t nbytes;    // bytes, a multiple of 4 KiB when file->direct() or with checksums
-  // The caller has the bytes in its cache and keeps the checksums itself: file->take() before a write, file->check()
-  // after a read.
+  // The caller keeps the checksums, while it has the bytes in its cache: file->take() or put() before a write,
+  // file->check() after a read.
   bool caller_checks = false;
   std::uint64_t tag = 0;  // the caller's own, for the trace
 };

@@ -7,6 +7,8 @@
 #include <system_error>
 #include <utility>
 
+#include "base/page.hpp"
+
 namespace infinity {
 namespace {
 
@@ -79,7 +81,7 @@ void SwapFile::preallocate(std::uint64_t nbytes) {
 }
 
 void SwapFile::keep_checksums(std::uint64_t nbytes) {
-  checksums_.emplace(static_cast<std::size_t>((nbytes + kPageBytes - 1) / kPageBytes));
+  checksums_.emplace(static_cast<std::size_t>(round_up_to_page(nbytes) / kPageBytes));
 }
 
 void SwapFile::take(std::uint64_t offset, const std::byte* data, std::size_t nbytes) {

@@ -47,13 +47,13 @@ class SwapFile {
   // Must come before the first request.
   void keep_checksums(std::uint64_t nbytes);
   [[nodiscard]] const ChecksumTable* checksums() const { return checksums_ ? &*checksums_ : nullptr; }
-  // Remembers whole pages that are about to be written, and tells what is wrong with pages that were read (the first of
-  // them, by its file and place). Nothing without checksums.
+  // Remembers the checksums of whole pages that are about to be written. Does nothing without checksums.
   void take(std::uint64_t offset, const std::byte* data, std::size_t nbytes);
   // As take, with the sums of the pages computed before.
   void put(std::uint64_t offset, const std::vector<PageChecksum>& sums);
   // The sums of the blocks of whole pages, from what was remembered; empty without checksums.
   [[nodiscard]] std::vector<BlockSum> block_sums(std::uint64_t offset, std::uint64_t nbytes) const;
+  // The first of these pages, which were read, that differs from what was remembered; its file and place are named.
   [[nodiscard]] std::optional<Failure> check(std::uint64_t offset, const std::byte* data, std::size_t nbytes) const;
 
  private:

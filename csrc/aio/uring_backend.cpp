@@ -1,4 +1,5 @@
-// io_uring: one ring, created and used by the engine's thread; an eventfd read on the ring wakes it.
+// io_uring: one ring, created and used by the lane's thread. A read of an eventfd is always on the ring; writing to the
+// eventfd completes it, which wakes the thread.
 #include "aio/backend.hpp"
 
 #ifdef INFINITY_HAVE_URING
@@ -58,12 +59,12 @@ class UringBackend final : public Backend {
   }
 
   void submit(const BlockOp& op) override {
-    const int slot = slot_of(*op.file);
-    const int fd = slot >= 0 ? slot : op.file->fd();
+    const int index = index_of(*op.file);
+    const int fd = index >= 0 ? index : op.file->fd();
     io_uring_sqe* sqe = next_sqe();
     if (op.kind == OpKind::sync) {
       io_uring_prep_fsync(sqe, fd, IORING_FSYNC_DATASYNC);
-      if (slot >= 0) sqe->flags |= IOSQE_FIXED_FILE;
+      if (index >= 0) sqe->flags |= IOSQE_FIXED_FILE;
       sqe->user_data = op.token;
       return;
     }
@@ -73,7 +74,7 @@ class UringBackend final : public Backend {
     const auto plain = read ? IORING_OP_READ : IORING_OP_WRITE;
     io_uring_prep_rw(buffer >= 0 ? fixed : plain, sqe, fd, op.data, op.nbytes, op.offset);
     if (buffer >= 0) sqe->buf_index = static_cast<__u16>(buffer);
-    if (slot >= 0) sqe->flags |= IOSQE_FIXED_FILE;
+    if (index >= 0) sqe->flags |= IOSQE_FIXED_FILE;
     sqe->user_data = op.token;
   }
 
@@ -117,9 +118,9 @@ class UringBackend final : public Backend {
     const auto found = std::find(files_.begin(), files_.end(), id);
     if (found == files_.end()) return;
     const int none = -1;
-    const auto slot = static_cast<unsigned>(found - files_.begin());
-    // Cannot fail for a slot in use; if it did, the file would only stay open until the ring closes.
-    static_cast<void>(io_uring_register_files_update(&ring_, slot, &none, 1));
+    const auto index = static_cast<unsigned>(found - files_.begin());
+    // Cannot fail for an index in use; if it did, the file would only stay open until the ring closes.
+    static_cast<void>(io_uring_register_files_update(&ring_, index, &none, 1));
     *found = kNoFile;
   }
 
@@ -144,8 +145,8 @@ class UringBackend final : public Backend {
     return text;
   }
 
-  // The slot of a file in the ring's table, or -1. A file enters it when first used.
-  int slot_of(const File& file) {
+  // The index of a file in the ring's table, or -1. A file enters it when first used.
+  int index_of(const File& file) {
     if (!fixed_files_) return -1;
     const auto found = std::find(files_.begin(), files_.end(), file.id());
     if (found != files_.end()) return static_cast<int>(found - files_.begin());
@@ -156,10 +157,10 @@ class UringBackend final : public Backend {
       free = files_.end() - 1;
     }
     const int fd = file.fd();
-    const auto slot = static_cast<int>(free - files_.begin());
-    if (io_uring_register_files_update(&ring_, static_cast<unsigned>(slot), &fd, 1) != 1) return -1;
+    const auto index = static_cast<int>(free - files_.begin());
+    if (io_uring_register_files_update(&ring_, static_cast<unsigned>(index), &fd, 1) != 1) return -1;
     *free = file.id();
-    return slot;
+    return index;
   }
 
   // The registered range that holds all of a block, or -1.
@@ -237,7 +238,7 @@ class UringBackend final : public Backend {
   io_uring ring_{};
   bool fixed_files_ = false;
   bool fixed_buffers_ = false;
-  std::vector<std::uint64_t> files_;  // ids, by slot
+  std::vector<std::uint64_t> files_;  // ids, by index
   std::vector<Buffer> buffers_;       // by index
   const char* flag_names_ = "";
   int wake_fd_ = -1;

@@ -11,10 +11,10 @@
 #include <system_error>
 
 #include "base/numa.hpp"
+#include "base/page.hpp"
 
 namespace infinity {
 namespace {
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 }  // namespace
 
@@ -39,14 +39,14 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
 }
 
 Arena::~Arena() {
-  // A forked child has no such mapping, and by now perhaps memory of its own at these addresses.
+  // A forked child does not have the mapping (MADV_DONTFORK); memory of its own may be at these addresses by now.
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
 }
 
 void Arena::discard(std::size_t offset, std::size_t nbytes) {
   if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::invalid_argument("the range is outside the arena");
   // The kernel rounds the length up to whole pages: a neighbour's bytes would go with them.
-  if (offset % kPage != 0 || (nbytes % kPage != 0 && offset + nbytes != nbytes_)) {
+  if (offset % kPageBytes != 0 || (nbytes % kPageBytes != 0 && offset + nbytes != nbytes_)) {
     throw std::invalid_argument("pages are given back in multiples of 4 KiB; got offset " + std::to_string(offset) +
                                 ", length " + std::to_string(nbytes));
   }

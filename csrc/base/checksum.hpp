@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace infinity {
+#include "base/page.hpp"
 
-inline constexpr std::size_t kPageBytes = 4096;
+namespace infinity {
 
 // The low half of XXH3-64 of a page: 1 in 2^32 damages goes unseen. The same value on every instruction set.
 using PageChecksum = std::uint32_t;

@@ -1,4 +1,4 @@
-// What happened and when, for a trace: recorded while it is switched on, bounded, taken by whoever asks.
+// Events for a trace. A log records while it is switched on, up to a number of events, until somebody takes them.
 #pragma once
 
 #include <atomic>
@@ -10,7 +10,7 @@
 
 namespace infinity {
 
-// Any thread may call anything. While it is off an event costs one relaxed load.
+// Any thread may call any function. While the log is off an event costs one relaxed load.
 //
 // Invariant: an event that came while the log was on is in it, or counted as dropped.
 template <class Event>
@@ -21,7 +21,7 @@ class EventLog {
     std::uint64_t dropped = 0;  // came when the log was full
   };
 
-  // Off, what was recorded stays until it is taken.
+  // Switches recording on or off. Events that were recorded stay until they are taken.
   void record(bool on, std::size_t events_max) {
     const std::lock_guard lock(mutex_);
     events_max_ = events_max;

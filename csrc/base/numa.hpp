@@ -12,7 +12,7 @@ std::vector<int> parse_cpu_list(const std::string& list);
 // Binds the calling thread to the processors of `node` (-1: leaves it alone). False where that was refused or makes no
 // difference; that costs speed only.
 bool run_on_node(int node);
-// Has untouched pages of the range taken from `node` while it has any. As above.
+// Asks that pages of the range that were not touched yet come from `node`, while it has free ones. Returns as above.
 bool prefer_node(void* address, std::size_t nbytes, int node);
 
 }  // namespace infinity

@@ -1,4 +1,4 @@
-// What a caller must keep to.
+// Checks of what a caller passes.
 #pragma once
 
 #include <stdexcept>

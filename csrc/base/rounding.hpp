@@ -1,5 +1,5 @@
-// The arithmetic of IEEE 754, whatever mode the calling thread is in: rounding to nearest, denormal numbers kept. A
-// library may have switched a thread's denormals off (torch.set_flush_denormal), and others' not.
+// Arithmetic as in IEEE 754 (rounding to nearest, denormal numbers kept), whatever mode the calling thread is in. A
+// library may have switched denormal numbers off in some threads (torch.set_flush_denormal) and not in others.
 #pragma once
 
 #include <cstdint>

@@ -38,8 +38,11 @@ struct ThreadPool::Shared {
     for (auto& thread : threads) thread.join();
   }
 
-  void drain(const std::function<void(std::size_t)>& current, std::size_t total) {
-    for (std::size_t index = next.fetch_add(1); index < total; index = next.fetch_add(1)) current(index);
+  void drain(const std::function<void(std::size_t)>& current, std::size_t total, const std::function<void()>& between) {
+    for (std::size_t index = next.fetch_add(1); index < total; index = next.fetch_add(1)) {
+      current(index);
+      if (between) between();
+    }
   }
 
   void serve() {
@@ -53,7 +56,7 @@ struct ThreadPool::Shared {
       const auto* current = task;
       const std::size_t total = count;
       lock.unlock();
-      drain(*current, total);
+      drain(*current, total, nullptr);
       lock.lock();
       if (--busy == 0) finished.notify_all();
     }
@@ -86,10 +89,14 @@ ThreadPool::~ThreadPool() {
 
 unsigned ThreadPool::threads() const { return static_cast<unsigned>(shared_->threads.size()) + 1; }
 
-void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::size_t)>& task) {
+void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::size_t)>& task,
+                              const std::function<void()>& between) {
   Shared& shared = *shared_;
   if (shared.threads.empty() || count < 2) {
-    for (std::size_t index = 0; index < count; ++index) task(index);
+    for (std::size_t index = 0; index < count; ++index) {
+      task(index);
+      if (between) between();
+    }
     return;
   }
   const std::lock_guard one_at_a_time(shared.caller);
@@ -101,9 +108,9 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
     ++shared.round;
   }
   shared.work.notify_all();
-  shared.drain(task, count);
+  shared.drain(task, count, between);
   std::unique_lock lock(shared.mutex);
-  // A worker that wakes only now must not see a task that is gone.
+  // A worker that wakes up only now must not see the task, which the caller is about to destroy.
   shared.task = nullptr;
   shared.finished.wait(lock, [&] { return shared.busy == 0; });
 }

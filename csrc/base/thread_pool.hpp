@@ -19,8 +19,10 @@ class ThreadPool {
   [[nodiscard]] unsigned threads() const;
 
   // Runs task(0) … task(count - 1), each once, in no fixed order; the caller takes part and returns when all are done.
-  // May be called from several threads; the calls run one after the other. `task` must not throw.
-  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& task);
+  // May be called from several threads; the calls run one after the other. The caller also runs `between`, if there is
+  // one, after each of its tasks. Neither may throw.
+  void parallel_for(std::size_t count, const std::function<void(std::size_t)>& task,
+                    const std::function<void()>& between = nullptr);
 
  private:
   struct Shared;

@@ -81,7 +81,7 @@ PyFuture::~PyFuture() {
 bool PyFuture::wait(std::optional<double> timeout_s) const {
   using Clock = std::chrono::steady_clock;
   constexpr auto kSlice = std::chrono::milliseconds(100);
-  // No clock counts so far, infinity least of all: that is a wait without end.
+  // A timeout beyond what a clock can count, such as infinity, means to wait without one.
   constexpr double kForeverS = 1e9;
   if (timeout_s && !(*timeout_s < kForeverS)) timeout_s.reset();
   if (timeout_s && *timeout_s < 0) timeout_s = 0;

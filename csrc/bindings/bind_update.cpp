@@ -1,6 +1,7 @@
 #include <atomic>
 #include <map>
 
+#include "base/page.hpp"
 #include "bindings/common.hpp"
 #include "update/update.hpp"
 
@@ -47,11 +48,19 @@ struct PyPipeline {
   }
 };
 
+// Calls `call` without the GIL: the pipeline's driver answers it. The pipeline is kept meanwhile.
+template <class Call>
+auto without_gil(const PyPipeline& self, const Call& call) {
+  const std::shared_ptr<UpdatePipeline> pipeline = self.pipeline.get();
+  const py::gil_scoped_release unlocked;
+  return call(*pipeline);
+}
+
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
   // With a file, whole pages are written from the memory.
-  require_fits(stream.memory, stream.stream.file != nullptr ? (nbytes + 4095) / 4096 * 4096 : nbytes, 4, name);
+  require_fits(stream.memory, stream.stream.file != nullptr ? round_up_to_page(nbytes) : nbytes, 4, name);
 }
 
 // Gradients: a stream, or the memory they are in.
@@ -104,7 +113,8 @@ std::unique_ptr<PyUpdate> hold(const PyPipeline& self, std::uint64_t numel, cons
   job.exp_avg = of(exp_avg);
   job.exp_avg_sq = of(exp_avg_sq);
   job.tag = tag;
-  return std::make_unique<PyUpdate>(self.pipeline.get()->hold(std::move(job)), std::vector<Memory>{},
+  auto future = without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.hold(std::move(job)); });
+  return std::make_unique<PyUpdate>(std::move(future), std::vector<Memory>{},
                                     std::make_shared<std::atomic<bool>>(false));
 }
 
@@ -154,8 +164,9 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   require_apart(used);
   auto not_finite = job.not_finite;
   const Future taken = held != nullptr ? held->get() : nullptr;
-  return std::make_unique<PyUpdate>(self.pipeline.get()->submit(std::move(job), first, taken), std::move(kept),
-                                    std::move(not_finite));
+  auto future =
+      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), first, taken); });
+  return std::make_unique<PyUpdate>(std::move(future), std::move(kept), std::move(not_finite));
 }
 
 void lend(PyPipeline& self, const py::object& memory) {
@@ -164,7 +175,7 @@ void lend(PyPipeline& self, const py::object& memory) {
   const std::size_t nbytes = taken.nbytes;
   if (!self.lent.emplace(at, std::move(taken)).second) throw py::value_error("the memory was lent before");
   try {
-    self.pipeline.get()->lend(at, nbytes);
+    without_gil(self, [&](UpdatePipeline& pipeline) { pipeline.lend(at, nbytes); });
   } catch (...) {
     self.lent.erase(at);
     throw;
@@ -173,18 +184,13 @@ void lend(PyPipeline& self, const py::object& memory) {
 
 bool reclaim(PyPipeline& self, const py::object& memory) {
   std::byte* const at = memory_from(memory, true, "memory").data;
-  const auto pipeline = self.pipeline.get();
-  bool free = false;
-  {
-    const py::gil_scoped_release unlocked;
-    free = pipeline->reclaim(at);
-  }
+  const bool free = without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.reclaim(at); });
   if (free) self.lent.erase(at);
   return free;
 }
 
 py::dict counters_of(const PyPipeline& self) {
-  const UpdateCounters counters = self.pipeline.get()->counters();
+  const UpdateCounters counters = without_gil(self, [](UpdatePipeline& pipeline) { return pipeline.counters(); });
   py::dict result;
   result["tiles"] = counters.tiles;
   result["ahead"] = counters.ahead;
@@ -236,21 +242,21 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
       .def_property_readonly("held_tiles_max",
-                             [](const PyPipeline& self) { return self.pipeline.get()->held_tiles_max(); })
+                             [](const PyPipeline& self) {
+                               return without_gil(self, [](UpdatePipeline& each) { return each.held_tiles_max(); });
+                             })
       .def("lend", &lend, py::arg("memory"))
       .def("reclaim", &reclaim, py::arg("memory"))
       .def(
           "withdraw",
           [](const PyPipeline& self, const PyUpdate& update) {
-            const py::gil_scoped_release unlocked;
-            return self.pipeline.get()->withdraw(update.get());
+            return without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.withdraw(update.get()); });
           },
           py::arg("update"))
       .def(
           "cancel",
           [](const PyPipeline& self, const PyUpdate& update) {
-            const py::gil_scoped_release unlocked;
-            self.pipeline.get()->cancel(update.get());
+            without_gil(self, [&](UpdatePipeline& pipeline) { pipeline.cancel(update.get()); });
           },
           py::arg("update"))
       .def("counters", &counters_of)

@@ -19,7 +19,7 @@ namespace infinity::bindings {
 
 namespace py = pybind11;
 
-// Memory lent by a Python object; the object stays alive, and exports its buffer, as long as this does.
+// The buffer of a Python object. The object stays alive, and its buffer exported, as long as a copy of this exists.
 struct Memory {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
@@ -67,7 +67,7 @@ class PyFuture {
   int pid_;
 };
 
-// Python closes things before they are collected; a closed one raises on use.
+// An object that Python may close before it is collected. Using it afterwards raises ValueError.
 template <class T>
 class Closable {
  public:

@@ -26,8 +26,8 @@ const Kernels& kernels_for(Isa isa) {
   return baseline::kKernels;  // on 64-bit ARM the baseline has NEON
 }
 
-// The largest gradient g with factor·g·g < 2^-150, which rounds to zero. The processor takes many times as long for a
-// product so small: then it is not formed.
+// The largest gradient g with factor·g·g < 2^-150, which rounds to zero. Products that small are slow on most
+// processors, so they are not computed.
 float vanishing_gradient(double factor) {
   constexpr double kLess = 1.0 - 0x1p-20;
   return factor > 0.0 ? static_cast<float>(std::sqrt(0x1p-150 / factor) * kLess) : 0.0f;

@@ -13,6 +13,14 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #include "cpu_adam/bits.hpp"
 #include "cpu_adam/kernels.hpp"
 
@@ -22,7 +30,7 @@ namespace {
 #include "cpu_adam/simd.inl"
 #include "cpu_adam/weights.inl"
 
-// What builds on them.
+// These use what the two above define.
 #include "cpu_adam/int8.inl"
 #include "cpu_adam/philox.inl"
 #include "cpu_adam/reductions.inl"
@@ -45,7 +53,8 @@ StepFacts apply_rule(float* p, const float* g, float* m, float* v, std::size_t n
                         : apply_to_blocks<SgdWithoutMomentum>(p, g, m, v, numel, c);
 }
 
-// Fills a scratch block with copies of its last element, so that a short block computes nothing that is not there.
+// Fills the rest of a scratch block with copies of its last element: the whole block is computed, but no values other
+// than those of its elements.
 void pad(float* values, std::size_t numel) {
   for (std::size_t i = numel; i < kBlockNumel; ++i) values[i] = values[numel - 1];
 }
@@ -204,7 +213,7 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
   return facts.finite;
 }
 
-// Everything is fp32 and used where it lies: then blocks need not be kept apart.
+// Whether all states are fp32 and are used where they lie: then many blocks are updated in one pass.
 bool all_in_place(const StateFormat& format, const Constants& c) {
   return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh;
 }

@@ -59,7 +59,8 @@ struct StateBuffers {
   void* exp_avg;
   void* exp_avg_sq;
   const void* grad;
-  // Nobody reads the new bf16 weights beside an fp32 master soon (no checksum, no write): they may go past the caches.
+  // New bf16 weights beside an fp32 master may be stored past the caches: nobody reads them soon, for a checksum or a
+  // write.
   bool weight_past_caches = false;
 };
 
@@ -73,7 +74,7 @@ enum class Isa : std::uint8_t { baseline, avx2, avx512, neon };
 [[nodiscard]] Isa isa_from_name(const std::string& name);  // throws std::invalid_argument
 
 // Throws std::invalid_argument unless the segments are sorted, disjoint, within [0, numel), count steps from 1, and
-// begin where the format can begin a block.
+// begin where the format allows a block to begin.
 void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, const StateFormat& format);
 
 // One step on elements [begin, end) of the buffers, which hold elements [first, …) of a flat buffer whose segments were
@@ -104,9 +105,9 @@ inline constexpr std::size_t kPartialNumel = 64 * 1024;
 // Σ x² in double over fixed partials added in index order: the same for any number of threads and ISA.
 [[nodiscard]] double sum_squares(const void* data, DType dtype, std::size_t numel, Isa isa, ThreadPool& pool);
 
-// Takes a gradient in, and returns the sum_squares of what is then in `dst`, in the same pass: dst = src, or
-// dst += src in fp32 where `add`. dst has the dtype of src, or is fp32; to add it must be fp32.
-// Throws std::invalid_argument for other dtypes.
+// Lands a gradient: dst = src, or dst += src in fp32 where `add`. Returns the sum_squares of the new `dst`, taken in
+// the same pass. dst has the dtype of src, or is fp32; to add it must be fp32. Throws std::invalid_argument for other
+// dtypes.
 [[nodiscard]] double land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel,
                                    bool add, Isa isa, ThreadPool& pool);
 

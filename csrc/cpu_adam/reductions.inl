@@ -1,8 +1,8 @@
-// Passes over gradients: taking them in, adding them up, the sum of squares. And the traffic of a step without its
-// arithmetic.
+// Passes over gradients (landing, adding, the sum of squares), and a pass with the memory traffic of a step and next to
+// no arithmetic.
 
 // 32 partial sums and a fixed tree, whatever the vector width: the same bits everywhere. The square of a float is exact
-// in double, so it does not matter whether it is added at once or after a rounding that changes nothing.
+// in double, so a fused multiply-add gives the same bits as a product and a sum.
 class SumSquares {
  public:
   // Only the last call may be for a number that is no multiple of kWidth.

@@ -2,14 +2,6 @@
 //
 // Invariant: every operation is exact IEEE arithmetic or integer arithmetic with the same result on every instruction
 // set: minimum(a, b) is a < b ? a : b. A NaN is a NaN on every one of them; which NaN is not promised.
-#if defined(__AVX2__)
-#include <immintrin.h>
-#elif defined(__SSE2__)
-#include <emmintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
-
 #if defined(__AVX512F__)
 constexpr std::size_t kLanes = 16;
 #elif defined(__AVX2__)

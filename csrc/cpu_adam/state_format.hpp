@@ -1,4 +1,5 @@
-// In what form states are kept, and how many bytes that is.
+// In what form states are kept, and how many bytes that is. The functions are static, so that each translation unit
+// keeps its own, compiled for its own instruction set (see bits.hpp).
 #pragma once
 
 #include <cstddef>
@@ -7,7 +8,7 @@
 namespace infinity {
 
 enum class DType : std::uint8_t { fp32, bf16, fp16 };
-[[nodiscard]] constexpr std::size_t itemsize(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+[[nodiscard]] static constexpr std::size_t itemsize(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
 
 // How the fp32 master is kept.
 //   weight:  the weight is fp32 and is the master itself; no second stream.
@@ -16,7 +17,7 @@ enum class DType : std::uint8_t { fp32, bf16, fp16 };
 //   none:    weight bf16, rounded stochastically; there is no master and no second stream.
 enum class Master : std::uint8_t { weight, split16, fp32, none };
 
-[[nodiscard]] constexpr std::size_t residual_itemsize(Master master) {
+[[nodiscard]] static constexpr std::size_t residual_itemsize(Master master) {
   return master == Master::split16 ? 2 : master == Master::fp32 ? 4 : 0;
 }
 
@@ -39,7 +40,7 @@ inline constexpr std::size_t kChunkBytes = kScalesBytes + kChunkNumel;
 inline constexpr std::size_t kCutNumel = 4096;
 
 // Bytes of the first `numel` elements of a moment; also where element `numel` begins, at a multiple of kChunkNumel.
-[[nodiscard]] constexpr std::uint64_t moment_bytes(Moments moments, std::uint64_t numel) {
+[[nodiscard]] static constexpr std::uint64_t moment_bytes(Moments moments, std::uint64_t numel) {
   if (moments == Moments::fp32) return numel * 4;
   if (moments == Moments::bf16) return numel * 2;
   const std::uint64_t rest = numel % kChunkNumel;

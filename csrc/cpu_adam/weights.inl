@@ -1,5 +1,5 @@
-// Gradients and masters of a block: loops so plain that the compiler vectorises them. Everything is inline: convert.cpp
-// uses some of it.
+// Gradients and masters of a block: loops that the compiler can vectorise. Everything is inline, because convert.cpp
+// uses only some of it.
 struct Fp32 {
   using type = float;
   static inline float load(float value) { return value; }

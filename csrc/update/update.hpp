@@ -16,13 +16,18 @@
 
 namespace infinity {
 
-// Where one state of a job lives. Memory only: updated in place. File only: read into staging, written back. Both:
-// memory is current, is updated in place, and what was updated is written to the file too. Element 0 of the job is at
-// memory[0], is read from file offset `offset` and written to `write_offset`, which may be the same place; each is 4
-// KiB-aligned and has room for the last tile rounded up to 4 KiB.
+// Where one state of a job lives.
 //
-// Two ways to have the new values in another place of memory than the old ones: `source` (weights only) holds the
-// current values and stays as it is; without `current` they are read from the file into `memory`.
+//   memory only   it is updated in place
+//   file only     it is read into the staging and written back
+//   both          the memory is current: it is updated in place, and the new values are written to the file, too
+//
+// Element 0 of the job is at memory[0]. In the file it is read from `offset` and written to `write_offset`, which may
+// be the same place. Memory and offsets are 4 KiB-aligned where there is a file, with room for the last tile rounded up
+// to 4 KiB.
+//
+// The new values may go to another place of memory than the current ones, in two ways. `source` (weights only) holds
+// the current values and is not changed. Without `current` the current values are read from the file into `memory`.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
@@ -42,18 +47,22 @@ struct UpdateJob {
   float grad_scale = 1.0f;
   StateStream weight;
   StateStream residual;  // unused for Master::weight and Master::none
-  StateStream exp_avg;   // both moments are moved only where a segment's rule uses them
+  StateStream exp_avg;   // a moment is moved only where the rule of a segment uses it
   StateStream exp_avg_sq;
-  StateStream grad;        // read only, in memory or in a file
-  bool whole = false;      // tiles that no segment touches are moved too: the states go to another place
-  bool arithmetic = true;  // false: the states are read and written back as they are (replaying the traffic)
+  StateStream grad;        // only read
+  bool whole = false;      // tiles that no segment touches are moved, too: the states go to another place
+  bool arithmetic = true;  // false: the states are read and written back as they are (to measure the traffic alone)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
-  std::uint64_t tag = 0;  // the caller's own, for the trace: of its tiles and their transfers
+  std::uint64_t tag = 0;  // the caller's own number, for the trace of the job's tiles and transfers
 };
 
-// The result of a job. `computed` is done once all new values are: what lives in memory is new, and the gradients are
-// not read any more, while writes may be under way. `weights` is done once the new weights are where they go, in memory
-// and in the file. Where the job fails before, they are done with it.
+// The result of a job, and two milestones on the way to it.
+//
+//   computed   All new values are computed: states in memory are new, and the gradients are not read any more. Writes
+//              to the file may be under way.
+//   weights    The new weights are where they go, in memory and in the file.
+//
+// A milestone that the job has not reached when it fails fails with it.
 struct UpdateCompletion : Completion {
   Completion computed;
   Completion weights;
@@ -66,8 +75,8 @@ struct UpdateCompletion : Completion {
 };
 using UpdateFuture = std::shared_ptr<UpdateCompletion>;
 
-// A tile in the trace of a pipeline: while its elements were checked, updated and summed. Python reads it as it lies in
-// memory (infinity/io/events.py).
+// A tile in the trace of a pipeline: from the check of the pages that were read to the checksums of those to write.
+// Python reads it as it lies in memory (infinity/io/events.py).
 struct TileEvent {
   std::uint64_t begin_ns;
   std::uint64_t end_ns;
@@ -80,28 +89,32 @@ using TileLog = EventLog<TileEvent>;
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
-  std::uint64_t ahead = 0;          // tiles that were read while their job was held, and used
-  std::uint64_t adam_ns = 0;        // driver thread checking, updating and taking checksums
-  std::uint64_t read_wait_ns = 0;   // driver thread idle because the next tile was not read yet
-  std::uint64_t write_wait_ns = 0;  // driver thread idle because no staging was free and no read was outstanding
+  std::uint64_t ahead = 0;          // of them, tiles that were read while their job was held
+  std::uint64_t adam_ns = 0;        // the driver was checking, updating and taking checksums
+  std::uint64_t read_wait_ns = 0;   // the driver was idle: the next tile was not read yet
+  std::uint64_t write_wait_ns = 0;  // the driver was idle: nothing was being read, but something was being written
 };
 
-// Jobs are done in the order they were submitted, but for those that go first; tiles flow across job borders, so the
-// pipe does not drain between units. One driver thread: keeps reads going as far as staging reaches, runs Adam on the
-// oldest tile that is read, starts its writes. A tile in which every element is skipped (or in no segment) is neither
-// read nor written, unless the job is moved as a whole.
+// Jobs are done in the order in which they are submitted, except that a job may be submitted to go first. The first
+// tiles of a job are read while the last tiles of the job before it are written, so the pipe does not drain between
+// units. One thread, the driver, keeps reads going as far as the staging reaches, runs Adam on the oldest tile that is
+// read, and starts its writes (see driver.hpp). A tile is neither read nor written when each of its elements is skipped
+// or in no segment, unless the job is moved as a whole.
 //
-// A failure fails its job's future once nothing of the job is in flight; later tiles of that job are not started.
-// States of a failed job are partly new, partly old; of a tile with a damaged page nothing new reaches the file, but
-// what is kept in memory may be new in part.
+// A job that fails starts no more tiles; its future fails once nothing of the job is in flight. Its states are then
+// partly new, partly old. Of a tile with a damaged page nothing new reaches the file, but what is kept in memory may be
+// new in part.
 //
-// [Note: held jobs] What a job reads can be known before what it computes. A held job reads its tiles as far as the
-// staging reaches, when no other job has tiles to read, and leaves the others what is not for held jobs; it computes
-// and writes nothing. The job that is decided takes over what it has, also what is still on its
-// way, and reads what is missing. A failure of a held job fails the job that takes it over, too.
+// [Note: held jobs] What a job reads can be known before it is known what the job computes. A held job reads its tiles
+// ahead and computes and writes nothing. It reads only when no other job has tiles to read, and only as many tiles as
+// held jobs may have in the staging. When the job is decided, the job that is submitted takes over the tiles of the
+// held one, also those that are still being read, and reads the states that are missing. When the held job has failed,
+// the job that takes it over fails, too.
 //
 // Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
-// is known to be complete: every job, present and future, fails with it.
+// is known to be complete: no staging is reused, and every job, present and future, fails with the timeout.
+//
+// The futures are completed by the driver: their callbacks must not call the pipeline.
 class UpdatePipeline {
  public:
   // `staging` is 4 KiB-aligned and holds at least two tiles of `tile_bytes`, a multiple of 4 KiB, beside those that
@@ -110,41 +123,43 @@ class UpdatePipeline {
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
                  std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t held_tiles_max,
                  Isa isa);
-  // Waits for what is in flight; jobs not begun fail with ECANCELED.
+  // Waits for what is in flight. Jobs whose tiles are not all started fail with ECANCELED.
   ~UpdatePipeline();
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // With `first` the job comes before those not begun. With `held` it takes that job over, which is then done, and must
-  // be of the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do not fit
-  // the staging.
+  // With `first` the job comes before those that were not begun. With `held` it takes that job over, which is then done
+  // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
+  // not fit the staging.
   UpdateFuture submit(UpdateJob job, bool first = false, const Future& held = nullptr);
-  // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` its format, numel and tag count, and those of
-  // its states that are given, each in a file, where nothing may change it until the job is taken over or taken back.
-  // Throws as submit.
+  // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` only the format, numel, tag and the states that
+  // are given matter. Each of these states is in a file, where nothing may change it until the job is taken over or
+  // withdrawn. Throws as submit.
   UpdateFuture hold(UpdateJob job);
-  // The most tiles that held jobs have in the staging.
+  // The most tiles that held jobs may have in the staging.
   [[nodiscard]] std::size_t held_tiles_max() const;
-  // More staging, all of it for tiles that held jobs may have: as many as fit. `memory` is 4 KiB-aligned, and the
-  // pipeline's until `reclaim` has returned true.
+  // Adds memory to the staging: held jobs may have as many more tiles as fit in it. `memory` is 4 KiB-aligned and
+  // belongs to the pipeline until `reclaim` has returned true.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Starts no more tiles in memory that was lent and waits until none is there. Held jobs that have some must be taken
-  // over or taken back, and every job be computed, or this may wait for ever. False where a device was given up that
-  // may still use the memory: it must never be freed. Throws std::invalid_argument when it was not lent.
+  // Starts no more tiles in memory that was lent, and waits until none is there. This may wait for ever unless held
+  // jobs that have tiles there are taken over or withdrawn. False when a device was given up that may still use the
+  // memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Takes a job back of which no tile was started, or that is held: it fails with ECANCELED, having touched nothing.
-  // False, and the job goes on, when it was begun.
+  // Takes back a job that is held, or of which no tile was started: it fails with ECANCELED and has written nothing.
+  // Returns false when the job was begun; then it goes on.
   bool withdraw(const Future& job);
-  // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless it was done.
+  // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless all its tiles were
+  // started before.
   void cancel(const Future& job);
   [[nodiscard]] UpdateCounters counters() const;
-  // As IoEngine's, of tiles.
+  // As IoEngine::trace and IoEngine::take_trace, of tiles.
   void trace(bool on, std::size_t events_max);
   [[nodiscard]] TileLog::Taken take_trace();
-  // True once a device was given up that may still use the staging: it must never be freed. Outlives the pipeline.
+  // True once a device was given up that may still use the staging, which must then never be freed. Outlives the
+  // pipeline.
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> abandoned() const;
 
-  // Bytes of a tile of `numel` elements whose states are all in a file, and with `gradients` those, too.
+  // Bytes of a tile of `numel` elements whose states are all in a file; with `gradients` its gradients are, too.
   [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel, bool gradients);
 
  private:

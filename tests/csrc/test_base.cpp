@@ -1,12 +1,15 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <thread>
+#include <vector>
 
 #include "aio/histogram.hpp"
 #include "base/checksum.hpp"
 #include "base/future.hpp"
+#include "base/inbox.hpp"
 #include "base/numa.hpp"
 #include "base/thread_pool.hpp"
 #include "scratch.hpp"
@@ -75,4 +78,40 @@ TEST_CASE("a pool runs every task once") {
     pool.parallel_for(done.size(), [&](std::size_t index) { ++done[index]; });
     for (const auto& count : done) CHECK(count == 1);
   }
+}
+
+TEST_CASE("the caller of a pool runs what comes between its tasks, and nobody else does") {
+  for (const unsigned threads : {1, 3}) {
+    ThreadPool pool(threads);
+    std::atomic<int> mine{0};
+    int between = 0;
+    const auto caller = std::this_thread::get_id();
+    pool.parallel_for(
+        50, [&](std::size_t) { mine += std::this_thread::get_id() == caller ? 1 : 0; },
+        [&] {
+          CHECK(std::this_thread::get_id() == caller);
+          ++between;
+        });
+    CHECK(between == mine);
+  }
+}
+
+TEST_CASE("an inbox runs the messages of each thread in the order in which they were posted") {
+  Inbox inbox;
+  std::array<std::vector<int>, 3> seen;
+  std::vector<std::thread> threads;
+  for (std::size_t thread = 0; thread < seen.size(); ++thread) {
+    threads.emplace_back([&, thread] {
+      for (int index = 0; index < 200; ++index) inbox.post([&, thread, index] { seen[thread].push_back(index); });
+    });
+  }
+  std::size_t count = 0;
+  while (count < 3 * 200) {
+    inbox.wait();
+    inbox.run();
+    count = 0;
+    for (const auto& each : seen) count += each.size();
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& each : seen) CHECK(std::is_sorted(each.begin(), each.end()));
 }

@@ -19,8 +19,8 @@ constexpr std::uint64_t kState = (kNumel * 4 + kPageBytes - 1) / kPageBytes * kP
 const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
 const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile, true);
 
-// One unit of one thread: three states, each with two slots in the file, and its weights in memory as well as a second
-// memory for new ones. What the states should be is kept beside it, updated in one piece.
+// One unit of one thread: three states, each with two copies in the file. Its weights are in memory as well, with a
+// second memory for new ones. What the states should be is kept beside it, updated in one piece.
 class Unit {
  public:
   Unit(const std::shared_ptr<IoEngine>& engine, const std::shared_ptr<SwapFile>& file, unsigned index)
@@ -38,30 +38,30 @@ class Unit {
     for (std::uint64_t element = 0; element < kNumel; ++element) grad[element] = 1e-3f * float(element % 97) - 0.05f;
   }
 
-  // Of the next step. Early: from the current slots to the others; else over them.
-  [[nodiscard]] UpdateJob job(bool early, bool weights_in_memory) const {
+  // The job of the next step. Speculative: it reads the current copies and writes the others; else it writes over them.
+  [[nodiscard]] UpdateJob job(bool speculative, bool weights_in_memory) const {
     UpdateJob result;
     result.format = kFormat;
     result.numel = kNumel;
     result.segments = segments();
     StateStream* streams[] = {&result.weight, &result.exp_avg, &result.exp_avg_sq};
     for (unsigned state = 0; state < 3; ++state) {
-      *streams[state] = {nullptr, file_, at(state), early ? other(state) : at(state)};
+      *streams[state] = {nullptr, file_, at(state), speculative ? other(state) : at(state)};
     }
     if (weights_in_memory) {
-      result.weight.memory = memory_[early ? 1 - current_memory_ : current_memory_].data();
-      result.weight.source = early ? memory_[current_memory_].data() : nullptr;
+      result.weight.memory = memory_[speculative ? 1 - current_memory_ : current_memory_].data();
+      result.weight.source = speculative ? memory_[current_memory_].data() : nullptr;
     }
     result.grad.memory = grad_.data();
-    result.whole = early;
+    result.whole = speculative;
     return result;
   }
 
   // The weights as a job in the other memory leaves them are those in the file.
   void bring_weights() { std::memcpy(memory_[current_memory_].data(), data(0), kState); }
 
-  // The step is done. False when the weights in memory are not what they should be.
-  [[nodiscard]] bool done(bool early, bool weights_in_memory, ThreadPool& pool) {
+  // The step was applied. False when the weights in memory are not what they should be.
+  [[nodiscard]] bool done(bool speculative, bool weights_in_memory, ThreadPool& pool) {
     StateBuffers buffers;
     buffers.weight = data(0);
     buffers.residual = nullptr;
@@ -69,20 +69,21 @@ class Unit {
     buffers.exp_avg_sq = data(2);
     buffers.grad = grad_.data();
     static_cast<void>(optimizer_update(kFormat, buffers, 0, kNumel, segments(), 1.0f, Isa::baseline, pool));
-    if (early) slot_ = 1 - slot_;
-    if (early && weights_in_memory) current_memory_ = 1 - current_memory_;
+    if (speculative) copy_ = 1 - copy_;
+    if (speculative && weights_in_memory) current_memory_ = 1 - current_memory_;
     ++step_;
     return !weights_in_memory || std::memcmp(memory_[current_memory_].data(), data(0), kNumel * 4) == 0;
   }
 
   // A read of the new weights, chained to their being written as a fetch is.
-  [[nodiscard]] Future read_after(const Future& weights, bool early) {
+  [[nodiscard]] Future read_after(const Future& weights, bool speculative) {
     return IoEngine::submit_after(
-        engine_, weights, {OpKind::read, IoClass::weights, file_, early ? other(0) : at(0), back_.data(), kState});
+        engine_, weights,
+        {OpKind::read, IoClass::weights, file_, speculative ? other(0) : at(0), back_.data(), kState});
   }
   [[nodiscard]] bool read_new() const { return std::memcmp(back_.data(), data(0), kNumel * 4) == 0; }
 
-  // Whatever was begun and dropped: the current slots hold what they should.
+  // Whether the current copies hold what they should, whatever was begun and dropped.
   [[nodiscard]] bool right() {
     for (unsigned state = 0; state < 3; ++state) {
       if (wait(engine_->submit({OpKind::read, IoClass::states, file_, at(state), back_.data(), kState})) != nullptr)
@@ -93,8 +94,8 @@ class Unit {
   }
 
  private:
-  [[nodiscard]] std::uint64_t at(unsigned state) const { return base_ + (2 * state + slot_) * kState; }
-  [[nodiscard]] std::uint64_t other(unsigned state) const { return base_ + (2 * state + 1 - slot_) * kState; }
+  [[nodiscard]] std::uint64_t at(unsigned state) const { return base_ + (2 * state + copy_) * kState; }
+  [[nodiscard]] std::uint64_t other(unsigned state) const { return base_ + (2 * state + 1 - copy_) * kState; }
   [[nodiscard]] std::byte* data(unsigned state) const { return expected_[state]->data(); }
   [[nodiscard]] std::vector<Segment> segments() const {
     Segment segment{};
@@ -115,16 +116,16 @@ class Unit {
   Pages back_;
   std::unique_ptr<Pages> expected_[3];
   std::int64_t step_ = 1;
-  unsigned slot_ = 0;
+  unsigned copy_ = 0;
   unsigned current_memory_ = 0;
 };
 
 struct Counts {
-  std::atomic<unsigned> early{0}, undone{0}, withdrawn{0}, done{0}, wrong{0};
+  std::atomic<unsigned> speculative{0}, undone{0}, withdrawn{0}, done{0}, wrong{0};
 };
 
-// Rounds of one unit, as a ledger plays them: a guess that is kept, withdrawn or canceled at a random moment, then the
-// update that was decided, and a fetch that is chained to its weights. What is in memory is looked at once it is
+// Rounds of one unit: a speculative update that is kept, withdrawn or canceled at a random moment, then the update that
+// was decided where it was not kept, and a fetch that is chained to its weights. Memory is looked at once the update is
 // computed.
 void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, Counts& counts) {
   std::mt19937 random(seed);
@@ -132,9 +133,9 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
   for (unsigned round = 0; round < rounds; ++round) {
     const bool in_memory = random() % 2 == 0;
     if (in_memory) unit.bring_weights();
-    bool early = random() % 4 != 0;
+    bool speculative = random() % 4 != 0;
     UpdateFuture job;
-    if (early) {
+    if (speculative) {
       job = pipeline.submit(unit.job(true, in_memory), random() % 2 == 0);
       if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       const unsigned fate = random() % 3;
@@ -146,16 +147,16 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
         if (failure != nullptr && failure->kind != FailureKind::canceled) ++counts.wrong;
         if (!unit.right()) ++counts.wrong;
         ++counts.undone;
-        early = false;
+        speculative = false;
       }
     }
-    if (early) {
-      ++counts.early;
+    if (speculative) {
+      ++counts.speculative;
     } else {
       job = pipeline.submit(unit.job(false, in_memory), random() % 4 == 0);
     }
-    const Future fetch = unit.read_after(Future(job, &job->weights), early);
-    if (wait(Future(job, &job->computed)) != nullptr || !unit.done(early, in_memory, pool)) ++counts.wrong;
+    const Future fetch = unit.read_after(Future(job, &job->weights), speculative);
+    if (wait(Future(job, &job->computed)) != nullptr || !unit.done(speculative, in_memory, pool)) ++counts.wrong;
     if (wait(fetch) != nullptr || !unit.read_new()) ++counts.wrong;
     if (wait(job) != nullptr || !unit.right()) ++counts.wrong;
     ++counts.done;
@@ -188,14 +189,14 @@ void stress(const std::string& name, unsigned threads, unsigned rounds) {
   for (auto& thread : running) thread.join();
   CHECK(counts.wrong == 0);
   CHECK(counts.done == threads * rounds);
-  CHECK(counts.early > 0);
+  CHECK(counts.speculative > 0);
   CHECK(counts.undone > 0);
   CHECK(counts.withdrawn > 0);
 }
 
 }  // namespace
 
-TEST_CASE("guesses kept, withdrawn and canceled from many threads end in the right bits") {
+TEST_CASE("speculative updates kept, withdrawn and canceled from many threads end in the right bits") {
   stress("threads", 4, 25);
   stress("auto", 4, 25);
 }

@@ -239,28 +239,28 @@ MUTANTS = [
     ),
     Mutant(
         "the result of a sync",
-        "csrc/aio/lane_server.hpp",
+        "csrc/aio/lane_thread.cpp",
         '      if (result.res < 0) request.fail(block.failure(-result.res, ""));\n    } else if',
         "    } else if",
         ("tests/native/test_engine_sync.py",),
     ),
     Mutant(
         "the error of a transfer",
-        "csrc/aio/lane_server.hpp",
+        "csrc/aio/lane_thread.cpp",
         '      request.fail(block.failure(error, ""));\n    } else if',
         "    } else if",
         _FAULTS,
     ),
     Mutant(
         "a short transfer goes on",
-        "csrc/aio/lane_server.hpp",
+        "csrc/aio/lane_thread.cpp",
         "      if (!request.failed() && continue_short(block, static_cast<std::uint32_t>(result.res))) return;\n",
         "",
         _FAULTS,
     ),
     Mutant(
         "the checksums of a fetch",
-        "csrc/aio/lane_server.hpp",
+        "csrc/aio/lane_thread.cpp",
         "      if (request.io.kind == OpKind::read && !request.failed()) verify(block);\n",
         "",
         _FAULTS,
@@ -274,20 +274,16 @@ MUTANTS = [
     ),
     Mutant(
         "the failed transfer of an update's tile",
-        "csrc/update/update.cpp",
-        "          if (timeout || !tile->owner->failure) tile->owner->failure = raw->failure();\n",
+        "csrc/update/driver.cpp",
+        "  if (failure) fail(job, *failure);\n",
         "",
         ("tests/runtime/test_faults.py", "tests/native/test_update.py"),
     ),
     Mutant(
         "the wait for an update's writes",
-        "csrc/update/update.cpp",
-        "      transfer(lock, tile, requests,\n"
-        "               [this](std::unique_lock<std::mutex>& locked, const std::shared_ptr<Tile>& written) {\n"
-        "                 tile_done(locked, written, writing);\n"
-        "               });\n",
-        "      transfer(lock, tile, requests, [](std::unique_lock<std::mutex>&, const std::shared_ptr<Tile>&) {});\n"
-        "      tile_done(lock, tile, writing);\n",
+        "csrc/update/driver.cpp",
+        "    transfer(tile, OpKind::write, states);\n",
+        "    transfer(tile, OpKind::write, states);\n    tile->pending = 0;\n    leave(tile);\n",
         ("tests/runtime/test_faults.py", "tests/native/test_update.py", "tests/crash/test_power_loss.py"),
     ),
     Mutant(

@@ -1,0 +1,328 @@
+#include "update/driver.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "base/clock.hpp"
+#include "base/require.hpp"
+
+namespace infinity {
+namespace {
+
+Failure canceled(const char* why) {
+  Failure failure;
+  failure.kind = FailureKind::canceled;
+  failure.operation = "update";
+  failure.error_number = ECANCELED;
+  failure.cause = failure.message = why;
+  return failure;
+}
+
+bool same_form(const UpdateJob& one, const UpdateJob& other) {
+  return one.numel == other.numel && one.format.weight == other.format.weight &&
+         one.format.master == other.format.master && one.format.moments == other.format.moments;
+}
+
+}  // namespace
+
+Driver::Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
+               Staging staging, std::size_t tile_numel, std::size_t tile_bytes, Isa isa)
+    : inbox_(std::move(inbox)),
+      engine_(std::move(engine)),
+      pool_(std::move(pool)),
+      staging_(std::move(staging)),
+      tile_numel_(tile_numel),
+      tile_bytes_(tile_bytes),
+      isa_(isa) {}
+
+// What callers ask of the driver.
+
+Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
+  return std::find_if(queue.begin(), queue.end(), [&](const auto& job) { return job->future == future; });
+}
+
+void Driver::submit(std::shared_ptr<Job> job, bool first, const Future& held) {
+  if (held != nullptr && !abandoned_) take_over_held(held, job);
+  const bool front_begun = !jobs_.empty() && jobs_.front()->phase == JobPhase::begun;  // no other one can be
+  jobs_.insert(first ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
+}
+
+void Driver::take_over_held(const Future& held, const std::shared_ptr<Job>& by) {
+  const auto found = find(held_, held);
+  require(found != held_.end(), "the job to take over is not held");
+  const auto from = *found;
+  require(same_form(from->given, by->given), "the job to take over has another form");
+  held_.erase(found);
+  by->failure = from->failure;
+  if (from->phase != JobPhase::held) return;  // it failed: its tiles are dropped, and its future is or will be done
+  if (!take_over(*from, by, tile_numel_, tile_bytes_)) drop_ahead(*from);
+  finish(*from);
+}
+
+bool Driver::withdraw(const Future& future) {
+  for (Queue* queue : {&held_, &jobs_}) {
+    const auto found = find(*queue, future);
+    if (found == queue->end()) continue;
+    const auto job = *found;
+    const bool untouched = job->phase == JobPhase::held || job->phase == JobPhase::queued;
+    if (untouched || queue == &held_) queue->erase(found);  // a held job that failed is over anyway
+    if (!untouched) return false;
+    if (!job->failure) job->failure = canceled("the update was taken back");
+    drop_ahead(*job);
+    finish(*job);
+    return true;
+  }
+  return false;
+}
+
+void Driver::cancel(const Future& future) {
+  if (withdraw(future)) return;
+  const auto found = find(jobs_, future);
+  if (found != jobs_.end()) fail(**found, canceled("the update was taken back"));
+}
+
+// What the driver does next.
+
+void Driver::run() {
+  for (;;) {
+    inbox_->run();
+    if (abandoned_) give_up_all(*abandoned_);
+    if (stopping_) give_up_all(canceled("the update pipeline was closed"));
+    if (start_next_tile() || read_ahead() || compute_next()) continue;
+    if (stopping_ && idle()) return;
+    wait();
+  }
+}
+
+bool Driver::idle() const {
+  return jobs_.empty() && reading_.empty() && count(TilePhase::writing) == 0 && ahead() == 0;
+}
+
+void Driver::wait() {
+  const std::uint64_t began = now_ns();
+  inbox_->wait();
+  const std::uint64_t ns = now_ns() - began;
+  if (!reading_.empty()) {
+    counters_.read_wait_ns += ns;
+  } else if (count(TilePhase::writing) > 0) {
+    counters_.write_wait_ns += ns;
+  }
+}
+
+// Starts the first job's next tile, or passes over it where nothing is to be done to it. False when there is no job, or
+// no buffer for the tile.
+bool Driver::start_next_tile() {
+  if (jobs_.empty()) return false;
+  const auto job = jobs_.front();
+  if (job->failure) {
+    jobs_.pop_front();
+    give_up(job);
+    return true;
+  }
+  const std::uint64_t first = job->next;
+  const std::uint64_t end = std::min<std::uint64_t>(first + tile_numel_, job->given.numel);
+  const bool wanted = job->anything_to_do(first, end);
+  const bool was_read_ahead = !job->ahead.empty();
+  if (wanted && !was_read_ahead && !staging_.has_free()) return false;
+  if (!wanted && was_read_ahead) drop_next(*job);
+  job->next = end;
+  if (end == job->given.numel) {
+    jobs_.pop_front();
+    job->go(JobPhase::ending);
+  } else if (job->phase == JobPhase::queued) {
+    job->go(JobPhase::begun);
+  }
+  if (!wanted) {
+    tell(*job);
+    finish_if_ended(*job);
+    return true;
+  }
+  std::shared_ptr<Tile> tile;
+  if (was_read_ahead) {
+    tile = job->ahead.front();
+    job->ahead.pop_front();
+    go(*tile, TilePhase::reading);
+    ++counters_.ahead;
+  } else {
+    tile = take_tile(job, first, TilePhase::reading);
+  }
+  ++job->uncomputed;
+  reading_.push_back(tile);
+  read(tile);
+  return true;
+}
+
+// Starts to read the next tile of a held job, or gives one up that failed. A held job stays in its queue until it is
+// taken over or withdrawn.
+bool Driver::read_ahead() {
+  for (const auto& job : held_) {
+    if (job->phase != JobPhase::held) continue;
+    if (job->failure) {
+      give_up(job);
+      return true;
+    }
+    if (job->next_ahead == job->given.numel || !jobs_.empty()) continue;
+    if (!staging_.has_free() || ahead() >= staging_.held_tiles_max()) continue;
+    const auto tile = take_tile(job, job->next_ahead, TilePhase::ahead);
+    job->next_ahead += tile->numel;
+    job->ahead.push_back(tile);
+    read(tile);
+    return true;
+  }
+  return false;
+}
+
+// Computes the next tile once it is read, or passes over it where its job failed.
+bool Driver::compute_next() {
+  if (reading_.empty() || reading_.front()->pending > 0) return false;
+  const auto tile = reading_.front();
+  reading_.pop_front();
+  if (tile->job->failure) {
+    --tile->job->uncomputed;
+    leave(tile);
+  } else {
+    compute(tile);
+  }
+  return true;
+}
+
+void Driver::compute(const std::shared_ptr<Tile>& tile) {
+  Job& job = *tile->job;
+  go(*tile, TilePhase::computing);
+  const std::uint64_t began = now_ns();
+  const auto damage = update_tile(*tile, *pool_, isa_, [this] { inbox_->run(); });
+  const std::uint64_t ended = now_ns();
+  log_.add({began, ended, tile->first, tile->numel, job.given.tag});
+  counters_.adam_ns += ended - began;
+  --job.uncomputed;
+  if (damage) {
+    fail(job, *damage);
+    leave(tile);
+    return;
+  }
+  ++counters_.tiles;
+  const std::vector<State> states = tile->written_states();
+  if (job.written(State::weight)) ++job.weight_writes;
+  if (states.empty()) {
+    leave(tile);
+  } else {
+    go(*tile, TilePhase::writing);
+    transfer(tile, OpKind::write, states);
+  }
+  tell(job);
+}
+
+// One tile.
+
+std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase) {
+  auto tile = std::make_shared<Tile>();
+  tile->job = job;
+  tile->phase = phase;
+  tile->first = first;
+  tile->numel = static_cast<std::size_t>(std::min<std::uint64_t>(tile_numel_, job->given.numel - first));
+  tile->buffer = staging_.take();
+  ++counts_[static_cast<std::size_t>(phase)];
+  ++job->tiles;
+  return tile;
+}
+
+void Driver::go(Tile& tile, TilePhase to) {
+  --counts_[static_cast<std::size_t>(tile.phase)];
+  tile.go(to);
+  ++counts_[static_cast<std::size_t>(to)];
+}
+
+void Driver::read(const std::shared_ptr<Tile>& tile) { transfer(tile, OpKind::read, tile->place_states(tile_numel_)); }
+
+void Driver::transfer(const std::shared_ptr<Tile>& tile, OpKind kind, const std::vector<State>& states) {
+  tile->pending += static_cast<unsigned>(states.size());
+  for (const State state : states) {
+    const Future future = engine_->submit(tile->request(kind, state));
+    // The callback must not own the future that owns it.
+    future->then([this, inbox = inbox_, tile, state, raw = future.get()]() mutable {
+      inbox->post(
+          [this, tile = std::move(tile), state, failure = raw->failure()] { transferred(tile, state, failure); });
+    });
+  }
+}
+
+void Driver::transferred(const std::shared_ptr<Tile>& tile, State state, const std::optional<Failure>& failure) {
+  Job& job = *tile->job;
+  if (failure) fail(job, *failure);
+  const bool written = tile->phase == TilePhase::writing;
+  if (written && state == State::weight && --job.weight_writes == 0) tell(job);
+  if (--tile->pending > 0) return;
+  if (written || tile->phase == TilePhase::dropped) leave(tile);
+}
+
+// The tile leaves the staging.
+void Driver::leave(const std::shared_ptr<Tile>& tile) {
+  go(*tile, TilePhase::gone);
+  staging_.give_back(tile->buffer);
+  --tile->job->tiles;
+  finish_if_ended(*tile->job);
+}
+
+void Driver::drop_next(Job& job) {
+  const auto tile = job.ahead.front();
+  job.ahead.pop_front();
+  go(*tile, TilePhase::dropped);
+  if (tile->pending == 0) leave(tile);
+}
+
+// Invariant: the job is not ending yet, so that no tile that leaves finishes it.
+void Driver::drop_ahead(Job& job) {
+  while (!job.ahead.empty()) drop_next(job);
+}
+
+// How a job ends.
+
+void Driver::fail(Job& job, const Failure& failure) {
+  const bool timeout = failure.kind == FailureKind::timeout;
+  if (timeout) {
+    if (!abandoned_) abandoned_ = failure;
+    *gave_up_ = true;
+    staging_.abandon();
+  }
+  // A timeout says that the job's memory may be in use: no other failure may hide it.
+  if (timeout || !job.failure) job.failure = failure;
+}
+
+// Starts no more tiles of a failed job, and drops those that were read ahead.
+void Driver::give_up(const std::shared_ptr<Job>& job) {
+  if (job->phase == JobPhase::ending || job->phase == JobPhase::done) return;
+  drop_ahead(*job);
+  job->go(JobPhase::ending);
+  finish_if_ended(*job);
+}
+
+// Jobs whose tiles are not all started fail. Tiles that were started go on.
+void Driver::give_up_all(const Failure& why) {
+  for (Queue* queue : {&jobs_, &held_}) {
+    while (!queue->empty()) {
+      const auto job = queue->front();
+      queue->pop_front();
+      if (!job->failure) job->failure = why;
+      give_up(job);
+    }
+  }
+}
+
+// Completes the milestones that a job has reached.
+void Driver::tell(Job& job) {
+  if (job.next < job.given.numel || job.uncomputed > 0 || job.failure) return;
+  job.future->computed.complete();
+  if (job.weight_writes == 0) job.future->weights.complete();
+}
+
+void Driver::finish(Job& job) {
+  job.go(JobPhase::done);
+  job.future->complete_all(job.failure);
+}
+
+void Driver::finish_if_ended(Job& job) {
+  if (job.phase == JobPhase::ending && job.tiles == 0) finish(job);
+}
+
+}  // namespace infinity

@@ -1,0 +1,104 @@
+// What a pipeline knows of its jobs and tiles, and what it does next.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "aio/engine.hpp"
+#include "base/inbox.hpp"
+#include "base/thread_pool.hpp"
+#include "update/job.hpp"
+#include "update/staging.hpp"
+#include "update/tile.hpp"
+#include "update/update.hpp"
+
+namespace infinity {
+
+// [Note: one thread changes the state] Nothing here is locked: only the driver's thread calls these functions, but for
+// those marked "any thread". It runs the messages of an inbox: the pipeline's callers post what they ask for, and the
+// engine's threads post that a transfer has ended. It runs them before each thing that it does, and while it computes a
+// tile together with the pool, after each of its pieces. So a message waits for one piece at most, or for another
+// caller of the pool.
+//
+// Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
+// the other, and their new states are written.
+class Driver {
+ public:
+  Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
+         Staging staging, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
+
+  // As in UpdatePipeline.
+  void submit(std::shared_ptr<Job> job, bool first, const Future& held);
+  void hold(std::shared_ptr<Job> job) { held_.push_back(std::move(job)); }
+  bool withdraw(const Future& future);
+  void cancel(const Future& future);
+  [[nodiscard]] Staging& staging() { return staging_; }
+  [[nodiscard]] UpdateCounters counters() const { return counters_; }
+  // Jobs whose tiles are not all started fail, and `run` returns when nothing is in flight.
+  void stop() { stopping_ = true; }
+
+  // The driver's thread.
+  void run();
+
+  // Any thread.
+  [[nodiscard]] TileLog& log() { return log_; }
+  [[nodiscard]] std::shared_ptr<const std::atomic<bool>> gave_up() const { return gave_up_; }
+
+ private:
+  using Queue = std::deque<std::shared_ptr<Job>>;
+
+  static Queue::iterator find(Queue& queue, const Future& future);
+  void take_over_held(const Future& held, const std::shared_ptr<Job>& by);
+
+  bool start_next_tile();
+  bool read_ahead();
+  bool compute_next();
+  void wait();
+  std::shared_ptr<Tile> take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase);
+  void read(const std::shared_ptr<Tile>& tile);
+  void transfer(const std::shared_ptr<Tile>& tile, OpKind kind, const std::vector<State>& states);
+  void transferred(const std::shared_ptr<Tile>& tile, State state, const std::optional<Failure>& failure);
+  void compute(const std::shared_ptr<Tile>& tile);
+  void go(Tile& tile, TilePhase to);
+  void leave(const std::shared_ptr<Tile>& tile);
+  void drop_next(Job& job);
+  void drop_ahead(Job& job);
+
+  void fail(Job& job, const Failure& failure);
+  void give_up(const std::shared_ptr<Job>& job);
+  void give_up_all(const Failure& why);
+  void tell(Job& job);
+  void finish(Job& job);
+  void finish_if_ended(Job& job);
+
+  [[nodiscard]] unsigned count(TilePhase phase) const { return counts_[static_cast<std::size_t>(phase)]; }
+  // Tiles that were read ahead and are not needed yet, and those that are dropped but are still being read.
+  [[nodiscard]] unsigned ahead() const { return count(TilePhase::ahead) + count(TilePhase::dropped); }
+  [[nodiscard]] bool idle() const;
+
+  const std::shared_ptr<Inbox> inbox_;  // outlives this: a device that was given up may answer late
+  const std::shared_ptr<IoEngine> engine_;
+  const std::shared_ptr<ThreadPool> pool_;
+  Staging staging_;
+  const std::size_t tile_numel_;
+  const std::size_t tile_bytes_;
+  const Isa isa_;
+  TileLog log_;
+  const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
+
+  Queue jobs_;                                  // queued or begun, in the order in which they are done
+  Queue held_;                                  // neither taken over nor withdrawn
+  std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute
+  std::array<unsigned, kTilePhases> counts_{};  // tiles in each phase
+  bool stopping_ = false;
+  std::optional<Failure> abandoned_;  // the timeout that ended the pipeline
+  UpdateCounters counters_;
+};
+
+}  // namespace infinity

@@ -1,0 +1,89 @@
+// A job while it is worked on: what the driver knows of it.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "base/future.hpp"
+#include "base/page.hpp"
+#include "update/states.hpp"
+#include "update/update.hpp"
+
+namespace infinity {
+
+struct Tile;
+
+//   held   ──▶ ending  it failed
+//   held   ──▶ done    another job takes it over, or it is withdrawn; tiles that are still being read are dropped
+//   queued ──▶ begun   its first tile was started, or passed over because nothing is to be done to it
+//   queued ──▶ ending  its only tile was started or passed over, or it failed
+//   queued ──▶ done    it is withdrawn
+//   begun  ──▶ ending  its last tile was started or passed over, or it failed
+//   ending ──▶ done    none of its tiles is in the staging any more
+enum class JobPhase : std::uint8_t {
+  held,    // reads ahead; computes and writes nothing
+  queued,  // nothing of it was begun, but for what it took over from a held job
+  begun,
+  ending,  // starts no more tiles
+  done,    // its future is done
+};
+
+// Only the driver's thread touches it, but for `given` and `streams`, which do not change once it is made.
+struct Job {
+  UpdateJob given;
+  PerState<const StateStream*> streams{};  // in `given`; null: the job has no such state
+  UpdateFuture future = std::make_shared<UpdateCompletion>();
+  JobPhase phase = JobPhase::queued;
+  std::uint64_t next = 0;        // first element of the next tile to start
+  std::uint64_t next_ahead = 0;  // held: first element of the next tile to read ahead
+  unsigned tiles = 0;            // in the staging
+  unsigned uncomputed = 0;       // of those that were started
+  unsigned weight_writes = 0;    // under way
+  // Tiles that this job read while it was held, or took over from a job that was; in order, from `next` on.
+  std::deque<std::shared_ptr<Tile>> ahead;
+  std::optional<Failure> failure;
+
+  // Throws std::logic_error for a step that is not listed above.
+  void go(JobPhase to);
+
+  [[nodiscard]] bool int8(State state) const { return is_moment(state) && given.format.moments == Moments::int8; }
+  [[nodiscard]] bool written(State state) const {
+    return state != State::grad && streams[state] != nullptr && streams[state]->file != nullptr;
+  }
+
+  // Bytes of the first `numel` elements of a state; also where element `numel` begins, if a tile may begin there.
+  [[nodiscard]] std::uint64_t bytes(State state, std::uint64_t numel) const;
+
+  // Bytes of a state's part of the largest tile, in whole pages.
+  [[nodiscard]] std::size_t tile_bytes(State state, std::size_t tile_numel) const {
+    return round_up_to_page(bytes(state, std::min<std::uint64_t>(tile_numel, given.numel)));
+  }
+
+  // Bytes of the staging that a tile needs.
+  [[nodiscard]] std::size_t staged_bytes(std::size_t tile_numel) const;
+
+  // Elements [begin, end) of a tile, all of one chunk, as bytes of the tile's part of a state. Int8: their codes.
+  [[nodiscard]] std::pair<std::size_t, std::size_t> piece(State state, std::size_t begin, std::size_t end) const;
+
+  // Whether elements [first, end) are to be moved.
+  [[nodiscard]] bool anything_to_do(std::uint64_t first, std::uint64_t end) const;
+};
+
+// The job, ready to be worked on. Throws std::invalid_argument when it is inconsistent, or its tiles do not fit.
+[[nodiscard]] std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
+
+// The same of a job that is held: its streams are those that are read ahead.
+[[nodiscard]] std::shared_ptr<Job> make_held_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
+
+// Gives the tiles that `held` has in the staging to `job`, with the states that both read from the same place. False,
+// and nothing changed, where a buffer has no room for the states that `job` reads in addition: the tiles are to be
+// dropped.
+[[nodiscard]] bool take_over(Job& held, const std::shared_ptr<Job>& job, std::size_t tile_numel,
+                             std::size_t tile_bytes);
+
+}  // namespace infinity

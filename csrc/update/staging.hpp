@@ -1,0 +1,52 @@
+// The memory in which tiles are staged, cut to buffers of one tile each.
+#pragma once
+
+#include <cstddef>
+#include <future>
+#include <vector>
+
+namespace infinity {
+
+// Only the driver's thread touches it.
+//
+// Invariant: after abandon() no buffer is handed out any more, whatever comes back: a device that was given up may
+// still write there.
+class Staging {
+ public:
+  Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t held_tiles_max);
+
+  [[nodiscard]] bool has_free() const { return !free_.empty(); }
+  [[nodiscard]] std::byte* take();
+  void give_back(std::byte* buffer);
+  // The most tiles that held jobs may have: a number of our own, and all that is lent.
+  [[nodiscard]] std::size_t held_tiles_max() const;
+
+  // More buffers: as many as fit in memory that belongs to somebody else.
+  void lend(std::byte* memory, std::size_t nbytes);
+  // Hands out no more buffers of that memory. True once none is in use, false once the staging is abandoned. Throws
+  // std::invalid_argument when the memory was not lent, or is reclaimed already.
+  [[nodiscard]] std::future<bool> reclaim(const std::byte* memory);
+
+  void abandon();
+
+ private:
+  struct Loan {
+    std::byte* begin;
+    std::byte* end;
+    std::size_t buffers;           // of them, when it ends: those in use
+    bool ending = false;           // no buffer is handed out any more
+    std::promise<bool> reclaimed;  // where it ends
+
+    [[nodiscard]] bool has(const std::byte* buffer) const { return begin <= buffer && buffer < end; }
+  };
+
+  void add(std::byte* memory, std::size_t buffers);
+
+  const std::size_t buffer_bytes_;
+  const std::size_t held_tiles_max_;
+  std::vector<std::byte*> free_;  // the last is handed out next
+  std::vector<Loan> loans_;
+  bool abandoned_ = false;
+};
+
+}  // namespace infinity
