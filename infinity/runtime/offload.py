@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.base import interrupt
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
@@ -218,7 +219,11 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
         ModelError: the model was never offloaded.
         InfinityError: the last commit failed.
     """
-    registry.coordinator_of(model).close(discard=discard)
+    try:
+        registry.coordinator_of(model).close(discard=discard)
+    finally:
+        if all(coordinator.closed for coordinator in registry.coordinators()):
+            interrupt.give_back()
 
 
 def synchronize(model: nn.Module) -> None:
