@@ -7,7 +7,7 @@
 A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and next to nothing to move:
 what a step takes longer than plain torch's (torch.optim.AdamW, its default) is the work of hooks, transitions and
 updates. Placements: `ram`, weights and optimizer states in RAM; `states`, the states on NVMe; `nvme`, the weights there
-too, with room for ten layers. torch computes with one thread, and so do the updates of infinity, beside it.
+too, with room for five layers. torch computes with one thread, and so do the updates of infinity, beside it.
 
 Every contender is a process of its own, set up once, that has one turn per round (bench/peers/protocol.py). Quote the
 ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
@@ -33,7 +33,7 @@ from peers.workload import Job, Workload
 
 _CHECKOUT = BENCH_DIR.parent
 _MODEL = Workload(hidden=128, intermediate=352, heads=4, vocabulary=512, tokens=32, dtype="float32", max_grad_norm=None)
-_LAYERS_ON_DEVICE = 10
+_LAYERS_ON_DEVICE = 10  # of which the plan gives weights a half, and activations the rest
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "ram": {"weights": "host", "optimizer": "host"},

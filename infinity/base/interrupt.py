@@ -18,7 +18,11 @@ that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python) rais
 The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. It
 looks with `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
 long. A new wrapper calls the handler that it found and no other, so handlers that call the one before them, ours among
-them, never go in circles. A wrapper that the user saved and puts back is as good as new. `give_back` unwraps.
+them, never go in circles. A wrapper that the user saved and puts back is as good as new.
+
+`give_back`, when the last model is closed, unwraps. Until then code that asks whether the handler is
+signal.default_int_handler is told that it is not: asyncio.run then leaves Ctrl-C to KeyboardInterrupt, as it did before
+Python 3.11.
 """
 
 from __future__ import annotations
