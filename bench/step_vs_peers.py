@@ -86,7 +86,7 @@ class Bench:
         setting = setting_of(name)
         if setting is None:
             python = self.args.peers_python if self.args.peers_python.exists() else self.args.infinity_python
-            return self._worker(name, python, "torch", Job(self.workload))
+            return self._worker(name, python, "torch", Job(self.workload, options={"fused": True}))
         if setting.cached and name not in self.budgets:
             self.budgets[name] = self._cache_budget(setting, run)
         directory = "" if setting.in_memory else str(self.swap_dir / name)

@@ -46,6 +46,7 @@ class Worker:
         job: what to train, and the worker's own directory.
         log: where its stderr goes.
         timeout_s: longest wait for one answer; `stop_s`: for it to end when told to.
+        threads: of torch's arithmetic; 0: one for each core.
         own_session: False: whoever kills the driver's process group kills the contender, too.
         facts: what it said when it was ready.
     """
@@ -57,6 +58,7 @@ class Worker:
     log: Path
     timeout_s: float = 600.0
     stop_s: float = 30.0
+    threads: int = 0
     own_session: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     _process: subprocess.Popen[str] | None = None
@@ -66,7 +68,7 @@ class Worker:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.job.swap_dir:
             Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
-        cores = str(len(os.sched_getaffinity(0)))
+        threads = str(self.threads or len(os.sched_getaffinity(0)))
         paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
@@ -77,7 +79,7 @@ class Worker:
                 text=True,
                 bufsize=1,
                 cwd=BENCH_DIR,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": cores},
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads},
                 start_new_session=self.own_session,
             )
 

@@ -20,9 +20,10 @@ class Workload:
         layers, hidden, intermediate, heads, vocabulary: the Llama model's shape. `kv_heads`: 0 = as many as heads;
             `tied`: embedding and head are one.
         batch, tokens: the shape of the one synthetic batch that every step uses.
+        dtype: of the weights, as torch calls it.
         recompute: every contender recomputes activations in its backward, layer by layer.
         seed: of the weights and of the batch.
-        lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping.
+        lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping; None: gradients are not clipped.
     """
 
     layers: int = 16
@@ -32,6 +33,7 @@ class Workload:
     vocabulary: int = 8192
     batch: int = 1
     tokens: int = 256
+    dtype: str = "bfloat16"
     recompute: bool = False
     kv_heads: int = 0
     tied: bool = False
@@ -41,7 +43,7 @@ class Workload:
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.01
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0
 
     @property
     def numel(self) -> int:
@@ -71,12 +73,12 @@ class Workload:
         )
 
     def build_model(self) -> nn.Module:
-        """A randomly initialised bf16 LlamaForCausalLM in training mode."""
+        """A randomly initialised LlamaForCausalLM of this dtype in training mode."""
         import torch
         from transformers import LlamaForCausalLM
 
         torch.manual_seed(self.seed)
-        model = LlamaForCausalLM._from_config(self.llama_config(), dtype=torch.bfloat16).train()
+        model = LlamaForCausalLM._from_config(self.llama_config(), dtype=getattr(torch, self.dtype)).train()
         if self.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model

@@ -7,12 +7,29 @@ is `whole`: signals that come meanwhile are delivered when it is over. It may wa
 where it waits and nothing is half done, `interruptible` lets them in. A step lets none in before its end:
 `interrupts_deferred`.
 
-Only the main thread gets signals. Autograd on a GPU runs hooks on another one.
+Only the main thread gets signals. Autograd on a GPU runs hooks on another one. In a forked child nothing is held back:
+it has no states to lose.
+
+[Note: whose handler it is]
+A handler is wrapped when something whole begins, and stays wrapped: a step has hundreds of transitions, and installing
+a handler costs more than most of them. The wrapper calls the handler, at once or when what is whole is over. A handler
+that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python) raises nothing and is left alone.
+
+The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. It
+looks with `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
+long. A new wrapper calls the handler that it found and no other, so handlers that call the one before them, ours among
+them, never go in circles. A wrapper that the user saved and puts back is as good as new.
+
+`give_back`, when the last model is closed, unwraps. Until then code that asks whether the handler is
+signal.default_int_handler is told that it is not: asyncio.run then leaves Ctrl-C to KeyboardInterrupt, as it did before
+Python 3.11.
 """
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # CPython's own, see the note
 import functools
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,84 +40,121 @@ from typing import Any, ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Handler = Callable[[int, FrameType | None], Any]
+
+_NUMBERS = (int(signal.SIGINT), int(signal.SIGTERM))
+
+
+class _Wrapper:
+    """The handler of a signal, which waits while something whole runs."""
+
+    __slots__ = ("handler",)
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        _signals.came.append((self.handler, number, frame))
+        if not _signals.held:
+            _signals.deliver()
+
 
 class _Signals:
-    """Those that have a handler, held back. Used by the main thread alone.
+    """What the main thread holds back.
 
-    Invariant: while `held` is not None its signals have `_note` as their handler.
+    Invariant: while `held`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
+
+    Attributes:
+        held: something whole runs, and does not wait.
+        strict: where it waits, too, no signal is let in.
+        main: the only thread that may hold; 0 where Python does not say which one gets signals.
     """
 
     def __init__(self) -> None:
-        self.held: dict[signal.Signals, Callable[[int, FrameType | None], Any]] | None = None
-        self.strict = 0
-        self._came: list[tuple[int, FrameType | None]] = []
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came.append((number, frame))
+        self.held = self.strict = False
+        self.came: list[tuple[Handler, int, FrameType | None]] = []
+        self.main = threading.main_thread().ident or 0
 
     def hold(self) -> None:
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in _NUMBERS:
+            handler = _signal.getsignal(number)
+            if type(handler) is not _Wrapper and callable(handler):
+                self._wrap(number, handler)
+        self.held = True
+
+    def _wrap(self, number: int, handler: Handler) -> None:
         try:
-            self.held = {number: handler for number, handler in handlers.items() if callable(handler)}
-            for number in self.held:
-                signal.signal(number, self._note)
-        except BaseException:  # of a handler that had not been replaced yet
-            self.let_go()
-            raise
+            signal.signal(number, _Wrapper(handler))
+        except ValueError:  # embedded, or not the main interpreter: this is not the thread that gets signals
+            self.main = 0
 
     def let_go(self) -> None:
-        """Put the handlers back, all of them, and deliver the first signal that came."""
-        held, self.held = self.held or {}, None
-        try:
-            for number, handler in held.items():
-                signal.signal(number, handler)
-        except BaseException:  # of the one that was put back first
-            for number, handler in held.items():
-                signal.signal(number, handler)
-            raise
-        finally:
-            came, self._came = self._came, []
-        for first, frame in came[:1]:
-            held[signal.Signals(first)](first, frame)
+        self.held = False
+        if self.came:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Call the handler of the first signal that came."""
+        came, self.came = self.came, []
+        for handler, number, frame in came[:1]:
+            handler(number, frame)
+
+    def forget(self) -> None:
+        """In a forked child, whose main thread is the one that forked."""
+        self.held = self.strict = False
+        self.came = []
+        self.main = threading.get_ident()
 
 
 _signals = _Signals()
+os.register_at_fork(after_in_child=_signals.forget)
 
 
-def _main() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+def _may_hold() -> bool:
+    """Whether signals come to this thread, and are not held back."""
+    return not _signals.held and threading.get_ident() == _signals.main
+
+
+def give_back() -> None:
+    """Unwrap the handlers that are in place: nothing will be whole for now."""
+    if not _may_hold():
+        return
+    for number in _NUMBERS:
+        while isinstance(wrapper := signal.getsignal(number), _Wrapper):
+            signal.signal(number, wrapper.handler)
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Run the block to its end and deliver signals that came meanwhile afterwards; waits in it let none in."""
-    if not _main():
+    if threading.get_ident() != _signals.main:
         yield
         return
-    outermost = _signals.held is None
-    if outermost:
+    held, strict = _signals.held, _signals.strict
+    if not held:
         _signals.hold()
-    _signals.strict += 1
+    _signals.strict = True
     try:
         yield
     finally:
-        _signals.strict -= 1
-        if outermost:
+        _signals.strict = strict
+        if not held:
             _signals.let_go()
 
 
 def whole(function: Callable[P, R]) -> Callable[P, R]:
     """A function in which signals come only where it is `interruptible`."""
+    signals, get_ident = _signals, threading.get_ident
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _signals.held is not None or not _main():
+        if signals.held or get_ident() != signals.main:
             return function(*args, **kwargs)
-        _signals.hold()
+        signals.hold()
         try:
             return function(*args, **kwargs)
         finally:
-            _signals.let_go()
+            signals.let_go()
 
     return run
 
@@ -108,7 +162,7 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """A wait within something whole: nothing is half done here."""
-    if not _main() or _signals.held is None or _signals.strict:
+    if not _signals.held or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return
     _signals.let_go()

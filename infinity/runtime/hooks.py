@@ -219,15 +219,15 @@ class SiteLeave(Guard):
             self._coordinator.site_left()
         if output is None:
             return None
-        output = self._without_aliases(output)
+        output, leaves = self._without_aliases(output)
         announce = _Announce(self._coordinator, self._units)
-        for leaf in tree_leaves(output):
+        for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(announce)
         return output
 
-    def _without_aliases(self, output: Any) -> Any:
-        """Outputs that are views of a slot are cloned: the slot will be another unit's."""
+    def _without_aliases(self, output: Any) -> tuple[Any, list[Any]]:
+        """Outputs that are views of a slot are cloned: the slot will be another unit's. Returns their leaves, too."""
         storages = {
             weights.slot.tensor.untyped_storage()._cdata
             for weights in (self._coordinator.units[index].weights for index in self._units)
@@ -242,9 +242,11 @@ class SiteLeave(Guard):
                 and leaf.untyped_storage()._cdata in storages
             )
 
-        if any(aliases(leaf) for leaf in tree_leaves(output)):
-            return tree_map(lambda leaf: leaf.clone() if aliases(leaf) else leaf, output)
-        return output
+        leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+        if any(aliases(leaf) for leaf in leaves):
+            output = tree_map(lambda leaf: leaf.clone() if aliases(leaf) else leaf, output)
+            leaves = tree_leaves(output)
+        return output, leaves
 
 
 class _Announce:
@@ -272,16 +274,20 @@ class ParameterHooks(Guard):
         self._place = place
         self._ends = ends
         self._before: GradientHandle | None = None
+        self._handle = coordinator.handle(parameter, place)
 
     @whole
     def before(self, gradient: torch.Tensor) -> None:
         """Before autograd adds to .grad: take the handle away, and remember that it was there."""
         parameter = self._parameter
         self._ends.watch()
-        self._before = parameter.grad if isinstance(parameter.grad, GradientHandle) else None
-        if self._before is not None:
+        before = parameter.grad
+        if isinstance(before, GradientHandle):
             parameter.grad = None
-            self._ends.taken.append((parameter, self._place, self._before))
+            self._before = before
+            self._ends.taken.append((parameter, self._place, before))
+        else:
+            self._before = None
 
     @whole
     def after(self, parameter: nn.Parameter) -> None:
@@ -297,7 +303,8 @@ class ParameterHooks(Guard):
                 "last backward pass before the step."
             )
         self._coordinator.land(self._place, gradient, accumulate=before is not None)
-        parameter.grad = self._coordinator.handle(parameter, self._place)
+        self._handle.inverse_scale = 1.0
+        parameter.grad = self._handle
         self._coordinator.landed(self._place)
 
 

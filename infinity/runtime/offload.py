@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.base import interrupt
 from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
@@ -182,7 +183,11 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
         ModelError: the model was never offloaded.
         InfinityError: the last commit failed.
     """
-    registry.coordinator_of(model).close(discard=discard)
+    try:
+        registry.coordinator_of(model).close(discard=discard)
+    finally:
+        if all(coordinator.closed for coordinator in registry.coordinators()):
+            interrupt.give_back()
 
 
 def synchronize(model: nn.Module) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
-from infinity.base.interrupt import interruptible, interrupts_deferred, whole
+from infinity.base import interrupt
+from infinity.base.interrupt import give_back, interruptible, interrupts_deferred, whole
 
 
 @whole
@@ -49,15 +54,140 @@ def test_a_step_lets_no_ctrl_c_in_where_it_waits() -> None:
     assert done == ["to the end", "waited"]
 
 
-def test_the_handlers_are_back_afterwards_also_those_that_raise() -> None:
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(number)
+NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
-    previous = signal.signal(signal.SIGTERM, stop)
+
+@pytest.fixture(autouse=True)
+def own_handlers() -> Iterator[None]:
+    """Of a process that has nothing whole behind it; what a test installs is gone afterwards."""
+    give_back()
+    previous = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+def stop(number: int, frame: object) -> None:
+    raise SystemExit(number)
+
+
+def test_handlers_are_given_back_also_those_that_raise() -> None:
+    signal.signal(signal.SIGTERM, stop)
+    handlers = [signal.getsignal(number) for number in NUMBERS]
+    with pytest.raises(SystemExit):
+        whole(signal.raise_signal)(signal.SIGTERM)
+    give_back()
+    assert [signal.getsignal(number) for number in NUMBERS] == handlers
+
+
+def test_no_handler_is_installed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = whole(lambda: None)
+    nothing()
+    installed: list[object] = []
+    monkeypatch.setattr(signal, "signal", lambda *arguments: installed.append(arguments))
+    for _ in range(3):
+        nothing()
+    assert installed == []
+
+
+def test_a_handler_that_is_installed_later_waits_too() -> None:
+    whole(lambda: None)()
+    signal.signal(signal.SIGINT, stop)
+    done: list[str] = []
+    with pytest.raises(SystemExit):
+        interrupted(done)
+    assert done == ["to the end"]
+
+
+def test_a_handler_that_calls_the_one_before_it_does_not_go_in_circles() -> None:
+    whole(lambda: None)()
+    ours = signal.getsignal(signal.SIGINT)
+    calls: list[int] = []
+
+    def mine(number: int, frame: FrameType | None) -> None:
+        calls.append(number)
+        assert callable(ours)
+        ours(number, frame)
+
+    signal.signal(signal.SIGINT, mine)
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(done)
+    assert (done, calls) == (["to the end"], [signal.SIGINT])
+
+
+def test_a_handler_of_ours_that_was_saved_and_put_back_works() -> None:
+    whole(lambda: None)()
+    saved = signal.signal(signal.SIGINT, stop)
+    give_back()
+    signal.signal(signal.SIGINT, saved)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(done)
+    assert done == ["to the end"]
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_is_no_function_is_left_alone(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGTERM, handler)
+    whole(lambda: None)()
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_of_several_signals_the_first_is_delivered_and_none_comes_late() -> None:
+    @whole
+    def twice() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, stop)
+    with pytest.raises(SystemExit):
+        twice()
+    whole(lambda: None)()
+
+
+def test_other_threads_hold_nothing_back() -> None:
+    def wait() -> None:
+        began.set()
+        over.wait()
+
+    began, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=whole(wait))
+    thread.start()
+    began.wait()
     try:
-        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        with pytest.raises(SystemExit):
-            whole(signal.raise_signal)(signal.SIGTERM)
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        over.set()
+        thread.join()
+
+
+def test_a_child_that_is_forked_in_something_whole_can_be_stopped() -> None:
+    @whole
+    def fork() -> int:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                os._exit(7)
+            os._exit(0)
+        return child
+
+    _, status = os.waitpid(fork(), 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_where_no_thread_gets_signals_nothing_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int, handler: object) -> None:
+        raise ValueError("signal only works in main thread of the main interpreter")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(interrupt, "_signals", interrupt._Signals())
+        patched.setattr(signal, "signal", refuse)
+        run = whole(lambda: interrupt._signals.held)
+        run()
+        assert not run()

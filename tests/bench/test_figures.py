@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from large_models.cgroup import find_controller
 from large_models.training import limit_in_proportion, usable_bytes
+from overhead import summarise
 from peers.bounds import bounds, hidden_update_share, host_budget, median_ratio
 
 
@@ -53,3 +54,9 @@ def test_the_memory_controller_of_version_1_is_found_in_the_mounts(tmp_path: Pat
     assert found.root == tmp_path
     assert found.own == tmp_path / "mine"
     assert found.limit == "memory.limit_in_bytes"
+
+
+def test_the_cost_of_a_layer_is_what_rounds_take_longer_than_torchs() -> None:
+    row = summarise({"torch": [1.0, 2.0, 3.0], "ram": [3.0, 3.0, 9.0]}, layers=2)["ram"]
+    assert (row["median_s"], row["ratio"], row["per_layer_s"]) == (3.0, 3.0, 1.0)
+    assert (row["p5_ratio"], row["p95_ratio"]) == (1.5, 3.0)

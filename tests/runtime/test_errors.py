@@ -24,6 +24,7 @@ from infinity.coordinator import registry
 from infinity.units.weights import Residency
 from tests.conftest import weights_of
 from tests.models import Batch, llama, loss_of
+from tests.processes import run_script
 
 TIGHT = {"device": "400KiB", "host": "64MiB"}
 
@@ -439,3 +440,22 @@ def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None
     del model, optim
     gc.collect()
     assert coordinator() is None
+
+
+_CLOSED = """
+import signal, sys, torch, infinity
+def handlers(): return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+before = handlers()
+models = [infinity.offload(torch.nn.Linear(4, 4), {"weights": "host", "optimizer": "host"}) for _ in range(2)]
+for model in models:
+    model(torch.ones(1, 4)).sum().backward()
+    infinity.close(model)
+    assert (handlers() == before) == (model is models[-1])
+infinity.close(model)
+assert handlers() == before
+"""
+
+
+def test_when_the_last_model_is_closed_the_signal_handlers_are_the_users_own() -> None:
+    ended = run_script(_CLOSED)
+    assert ended.returncode == 0, ended.stderr

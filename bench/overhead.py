@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""What infinity's own Python costs a step: a model of many small layers, one thread, beside plain torch, in turns.
+
+    python bench/overhead.py --json build/overhead.json
+    python bench/overhead.py --layers 24 --placements ram --rounds 5      # the short one, while you change something
+
+A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and next to nothing to move:
+what a step takes longer than plain torch's (torch.optim.AdamW, its default) is the work of hooks, transitions and
+updates. Placements: `ram`, weights and optimizer states in RAM; `states`, the states on NVMe; `nvme`, the weights there
+too, with room for five layers. torch computes with one thread, and so do the updates of infinity, beside it.
+
+Every contender is a process of its own, set up once, that has one turn per round (bench/peers/protocol.py). Quote the
+ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.process import BENCH_DIR, Worker
+from peers.report import format_table, machine_facts, write_result
+from peers.workload import Job, Workload
+
+_CHECKOUT = BENCH_DIR.parent
+_MODEL = Workload(hidden=128, intermediate=352, heads=4, vocabulary=512, tokens=32, dtype="float32", max_grad_norm=None)
+_LAYERS_ON_DEVICE = 10  # of which the plan gives weights a half, and activations the rest
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "ram": {"weights": "host", "optimizer": "host"},
+    "states": {"weights": "host", "optimizer": "nvme"},
+    "nvme": {"weights": "nvme", "optimizer": "nvme"},
+}
+
+
+def job(placement: str, layers: int, directory: Path) -> Job:
+    """What a worker is told. Args: placement: of PLACEMENTS, or "torch"."""
+    workload = replace(_MODEL, layers=layers)
+    if placement == "torch":
+        return Job(workload)
+    options = {**PLACEMENTS[placement], "update": {"threads": 1}, "overlap": "auto"}
+    if placement == "nvme":
+        options["memory"] = {"device": _LAYERS_ON_DEVICE * 4 * workload.numel // layers}
+    return Job(workload, "" if placement == "ram" else str(directory / f"{placement}-{layers}"), options)
+
+
+def measure(layers: int, placements: Sequence[str], rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Seconds of a step by contender, one per round; each round begins with another contender."""
+    seconds: dict[str, list[float]] = {}
+    with ExitStack() as running:
+        workers = []
+        for name in ("torch", *placements):
+            kind = "torch" if name == "torch" else "infinity"
+            log = _CHECKOUT / "build" / "bench-logs" / f"overhead-{name}.log"
+            python = Path(sys.executable)
+            worker = Worker(name, python, f"peers.worker_{kind}", job(name, layers, directory), log, threads=1)
+            worker.start()
+            running.callback(worker.stop)
+            workers.append(worker)
+        for worker in workers:
+            worker.wait_ready()
+            worker.step()
+        for number in range(rounds):
+            turn = number % len(workers)
+            for worker in workers[turn:] + workers[:turn]:
+                seconds.setdefault(worker.name, []).append(worker.step()["seconds"])
+    return seconds
+
+
+def summarise(seconds: dict[str, list[float]], layers: int) -> dict[str, dict[str, float]]:
+    """By contender: seconds of a step, its ratio to plain torch's of the same round, and what it takes longer, per
+    layer: medians, and the 5th and 95th percentiles."""
+    summary = {}
+    for name, steps in seconds.items():
+        ratios = [mine / plain for mine, plain in zip(steps, seconds["torch"], strict=True)]
+        costs = [(mine - plain) / layers for mine, plain in zip(steps, seconds["torch"], strict=True)]
+        summary[name] = {
+            "median_s": statistics.median(steps),
+            "p5_s": _percentile(steps, 5),
+            "p95_s": _percentile(steps, 95),
+            "ratio": statistics.median(ratios),
+            "p5_ratio": _percentile(ratios, 5),
+            "p95_ratio": _percentile(ratios, 95),
+            "per_layer_s": statistics.median(costs),
+        }
+    return summary
+
+
+def _percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[round((len(ordered) - 1) * percent / 100)]
+
+
+def table(summaries: dict[int, dict[str, dict[str, float]]]) -> str:
+    header = ("contender", "layers", "ms/step", "5–95 %", "/ torch", "5–95 %", "more, ms per layer")
+    return format_table(
+        header,
+        [
+            (
+                name,
+                str(layers),
+                f"{1e3 * row['median_s']:.1f}",
+                f"{1e3 * row['p5_s']:.1f}–{1e3 * row['p95_s']:.1f}",
+                f"{row['ratio']:.2f}",
+                f"{row['p5_ratio']:.2f}–{row['p95_ratio']:.2f}",
+                "–" if name == "torch" else f"{1e3 * row['per_layer_s']:.2f}",
+            )
+            for layers, summary in summaries.items()
+            for name, row in summary.items()
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--layers", type=int, nargs="+", default=[24, 96])
+    add("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    add("--rounds", type=int, default=11, help="turns of each contender; a turn measures the mean of three steps")
+    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
+    add("--json", type=Path, help="write everything measured to this file")
+    args = parser.parse_args()
+    args.swap_dir.mkdir(parents=True, exist_ok=True)
+    seconds: dict[int, dict[str, list[float]]] = {}
+    summaries: dict[int, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="overhead-", dir=args.swap_dir) as directory:
+        for layers in args.layers:
+            seconds[layers] = measure(layers, args.placements, args.rounds, Path(directory))
+            summaries[layers] = summarise(seconds[layers], layers)
+            print(f"{table({layers: summaries[layers]})}\n", flush=True)
+    if args.json:
+        result = {
+            "machine": machine_facts(args.swap_dir),
+            "workload": asdict(_MODEL),
+            "placements": PLACEMENTS,
+            "summary": summaries,
+            "seconds": seconds,
+        }
+        write_result(args.json, result, {_CHECKOUT: "<checkout>"})
+
+
+if __name__ == "__main__":
+    main()
