@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -91,6 +91,14 @@ def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
         return read(descriptor, nbytes)
 
 
+def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
+    """Write all of `data` at byte `at` of a file. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, at)
+        rest, at = rest[written:], at + written
+
+
 def require_possible(name: str) -> None:
     """Raises ValueError for a text that can never name a file or directory: an empty one, one that is too long, is not
     UTF-8, has a NUL, or begins with the home of nobody."""
@@ -109,6 +117,19 @@ def require_possible(name: str) -> None:
 
 
 @contextmanager
+def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.replace) -> Iterator[None]:
+    """Rename `aside`, which the block writes, to `path`. When the block or the rename fails, `aside` is removed and
+    `path` is as it was."""
+    try:
+        yield
+        rename(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
     """A new file, which takes the place of `path` when the block ends without an error. What has that name now, or any
     other, is never written to: it may be a link to something else.
@@ -117,14 +138,8 @@ def replacing(path: Path) -> Iterator[TextIO]:
         OSError: it cannot be written; `path` is as it was.
     """
     aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
-    try:
-        with aside.open("x", encoding="utf-8") as file:
-            yield file
-        os.replace(aside, path)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
+    with renamed(aside, path), aside.open("x", encoding="utf-8") as file:
+        yield file
 
 
 def require_replaceable(path: Path) -> None:

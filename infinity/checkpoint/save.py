@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.aside import put_in_place, sync, sync_tree, written_aside
+from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, printable
+from infinity.io import durable
 from infinity.runtime import buffers
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
         else:
-            _merge(aside, target)
+            # The index goes last: until then a reader finds the old set.
+            _remove_superseded(target, move_into(aside, target, last=index_name("model")))
 
 
 def write_weights(
@@ -144,20 +145,10 @@ def write_configs(model: nn.Module, directory: Path) -> None:
             (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 
-def _merge(aside: Path, target: Path) -> None:
-    """Replace the files of an earlier save, and leave what else is there."""
-    sync_tree(aside)
-    # The index last: until then a reader finds the old set.
-    written = sorted(aside.iterdir(), key=lambda path: path.name == index_name("model"))
-    for path in written:
-        os.replace(path, target / path.name)
-    _remove_superseded(target, {path.name for path in written})
-    sync(target)
-
-
 def _remove_superseded(target: Path, written: set[str]) -> None:
     """Weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", index_name("model")):
         for path in target.glob(pattern):
             if path.name not in written:
                 path.unlink()
+    durable.fsync(target)

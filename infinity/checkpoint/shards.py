@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from infinity import files
+
 _DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -67,20 +69,20 @@ def write_shards(
     split = split_torch_state_dict_into_shards(
         dict(shapes), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
-    files: dict[str, int] = {}
+    descriptors: dict[str, int] = {}
     slices: dict[str, _Slice] = {}
     try:
         for shard, names in split.filename_to_tensors.items():
-            files[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
+            descriptors[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
             slices |= placed
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
-            left[name] -= _write_piece(files[slices[name].shard], slices[name], first, values)
+            left[name] -= _write_piece(descriptors[slices[name].shard], slices[name], first, values)
             del values  # the next piece may want its memory
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:
-        for descriptor in files.values():
+        for descriptor in descriptors.values():
             os.close(descriptor)
     return dict(split.tensor_to_filename)
 
@@ -120,7 +122,7 @@ def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> t
     try:
         if offset:
             os.posix_fallocate(descriptor, 0, start + offset)
-        _write_fully(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        files.write(descriptor, len(text).to_bytes(8, "little") + text)
     except BaseException:
         os.close(descriptor)
         raise
@@ -140,11 +142,5 @@ def _write_piece(descriptor: int, place: _Slice, first: int, values: torch.Tenso
     at = first * values.element_size()
     if at + flat.numel() > place.nbytes:
         raise AssertionError(f"{flat.numel()} bytes at {at} of a tensor of {place.nbytes}")
-    _write_fully(descriptor, memoryview(flat.numpy().data), place.offset + at)
+    files.write(descriptor, flat.numpy().data, place.offset + at)
     return flat.numel()
-
-
-def _write_fully(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

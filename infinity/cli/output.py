@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.checkpoint.aside import put_in_place, sync, sync_tree
+from infinity.checkpoint.aside import move_into, put_in_place
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
 from infinity.sizes import format_bytes
@@ -140,13 +140,11 @@ class Output:
 
     def _put_in_place(self, made: Path) -> None:
         if made.parent.parent == self._target:
-            sync_tree(made)
-            for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):  # no half of a model loads
+            for path in made.iterdir():
                 if os.path.lexists(self._target / path.name):
                     raise FileExistsError(f"{self._target / path.name} appeared")
-                path.rename(self._target / path.name)
+            move_into(made, self._target, last="config.json")  # without its config no half of a model loads
             made.rmdir()
-            sync(self._target)
         else:
             put_in_place(made, self._target)
         made.parent.rmdir()

@@ -6,12 +6,12 @@ A failed fsync is never tried again: the kernel may have forgotten what it could
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from infinity import files
 from infinity.errors import SwapIOError
 
 ASIDE = ".aside"
@@ -54,21 +54,15 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
     """
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
-    try:
+    with files.renamed(aside, path, _rename):
         descriptor = _create(aside)
         try:
             with act("write", aside, data=data):
-                _write_fully(descriptor, data)
+                files.write(descriptor, data)
             with act("fsync", aside):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        with act("rename", aside, path):
-            os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
     sync_directory(path.parent)
 
 
@@ -81,20 +75,24 @@ def _create(aside: Path) -> int:
         return os.open(aside, flags, 0o600)
 
 
-def _write_fully(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _rename(aside: Path, path: Path) -> None:
+    with act("rename", aside, path):
+        os.replace(aside, path)
 
 
 def sync_directory(path: Path) -> None:
     """Make what was created, renamed and removed in a directory durable. Raises SwapIOError."""
     with act("fsync directory", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """fsync a file or directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

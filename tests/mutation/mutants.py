@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "fsync of a manifest before its rename",
         "infinity/io/durable.py",
-        "                os.fsync(descriptor)\n        finally:\n            os.close(descriptor)\n        with act(",
-        "                pass\n        finally:\n            os.close(descriptor)\n        with act(",
+        '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
+        '            with act("fsync", aside):\n                pass\n',
         (_DURABLE,),
     ),
     Mutant(
