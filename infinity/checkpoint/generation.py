@@ -46,7 +46,7 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
     header = headers_of(paths)[0].header
     engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
     try:
-        store = SwapStore(paths, header.nbytes, engine, mode="resume")
+        store = SwapStore(paths, header.nbytes, engine, mode="read")
         try:
             yield store
         finally:

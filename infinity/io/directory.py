@@ -24,7 +24,107 @@ HEADER_NAME = "store.infinity"
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
-class SwapDirectory:
+class StoreDirectory:
+    """A directory of a store: the names of its files, and the lock that is held on it until close()."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = require_name(path.expanduser().absolute())
+        self._lock_fd = -1
+        fork.close_in_children(self)
+
+    @property
+    def swap_path(self) -> Path:
+        return self.path / SWAP_NAME
+
+    @property
+    def header_path(self) -> Path:
+        return self.path / HEADER_NAME
+
+    def generation_path(self, step: int) -> Path:
+        """The manifest of the generation after optimizer step `step`."""
+        return self.path / f"generation-{step:012d}.infinity"
+
+    def generations(self) -> dict[int, Path]:
+        """The manifests that are there, newest first."""
+        return generations_in(self.path)
+
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node of the disk below; -1 where it has none."""
+        node = describe_disk(self.path).numa_node
+        return -1 if node is None else node
+
+    @property
+    def free_bytes(self) -> int:
+        info = os.statvfs(self.path)
+        return info.f_bavail * info.f_frsize
+
+    def close(self, *, keep: bool = True) -> None:
+        """Let the directory go. Idempotent."""
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close the lock's descriptor: of a forked child, whose copy would hold the lock after its parent's end."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _open_lock(self, access: int) -> int:
+        """The lock file, which must be a regular file, and no link to one. Raises ConfigError."""
+        path = self.path / LOCK_NAME
+        try:
+            descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+                raise _no_lock(path) from error
+            raise _unusable(self.path, error) from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise _no_lock(path)
+        return descriptor
+
+    def _holder(self) -> str:
+        """The process that wrote its number into the lock."""
+        written = os.pread(self._lock_fd, 64, 0).strip()
+        return written.decode() if written.isdigit() else "unknown"
+
+    def _try_lock(self, kind: int) -> bool:
+        """Whether the lock could be taken; its descriptor is closed where an error says otherwise."""
+        try:
+            fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            self.close_in_child()
+            raise SwapIOError("locking", path=str(self.path / LOCK_NAME), errno=error.errno or 0) from error
+        return True
+
+
+class ReadDirectory(StoreDirectory):
+    """A directory that is read: nothing on its disk is changed, and other processes may read it meanwhile.
+
+    The lock is shared, so that no run takes the directory. Where there is no lock file no run has had the directory
+    since it was copied, and none is made: a run that begins meanwhile is then noticed by the checksums of what is read.
+
+    Raises:
+        StoreLockedError: a run holds it.
+        ConfigError: the lock cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not os.path.lexists(self.path / LOCK_NAME):
+            return
+        self._lock_fd = self._open_lock(os.O_RDONLY)
+        if not self._try_lock(fcntl.LOCK_SH):
+            holder = self._holder()
+            self.close()
+            raise StoreLockedError(
+                f"the swap directory {self.path} is in use by a run (process {holder}). Wait for it, or stop it first."
+            )
+
+
+class SwapDirectory(StoreDirectory):
     """A directory held by one run, from construction to close().
 
     Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room() or
@@ -43,7 +143,7 @@ class SwapDirectory:
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
-        self.path = require_name(path.expanduser().absolute())
+        super().__init__(path)
         self._created = not os.path.exists(self.path)
         self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
         self._ours = False  # what is in it was put there by this run
@@ -55,47 +155,13 @@ class SwapDirectory:
             raise _unusable(self.path, NotADirectoryError(errno.ENOTDIR, "it is no directory")) from error
         except OSError as error:
             raise _unusable(self.path, error) from error
-        self._lock_fd = self._open_lock()
         self._take_lock()
         while not self._lock_is_ours():  # the run before removed the file between our open and our lock
             os.close(self._lock_fd)
-            self._lock_fd = self._open_lock()
             self._take_lock()
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        fork.close_in_children(self)
         self._warn_if_memory()
-
-    @property
-    def swap_path(self) -> Path:
-        return self.path / SWAP_NAME
-
-    @property
-    def header_path(self) -> Path:
-        return self.path / HEADER_NAME
-
-    def generation_path(self, step: int) -> Path:
-        """The manifest of the generation after optimizer step `step`."""
-        return self.path / f"generation-{step:012d}.infinity"
-
-    def generations(self) -> dict[int, Path]:
-        """The manifests that are there, newest first."""
-        return generations_in(self.path)
-
-    def _open_lock(self) -> int:
-        """Its content will be replaced, so it must be a regular file, and no link to one."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        path = self.path / LOCK_NAME
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                raise _no_lock(path) from error
-            raise _unusable(self.path, error) from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise _no_lock(path)
-        return descriptor
 
     def _lock_is_ours(self) -> bool:
         """Whether the file we locked is the one of that name, and has no other name: then it is another file, too, and
@@ -114,20 +180,16 @@ class SwapDirectory:
         return mine.st_nlink == 1
 
     def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            said = os.pread(self._lock_fd, 64, 0).strip()
-            holder = said.decode() if said.isdigit() else "unknown"
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise SwapIOError("locking", path=str(self.path / LOCK_NAME), errno=error.errno or 0) from error
-            raise StoreLockedError(
-                f"the swap directory {self.path} is in use by another run (process {holder}). Wait for it, or give "
-                f"this run "
-                "a directory of its own in nvme.paths."
-            ) from error
+        self._lock_fd = self._open_lock(os.O_RDWR | os.O_CREAT)
+        if self._try_lock(fcntl.LOCK_EX):
+            return
+        is_read = self._try_lock(fcntl.LOCK_SH)  # a reader shares the lock, and its number is not written there
+        who = "being read by another process" if is_read else f"in use by another run (process {self._holder()})"
+        self.close_in_child()
+        raise StoreLockedError(
+            f"the swap directory {self.path} is {who}. Wait for it, or give this run a directory of its own in "
+            "nvme.paths."
+        )
 
     def take_over(self) -> None:
         """What is in it is this run's from now on, as if it had put it there."""
@@ -207,17 +269,6 @@ class SwapDirectory:
                 self.path,
             )
 
-    @property
-    def numa_node(self) -> int:
-        """Of the disk below; -1 where it has none."""
-        node = describe_disk(self.path).numa_node
-        return -1 if node is None else node
-
-    @property
-    def free_bytes(self) -> int:
-        info = os.statvfs(self.path)
-        return info.f_bavail * info.f_frsize
-
     def close(self, *, keep: bool = False) -> None:
         """Let the directory go, and unless `keep` remove what this run put there first. Idempotent."""
         if self._lock_fd < 0:
@@ -226,16 +277,10 @@ class SwapDirectory:
             self.remove_all()
         if not keep and not self.header_path.exists():
             (self.path / LOCK_NAME).unlink(missing_ok=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        super().close()
         if self._created:
             with contextlib.suppress(OSError):  # somebody else put something there: not ours to remove
                 self.path.rmdir()
-
-    def close_in_child(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
 
 def require_name(path: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Literal
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory, require_name
+from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
 from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
@@ -73,7 +73,7 @@ class ExtentMap:
         return self.extents[-1]
 
 
-Mode = Literal["in place", "generations", "resume"]
+Mode = Literal["in place", "generations", "resume", "read"]
 
 
 class SwapStore:
@@ -85,7 +85,7 @@ class SwapStore:
         scratch_bytes: room behind it for what no generation has; a run that is resumed may need another.
         checksums: check every page read against what was written.
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
-            opens those that are there.
+            opens those that are there, to go on with them; "read" opens them and changes nothing on disk.
         spare_bytes: that must be free on the first path beside it.
 
     Attributes:
@@ -114,29 +114,41 @@ class SwapStore:
         self._file_bytes = nbytes + scratch_bytes
         self.checksums = checksums
         self._spare_bytes = spare_bytes
-        self.directories: list[SwapDirectory] = []
+        self.directories: list[StoreDirectory] = []
         self._members: list[_native.File] = []
         self._mode = mode
         self._unwritten: list[Header] = []
         self.rebuilt: list[str] = []
         require_paths(paths)
         try:
+            held: list[SwapDirectory] = []
             for path in paths:
-                self.directories.append(SwapDirectory(path, create=mode != "resume"))
-            if mode == "resume":
+                if mode == "read":
+                    self.directories.append(ReadDirectory(path))
+                else:
+                    held.append(SwapDirectory(path, create=mode != "resume"))
+                    self.directories.append(held[-1])
+            if mode == "read":
                 self._reopen()
+            elif mode == "resume":
+                self._reopen()
+                for directory in held:
+                    directory.remove_asides()
+                    directory.take_over()
+                if scratch_bytes:
+                    self._preallocate()
             else:
-                self._create(mode)
+                self._create(held, mode)
             if checksums:
                 self.file.keep_checksums(self._file_bytes)
         except BaseException:
             self._close_members()
             raise
 
-    def _create(self, mode: Literal["in place", "generations"]) -> None:
-        for directory in self.directories:
+    def _create(self, held: Sequence[SwapDirectory], mode: Literal["in place", "generations"]) -> None:
+        for directory in held:
             directory.require_replaceable()
-        for directory in reversed(self.directories):  # the first says of the others whether anything was committed
+        for directory in reversed(held):  # the first says of the others whether anything was committed
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
         self.shares = self._measure_shares()
@@ -150,7 +162,7 @@ class SwapStore:
             stripe_bytes=STRIPE_BYTES,
             nbytes=self.nbytes,
         )
-        for index, directory in enumerate(self.directories):
+        for index, directory in enumerate(held):
             header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
             # The directory is synced with it, so what a manifest will name is there when the manifest is.
             durable.write_file(directory.header_path, write_header(header))
@@ -177,13 +189,9 @@ class SwapStore:
         self._members = [_open(directory, create=False) for directory in self.directories]
         self._stripe(self.record.stripe_bytes)
         for index, directory in enumerate(self.directories):
-            directory.remove_asides()
-            directory.take_over()
             expected, size = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if size < expected:
                 raise ResumeError(f"{directory.swap_path} was cut: it has {size} of {expected} bytes")
-        if self._file_bytes > self.nbytes:
-            self._preallocate()
 
     @property
     def proven(self) -> bool:
@@ -255,7 +263,7 @@ class SwapStore:
         except OSError as error:
             raise _no_room(self._named(error), self._file_bytes, error) from error
 
-    def _named(self, error: OSError) -> SwapDirectory:
+    def _named(self, error: OSError) -> StoreDirectory:
         """The directory whose file the message is about; the first where none is named."""
         for directory in self.directories:
             if str(directory.swap_path) in str(error.strerror):
@@ -341,7 +349,7 @@ class SwapStore:
         """Whether the files stay when the store is closed."""
         if self._mode == "in place":
             return False
-        if self._mode == "resume":
+        if self._mode in ("resume", "read"):
             return bool(self._members)
         try:
             return bool(self.directories[0].generations())
@@ -375,7 +383,7 @@ def shares_of(rates: Sequence[float]) -> list[int]:
     return [part // divisor for part in parts]
 
 
-def _open(directory: SwapDirectory, *, create: bool) -> _native.File:
+def _open(directory: StoreDirectory, *, create: bool) -> _native.File:
     try:
         file = _native.File(str(directory.swap_path), create=create, numa_node=directory.numa_node)
     except OSError as error:
@@ -393,7 +401,7 @@ def _open(directory: SwapDirectory, *, create: bool) -> _native.File:
     return file
 
 
-def _no_room(directory: SwapDirectory, nbytes: int, error: OSError) -> SwapIOError:
+def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOError:
     doing = f"reserving {format_bytes(nbytes)} ({format_bytes(directory.free_bytes)} are free)"
     return SwapIOError(
         doing, path=str(directory.swap_path), nbytes=nbytes, errno=error.errno or 0, detail=error.strerror or str(error)
