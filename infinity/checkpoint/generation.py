@@ -11,11 +11,12 @@ import torch
 from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.errors import ManifestError
+from infinity.io import generations
 from infinity.io.engine import open_engine
-from infinity.io.generations import extents_of, newest_usable, require_undamaged, verify
+from infinity.io.generations import extents_of
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
-from infinity.io.store import SwapStore
+from infinity.io.store import Extent, SwapStore
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
@@ -61,14 +62,15 @@ def newest_whole(store: SwapStore, step: int | None = None) -> StoredGeneration:
 
     Raises:
         ResumeError: there is none; says what is wrong with each.
+        SwapIOError: a part of one cannot be read.
     """
 
-    def use(manifest: Manifest) -> StoredGeneration:
+    def use(manifest: Manifest) -> tuple[StoredGeneration, list[Extent]]:
         generation = StoredGeneration(store, manifest)
-        generation.require_whole()
-        return generation
+        return generation, generation.extents
 
-    return newest_usable(store, step, use, "export")
+    memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
+    return generations.newest_whole(store, memory, step, use, "export")
 
 
 class StoredGeneration:
@@ -125,10 +127,10 @@ class StoredGeneration:
         if nbytes > (extent.nbytes if extent else 0):
             raise ManifestError(self.source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
 
-    def require_whole(self) -> None:
-        """Raises ResumeError that names what is damaged."""
-        memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
-        require_undamaged(list(verify(self._store, list(self._extents.values()), self.manifest, memory)))
+    @property
+    def extents(self) -> list[Extent]:
+        """In the order of the manifest."""
+        return list(self._extents.values())
 
     @property
     def units(self) -> list[str]:

@@ -179,15 +179,16 @@ class Generations:
         found = directory.generations()
         require_known(found.values())  # one that this run does not go on from would be removed
 
-        def use(manifest: Manifest) -> Manifest:
+        def point_to(manifest: Manifest) -> tuple[Manifest, list[Extent]]:
             self._require_fitting(manifest)
             check(manifest)
-            self._adopt(manifest, memory)
-            return manifest
+            for extent, record in zip(self._extents, manifest.extents, strict=True):
+                extent.slot = record.slot
+            return manifest, self._extents
 
         before = [extent.slot for extent in self._extents]
         try:
-            manifest = newest_usable(self._store, step, use, "resume")
+            manifest = newest_whole(self._store, memory, step, point_to, "resume")
             self._store.write_rebuilt_headers(self._extents)
         except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
@@ -212,21 +213,6 @@ class Generations:
                 )
             if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
                 raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
-
-    def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
-        """Point the extents to a generation and read all of it.
-
-        Raises:
-            ResumeError: names what is damaged.
-            SwapIOError: a part cannot be read.
-        """
-        for extent, record in zip(self._extents, manifest.extents, strict=True):
-            extent.slot = record.slot
-        damage = list(verify(self._store, self._extents, manifest, memory))
-        for each in damage:
-            if each.error is not None:
-                raise each.error
-        require_undamaged(damage)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
         """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
@@ -262,15 +248,24 @@ class Generations:
         self._given_up = []
 
 
-def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], Used], doing: str) -> Used:
-    """What `use` makes of the newest generation, or of that of `step`; of the one before where it refuses that.
+def newest_whole(
+    store: SwapStore,
+    memory: memoryview,
+    step: int | None,
+    use: Callable[[Manifest], tuple[Used, Sequence[Extent]]],
+    doing: str,
+) -> Used:
+    """What `use` makes of the newest generation that is whole, or of that of `step`. Every byte of it is read.
 
     Args:
-        use: raises ResumeError for a generation that it cannot use.
+        memory: 4 KiB-aligned, for reading.
+        use: returns its result and the extents to read, each in the slot that the manifest names; raises ResumeError
+            for a manifest that it cannot use.
         doing: "resume" or "export", for messages.
 
     Raises:
-        ResumeError: there is none that can be used; says what is wrong with each.
+        ResumeError: there is none that is whole; says what is wrong with each.
+        SwapIOError: a part of one cannot be read now. It may be whole: try again, or give `step`.
     """
     directory = store.directories[0]
     found = directory.generations()
@@ -285,7 +280,9 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
                 raise manifest
             _require_of(store, manifest)
             _require_provable(store, manifest)
-            return use(manifest)
+            used, extents = use(manifest)
+            _require_undamaged(list(verify(store, extents, manifest, memory)))
+            return used
         except ResumeError as error:
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
@@ -325,8 +322,11 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
     raise ResumeError(f"a header is damaged, so only checksums can tell whether the swap files belong to it; {todo}")
 
 
-def require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raises ResumeError that names it."""
+def _require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raises ResumeError that names the damage; where a part could not be read, the SwapIOError of the reading."""
+    for each in damage:
+        if each.error is not None:
+            raise each.error
     if damage:
         more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
         raise ResumeError("; ".join(map(str, damage[:3])) + more)

@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "all of a generation is checked before it is resumed",
         "infinity/io/generations.py",
-        "        damage = list(verify(self._store, self._extents, manifest, memory))\n",
-        "        list(verify(self._store, self._extents, manifest, memory))\n        damage: list[Damage] = []\n",
+        "            _require_undamaged(list(verify(store, extents, manifest, memory)))\n",
+        "            list(verify(store, extents, manifest, memory))\n",
         (_CORRUPTION,),
     ),
     Mutant(
