@@ -7,7 +7,6 @@ is not built yet is refused, never ignored.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from infinity.echo import quoted
 from infinity.errors import ConfigError, NotAvailableError, printable
-from infinity.files import read_regular, require_possible
+from infinity.files import read_regular, require_different, require_possible
 from infinity.sizes import THREADS_MAX, parse_bytes
 from infinity.strict import parse_json, parse_yaml
 
@@ -32,10 +31,7 @@ def _one_or_many(value: object) -> object:
 
 
 def _different(paths: list[Path]) -> list[Path]:
-    real = [os.path.realpath(path.expanduser()) for path in paths]
-    for index, path in enumerate(real):
-        if path in real[:index]:
-            raise ValueError(f"{quoted(str(paths[index]))} is named twice: give each disk one directory")
+    require_different(paths)
     return paths
 
 

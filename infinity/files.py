@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -114,6 +114,23 @@ def require_possible(name: str) -> None:
         Path(name).expanduser()
     except RuntimeError as error:
         raise ValueError(f"{quoted(name)}: there is no such user, or no home is known") from error
+
+
+def require_different(paths: Iterable[Path]) -> None:
+    """Raises ValueError where two paths name the same directory, by links or mounts. A directory that is not there yet
+    has its name alone."""
+    seen: dict[object, Path] = {}
+    for path in paths:
+        place = os.path.realpath(path.expanduser())
+        try:
+            info = os.stat(place)
+            identity: object = (info.st_dev, info.st_ino)
+        except OSError:
+            identity = place
+        if identity in seen:
+            both = f"{quoted(str(seen[identity]))} and {quoted(str(path))}"
+            raise ValueError(f"{both} are the same directory: name each disk once")
+        seen[identity] = path
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import Literal
 
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.files import require_different
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
 from infinity.io.engine import Transfer, error_of
@@ -452,16 +453,10 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 
 def require_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError when two paths are the same directory, by links or mounts."""
-    seen: dict[object, Path] = {}
+    """Raises ConfigError for a path that cannot name a directory, and when two paths are the same directory."""
     for path in paths:
         require_name(path)
-        place = os.path.realpath(path.expanduser())
-        try:
-            info = os.stat(place)
-            place_id: object = (info.st_dev, info.st_ino)
-        except OSError:
-            place_id = place  # it will be made
-        if place_id in seen:
-            raise ConfigError(f"nvme.paths: {seen[place_id]} and {path} are the same directory; name each disk once")
-        seen[place_id] = path
+    try:
+        require_different(paths)
+    except ValueError as error:
+        raise ConfigError(f"nvme.paths: {error}") from None

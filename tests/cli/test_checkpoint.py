@@ -194,7 +194,7 @@ def test_what_is_no_file_ends_every_command_at_once(name: str, put: Any, disks: 
 def test_two_names_of_a_directory_are_one(tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     (tmp_path / "link").symlink_to("swap")
-    with pytest.raises(infinity.ConfigError, match="are the same directory|is named twice"):
+    with pytest.raises(infinity.ConfigError, match="are the same directory"):
         infinity.offload(build(), config(tmp_path / "swap", tmp_path / "link" / ".." / "link"))
 
 

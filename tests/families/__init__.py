@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from tests.families import audio, multimodal, language, vision
+from tests.families import audio, language, multimodal, vision
 from tests.models import Batch
 
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
