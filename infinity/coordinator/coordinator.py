@@ -282,7 +282,7 @@ class Coordinator:
             self.residents.training = True
             self.steps += 1
             if self.resources.store is not None:
-                self.resources.store.step = self.steps
+                self.resources.store.begin_step(self.steps)
             self.commits.resumed = None
             if self.guesses.mode == "off":
                 self._land_updates()

@@ -47,7 +47,7 @@ def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
     """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
     coordinator.steps = manifest.step
     if coordinator.resources.store is not None:
-        coordinator.resources.store.step = coordinator.steps
+        coordinator.resources.store.begin_step(coordinator.steps)
     body = parse_body(manifest.body, f"generation {manifest.step}")
     coordinator.commits.resumed = Resumed(manifest.step, body)
     rng.restore(body.rng)

@@ -110,7 +110,7 @@ class SwapStore:
         spare_bytes: int = 0,
     ) -> None:
         self.engine = engine
-        self.step = 0
+        self._step = 0
         self.nbytes = nbytes
         self._file_bytes = nbytes + scratch_bytes
         self.checksums = checksums
@@ -284,6 +284,10 @@ class SwapStore:
         nodes = {directory.numa_node for directory in self.directories}
         return nodes.pop() if len(nodes) == 1 else -1
 
+    def begin_step(self, step: int) -> None:
+        """Have errors of the transfers that are started from now on name this step."""
+        self._step = step
+
     def read(
         self,
         extent: Extent,
@@ -311,7 +315,7 @@ class SwapStore:
         offset = extent.offset if slot is None else extent.offsets[slot]
         first = None if after is None else after.future
         future = self.engine.read(self.file, offset + at, into, io_class, verify=verify, after=first)
-        return Transfer(future, extent.unit, extent.state, self.step)
+        return Transfer(future, extent.unit, extent.state, self._step)
 
     def write(
         self,
@@ -325,7 +329,7 @@ class SwapStore:
         """Start writing, into `slot` or else over the newest values; as `read`."""
         offset = extent.offset if slot is None else extent.offsets[slot]
         future = self.engine.write(self.file, offset + at, data, io_class)
-        return Transfer(future, extent.unit, extent.state, self.step)
+        return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:
         """Before something is written to files that were there.
@@ -343,7 +347,7 @@ class SwapStore:
 
     def sync(self) -> Transfer:
         """Start making what was written and completed before durable."""
-        return Transfer(self.engine.sync(self.file), "", "", self.step)
+        return Transfer(self.engine.sync(self.file), "", "", self._step)
 
     @property
     def keeps(self) -> bool:
