@@ -190,7 +190,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         return code or int(lost)
     _require_possible_pass(options)
     _without_bars()
-    out.of_a_run = True
+    out.begin_run()
     with interruptible_imports():
         from infinity.cli.finetune import finetune
 

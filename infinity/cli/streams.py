@@ -36,14 +36,17 @@ class Outlet:
 
     Attributes:
         failure: the first one.
-        of_a_run: a closed pipe is worth a line; any other failure always is.
     """
 
     def __init__(self, stream: Any, *, go_on: bool) -> None:
         self._stream = stream
         self._go_on = go_on
-        self.of_a_run = False
+        self._of_a_run = False
         self.failure: OSError | None = None
+
+    def begin_run(self) -> None:
+        """From now on a closed pipe is told in a line, too, as any other failure always is."""
+        self._of_a_run = True
 
     def write(self, text: str) -> int:
         try:
@@ -71,7 +74,7 @@ class Outlet:
         closed = error.errno == errno.EPIPE
         if closed and not self._go_on:
             raise ReaderGoneError
-        if self is not sys.stderr and (self.of_a_run or not closed):
+        if self is not sys.stderr and (self._of_a_run or not closed):
             print(
                 f"the output cannot be written any more ({error.strerror}); the work goes on without it",
                 file=sys.stderr,
