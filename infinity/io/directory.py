@@ -1,4 +1,4 @@
-"""The swap directory: whose it is, what is in it, and what may be deleted."""
+"""The swap directory: which run holds it, what files it has, and which of them may be deleted."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class StoreDirectory:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the lock's descriptor: of a forked child, whose copy would hold the lock after its parent's end."""
+        """Close the lock's descriptor. A forked child's copy of it would hold the lock after its parent has ended."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def _open_lock(self, access: int) -> int:
-        """The lock file, which must be a regular file, and no link to one. Raises ConfigError."""
+        """Open the lock file. Raises ConfigError for a link and for anything but a regular file."""
         path = self.path / LOCK_NAME
         try:
             descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -84,12 +84,12 @@ class StoreDirectory:
         return descriptor
 
     def _holder(self) -> str:
-        """The process that wrote its number into the lock."""
+        """The id of the process that holds the lock, as written in the lock file."""
         written = os.pread(self._lock_fd, 64, 0).strip()
         return written.decode() if written.isdigit() else "unknown"
 
     def _try_lock(self, kind: int) -> bool:
-        """Whether the lock could be taken; its descriptor is closed where an error says otherwise."""
+        """Take the lock, without waiting. Returns whether it is free. Raises SwapIOError."""
         try:
             fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)
         except OSError as error:
@@ -101,10 +101,10 @@ class StoreDirectory:
 
 
 class ReadDirectory(StoreDirectory):
-    """A directory that is read: nothing on its disk is changed, and other processes may read it meanwhile.
+    """A directory open for reading: nothing on disk is changed, and several processes may read the directory at once.
 
-    The lock is shared, so that no run takes the directory. Where there is no lock file no run has had the directory
-    since it was copied, and none is made: a run that begins meanwhile is then noticed by the checksums of what is read.
+    Readers share the lock, which keeps runs out. A directory without a lock file, such as a copy, is read without a
+    lock: should a run begin there meanwhile, the checksums show that what is read has changed.
 
     Raises:
         StoreLockedError: a run holds it.
@@ -127,14 +127,14 @@ class ReadDirectory(StoreDirectory):
 class SwapDirectory(StoreDirectory):
     """A directory held by one run, from construction to close().
 
-    Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room() or
+    Invariant: only files with infinity's names are deleted, only under the lock, and none before make_room() or
     take_over().
 
     Args:
-        create: make it when it is missing; otherwise that is an error.
+        create: make a missing directory; otherwise a missing directory is an error.
 
     Attributes:
-        new_in: directories that hold one which was made now, from the inside out.
+        new_in: the parents of the directories that were made now, from the inside out.
 
     Raises:
         StoreLockedError: another run holds it.
@@ -146,7 +146,7 @@ class SwapDirectory(StoreDirectory):
         super().__init__(path)
         self._created = not os.path.exists(self.path)
         self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
-        self._ours = False  # what is in it was put there by this run
+        self._ours = False  # whether the files in it belong to this run
         if self._created and not create:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
@@ -156,7 +156,7 @@ class SwapDirectory(StoreDirectory):
         except OSError as error:
             raise _unusable(self.path, error) from error
         self._take_lock()
-        while not self._lock_is_ours():  # the run before removed the file between our open and our lock
+        while not self._lock_is_ours():  # an earlier run removed the file between our open and our lock
             os.close(self._lock_fd)
             self._take_lock()
         os.ftruncate(self._lock_fd, 0)
@@ -164,8 +164,8 @@ class SwapDirectory(StoreDirectory):
         self._warn_if_memory()
 
     def _lock_is_ours(self) -> bool:
-        """Whether the file we locked is the one of that name, and has no other name: then it is another file, too, and
-        the name is taken from it, for a new one."""
+        """Whether the locked file still has the lock's name, and only that name. A file with a second name (a hard
+        link) may be somebody's: the lock's name is removed from it, so that a new file can be made."""
         path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
         try:
             if not os.path.samestat(os.stat(path, follow_symlinks=False), mine):
@@ -183,7 +183,7 @@ class SwapDirectory(StoreDirectory):
         self._lock_fd = self._open_lock(os.O_RDWR | os.O_CREAT)
         if self._try_lock(fcntl.LOCK_EX):
             return
-        is_read = self._try_lock(fcntl.LOCK_SH)  # a reader shares the lock, and its number is not written there
+        is_read = self._try_lock(fcntl.LOCK_SH)  # readers share the lock, and do not write their process ids there
         who = "being read by another process" if is_read else f"in use by another run (process {self._holder()})"
         self.close_in_child()
         raise StoreLockedError(
@@ -192,15 +192,16 @@ class SwapDirectory(StoreDirectory):
         )
 
     def take_over(self) -> None:
-        """What is in it is this run's from now on, as if it had put it there."""
+        """The files in the directory belong to this run from now on, as if this run had made them."""
         self._ours = True
 
     def require_replaceable(self) -> None:
-        """Ask this of all directories of a store before make_room() of any.
+        """Check that no generation would be lost. To be called for all directories of a store before make_room() of
+        any.
 
         Raises:
-            StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of;
-                or that path is not there or the header is damaged, so that nobody can tell.
+            StoreNotEmptyError: there are generations here, or on the first path of the store that this directory is a
+                member of; or that path is missing or the header is damaged, so that there may be generations.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -214,7 +215,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def make_room(self) -> None:
-        """Remove what a run without generations left behind, for good."""
+        """Remove the files that a run without generations left behind, durably."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
@@ -224,7 +225,7 @@ class SwapDirectory(StoreDirectory):
             durable.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
-        """The generations this directory's files belong to; None when they belong to none."""
+        """The generations that need this directory's files; {} when they cannot be listed, None when there are none."""
         found = self.generations()
         if found:
             return found
@@ -239,12 +240,12 @@ class SwapDirectory(StoreDirectory):
             same = read_header(first / HEADER_NAME).run == header.run
         except ResumeError:
             same = False
-        # Without the first member nobody can tell: its disk may not be mounted now.
+        # The generations are with the first member, whose disk may not be mounted now.
         return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
-        """Remove every file of a store. The manifests first: without their data they would promise too much. The header
-        last: it says what the rest is, to whoever finishes this if it is interrupted."""
+        """Remove every file of a store. The manifests go first, because without their data they promise what is gone.
+        The header goes last, because it identifies the other files when an interrupted removal is done again."""
         found = self.generations()
         for path in found.values():
             durable.remove(path)
@@ -255,7 +256,7 @@ class SwapDirectory(StoreDirectory):
         self.remove_asides()
 
     def remove_asides(self) -> None:
-        """Remove what a crash left of a file that was being written."""
+        """Remove half-written files that a crash left."""
         for entry in _entries(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
             if name != entry.name and (name == HEADER_NAME or _GENERATION.fullmatch(name)):
@@ -270,7 +271,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def close(self, *, keep: bool = False) -> None:
-        """Let the directory go, and unless `keep` remove what this run put there first. Idempotent."""
+        """Let the directory go; unless `keep`, remove this run's files first. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._ours and not keep:
@@ -279,12 +280,12 @@ class SwapDirectory(StoreDirectory):
             (self.path / LOCK_NAME).unlink(missing_ok=True)
         super().close()
         if self._created:
-            with contextlib.suppress(OSError):  # somebody else put something there: not ours to remove
+            with contextlib.suppress(OSError):  # it is not empty: somebody else has files there
                 self.path.rmdir()
 
 
 def require_name(path: Path) -> Path:
-    """`path`. Raises ConfigError for a name that cannot be written into the small files of a store, or is none."""
+    """Returns `path`. Raises ConfigError for a path that cannot name a directory, or cannot be written in a header."""
     try:
         if "\0" not in str(path) and str(path).encode():
             return path
@@ -300,13 +301,13 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 def _no_lock(path: Path) -> ConfigError:
     return ConfigError(
-        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity writes its "
-        "process id into it. Remove it."
+        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity would "
+        "write its process id there. Remove it."
     )
 
 
 def _entries(path: Path) -> list[Path]:
-    """Raises SwapIOError where a directory is there and cannot be read: that is not the same as an empty one."""
+    """The entries of a directory; [] without a directory. Raises SwapIOError when it exists and cannot be read."""
     try:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):

@@ -106,7 +106,7 @@ def test_states_are_not_read_in_another_form_than_they_were_written(form: str, r
 
 def test_a_manifest_of_a_store_that_lies_otherwise_is_refused(run: Path, tmp_path: Path) -> None:
     rewrite(run, lambda value: value["store"].update(stripe_bytes=4096))
-    with pytest.raises(ResumeError, match="lies on its disks in another way than store.infinity says"):
+    with pytest.raises(ResumeError, match="describes the store's size or stripes differently than store.infinity"):
         infinity.export_checkpoint(run, tmp_path / "copy")
 
 

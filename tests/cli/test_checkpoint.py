@@ -163,7 +163,7 @@ def test_a_swap_file_with_another_name_is_not_written_to(tmp_path: Path) -> None
     shutil.copytree(tmp_path / "swap", tmp_path / "backup", copy_function=os.link)
     before = subject.read_bytes()
     assert main(["checkpoint", "verify", str(tmp_path / "swap")]) == 0
-    with pytest.raises(ResumeError, match="has 2 names .hard links., and what is under the others would change"):
+    with pytest.raises(ResumeError, match="has 2 names .hard links., and this run would change the file"):
         infinity.resume(build(), settings)
     assert subject.read_bytes() == before
     shutil.copy(subject, tmp_path / "own")
