@@ -1,4 +1,4 @@
-"""A directory that is there whole or not at all: written beside its place, on disk before it is renamed."""
+"""Directories that exist whole or not at all: written beside their place, synced to disk, and then renamed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from infinity.io import durable
 
 @contextmanager
 def written_aside(target: Path, doing: str) -> Iterator[Path]:
-    """A fresh directory beside `target`, which the block fills and renames; what is left of it goes.
+    """A new directory beside `target`, which the block fills and renames. If the block fails, the directory is removed.
 
     Args:
-        doing: for the message, such as "saving to".
+        doing: the beginning of the error's message, such as "saving to".
 
     Raises:
         InfinityError: the disk is full, or cannot be written; nothing is left behind.

@@ -1,4 +1,4 @@
-"""save_pretrained: sharded safetensors, written tensor by tensor, aside and then renamed."""
+"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation
     config.
 
-    One unit's weights are in memory at a time. Everything is written aside and renamed when it is complete and on
-    disk, so an error leaves what was there before.
+    One unit's weights are in memory at a time. Everything is written to another directory first, and renamed when it is
+    complete and on disk: an error leaves the files of an earlier save.
 
     Args:
-        model: what infinity.offload or load_pretrained returned.
-        directory: created if need be; files of the same names are replaced.
+        model: an offloaded model.
+        directory: created if missing; files of the same names are replaced.
         max_shard_size: such as "5GB".
 
     Raises:
@@ -65,8 +65,8 @@ def write_weights(
     """Write a model's weights and buffers.
 
     Args:
-        meta: gives them part by part on the meta device, under the names and in the shapes the checkpoint format has.
-        values: the same with their values; a part is in memory at a time.
+        meta: gives the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
+        values: gives the same tensors with their values; one part is in memory at a time.
         numel: parameters of the model, for the index.
 
     Raises:
@@ -84,14 +84,14 @@ def write_weights(
 
 
 def _pieces(parts: Iterable[Tensors]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Tensor by tensor. Nothing of a part is kept when the next one is asked for: it may want the memory."""
+    """The tensors of all parts, one by one. A part is let go before the next one is made, which may need its memory."""
     for part in parts:
         for name in list(part):
             yield name, 0, part.pop(name)
 
 
 class _Parts:
-    """The tensors of an offloaded model to write, unit by unit and then the buffers."""
+    """The tensors of an offloaded model: the weights unit by unit, then the buffers."""
 
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._model = model
@@ -117,8 +117,8 @@ class _Parts:
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
-    """Undoes, for the tensors of a unit, what transformers did to names and shapes on loading (fused experts,
-    renamed keys). None: a model that is not one of transformers' has none of that."""
+    """A function that gives the tensors of a unit the names and shapes that files have: it undoes what transformers did
+    on loading (fused experts, renamed keys). For other models, and None, it changes nothing."""
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -130,7 +130,7 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
 
 
 def write_configs(model: nn.Module, directory: Path) -> None:
-    """Write config.json and generation_config.json, of a model that has them. Raises OSError."""
+    """Write the config.json and generation_config.json of a model, if it has them. Raises OSError."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
@@ -140,13 +140,13 @@ def write_configs(model: nn.Module, directory: Path) -> None:
     if hasattr(generation, "save_pretrained"):
         try:
             generation.save_pretrained(directory)
-        except ValueError as error:  # many models come with one that transformers reads and does not write
+        except ValueError as error:  # transformers refuses to write configs of some models that it reads
             logger.warning("generation_config.json is written as it is; transformers says: %s", printable(error))
             (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 
 def _remove_superseded(target: Path, written: set[str]) -> None:
-    """Weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
+    """Remove weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", index_name("model")):
         for path in target.glob(pattern):
             if path.name not in written:

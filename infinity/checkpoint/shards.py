@@ -1,4 +1,4 @@
-"""Safetensors shards and their index, written piece by piece, so that no tensor need be in memory whole."""
+"""Writing safetensors shards and their index piece by piece, so that no tensor has to be in memory as a whole."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _DTYPE_NAMES = {
 }
 
 Piece = tuple[str, int, torch.Tensor]
-"""A tensor's name, the first element written, and the values from there on."""
+"""A tensor's name, the index of an element, and the values from that element on."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a tensor's bytes go."""
+    """The place of a tensor's bytes in a shard."""
 
     shard: str
     offset: int
@@ -50,12 +50,12 @@ def write_shards(
     pieces: Iterable[Piece],
     max_shard_size: str,
 ) -> dict[str, str]:
-    """Write tensors as `stem`-0000k-of-0000n.safetensors, or `stem`.safetensors where that is enough.
+    """Write tensors as `stem`-0000k-of-0000n.safetensors, or as `stem`.safetensors if one file is enough.
 
-    Room for all of it is taken first: a full disk is an error before anything is written.
+    Disk space for all tensors is reserved first: a full disk is an error before anything is written.
 
     Args:
-        shapes: for each tensor one on the meta device, of its shape and dtype.
+        shapes: for each tensor a tensor of its shape and dtype on the meta device.
         pieces: every element of every tensor once, in any order.
 
     Returns:
@@ -94,14 +94,14 @@ def write_index(
     placed: Mapping[str, str],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write the index of what write_shards wrote. Raises OSError."""
+    """Write the index of the shards that write_shards wrote. Raises OSError."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(placed)}
     (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, _Slice]]:
-    """The header, and room for the data: a full disk is an error here.
+    """Write a shard's header and reserve its disk space. Returns the open file, and the place of each tensor.
 
     Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
     """

@@ -131,7 +131,7 @@ def test_a_step_that_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
 def test_a_directory_with_something_in_it_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(infinity.InfinityError, match="out is there and not empty"):
+    with pytest.raises(infinity.InfinityError, match="out exists and is not empty"):
         infinity.export_checkpoint(run, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["notes.txt"]
 

@@ -85,7 +85,7 @@ def test_a_config_of_another_model_is_said(run: Path, tmp_path: Path, caplog: py
     rewrite(run, config_with(vocab_size=200))
     with caplog.at_level(logging.WARNING, "infinity"):
         infinity.export_checkpoint(run, tmp_path / "copy")
-    assert "the config says that 'model.embed_tokens.weight' is (200, 64), and it is (128, 64)" in caplog.text
+    assert "in its config 'model.embed_tokens.weight' has the shape (200, 64), in the run (128, 64)" in caplog.text
 
 
 FORMS = {
