@@ -1,4 +1,4 @@
-"""Which of the two moments each optimizer keeps. Both states have Adam's names, whoever uses them."""
+"""Which of the two moments each optimizer keeps. The states have Adam's names for every optimizer."""
 
 from __future__ import annotations
 
