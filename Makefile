@@ -1,11 +1,11 @@
-# Two commands do all the set-up on a bare Debian or Ubuntu: `make demo` and `make test`. The second time they are quick.
+# `make demo` and `make test` do all the set-up on a bare Debian or Ubuntu. The second time they are quick.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.txt
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 SHELL  := /bin/bash
-# As many processes of tests as there are cores; torch has one thread in each (tests/conftest.py).
+# One process of tests for each core; torch has one thread in each process (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 SHARE  ?= all
 SEED   ?= 0
@@ -16,7 +16,7 @@ MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='tes
 .PHONY: demo test test-all crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
   sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
-# A demo that was stopped goes on; one that ended begins anew.
+# A demo that was stopped is resumed; after one that ended a new one begins.
 demo: bootstrap
 	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
 	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
@@ -29,21 +29,21 @@ demo: bootstrap
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
 
-# A sample of everything: minutes. -n 0 is one process, for a debugger.
+# A sample of all tests, in minutes. For a debugger call pytest with -n 0: all tests run in one process.
 test: bootstrap
 	$(PYTEST) --durations=20
 
-# Everything that `make test` has a sample of (tests/sampling.py): hours. SHARE=0.1 takes the sample and a tenth of the
-# rest; SEED=… draws other ones, and the same ones again.
+# Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
+# rest. SEED=… determines what is drawn.
 test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test sanitize
 
-# Kills at 500 random instants and at every named point of every setup, 1000 disks that a power cut could leave, 1000
-# corruptions.
+# Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, and
+# 1000 corruptions.
 crash-test: bootstrap
 	$(WHOLE) tests/crash tests/runtime/test_corruption.py
 
-# 1000 short runs with a device that answers late and in any order, exceptions, Ctrl-C at any line, failed transfers and
-# loops that do not what was guessed.
+# 1000 short runs with a device that answers late and in any order, exceptions, Ctrl-C at any line, failed transfers, and
+# loops that differ from the iteration before.
 stress-test: bootstrap
 	$(WHOLE) tests/stress
 
@@ -52,7 +52,7 @@ fuzz-test: bootstrap
 	$(WHOLE) tests/fuzz
 
 # 1000 swap configs, data files, manifests, headers, indexes and profiles of every odd kind, and every option with absurd
-# values: a result or an error that says so, within seconds and 500 MB.
+# values: each gives a result or an error that says what is wrong, within seconds and 500 MB.
 hostile-test: bootstrap
 	$(WHOLE) tests/hostile
 
@@ -68,11 +68,11 @@ faults-test: bootstrap
 matrix-test: bootstrap
 	$(WHOLE) $(MATRIX)
 
-# The GPU's tests where there is none, with a GPU that is imitated: that their own code works.
+# The tests of the GPU on a machine without one, on an imitated GPU: this checks the code of the tests.
 imitation-test: bootstrap
 	$(PYTEST) -m gpu tests/gpu
 
-# Guards are taken out of copies of the sources, one after the other; a test must turn red each time.
+# Removes guards from copies of the sources, one at a time; a test must fail each time.
 mutation-test: bootstrap
 	$(BIN)/python tests/mutation/run.py --share $(SHARE) --seed $(SEED)
 
@@ -83,17 +83,17 @@ lint: bootstrap
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
 
-# The first minutes on a machine with a GPU, which may lack a network and everything that is not in the bundle: builds
-# infinity, measures, runs the tests marked gpu and a training step; a JSON line per stage. GPU_CHECK has more options
-# (GPU_CHECK="--stages 0,5"); OUT is the folder for what is found.
+# Checks infinity on a machine with a GPU, which needs no network if the bundle is there: builds infinity, measures, runs the
+# tests marked gpu and times a training step, with a JSON line for each stage. GPU_CHECK has more options
+# (GPU_CHECK="--stages 0,5"); OUT is the folder for the results.
 OUT       ?= build/gpu-check
 GPU_CHECK ?=
 gpu-check:
 	$(PYTHON) bench/gpu_check.py --out $(OUT) $(GPU_CHECK)
 
-# What such a machine needs, in the one folder .bundle (64 MiB at most with the working tree), for its version of Python.
-# `make gpu-prove` builds infinity from it in an environment with torch alone and no network: torch is PROVE_PYTHON's, whose
-# version the bundle must be for.
+# Puts everything that such a machine needs into the folder .bundle (64 MiB at most with the working tree), for one version
+# of Python. `make gpu-prove` builds infinity from the folder in an environment that has only torch and no network. The torch
+# is that of PROVE_PYTHON, which must have the bundle's version of Python.
 BUNDLE_PYTHON ?= 3.12
 gpu-bundle: bootstrap
 	$(BIN)/python bench/gpu_bundle.py --python $(BUNDLE_PYTHON)
@@ -111,8 +111,8 @@ sanitize: bootstrap
 	  TSAN_OPTIONS=halt_on_error=1 ASAN_OPTIONS=detect_leaks=0 build/sanitize-$$kind/native_tests || exit 1; \
 	done
 
-# The C++ tests for 64-bit ARM, where the arithmetic must give the same bits; run by qemu on any other machine. There is
-# no liburing for the other machine here, so the engine is the one with threads.
+# The C++ tests for 64-bit ARM, where the arithmetic must give the same bits. qemu runs them on other machines. The I/O engine
+# is the one with threads, because liburing is not there for the other machine.
 neon: bootstrap
 	@missing=; [ -e /usr/include/doctest/doctest.h ] || missing="$$missing doctest-dev"; \
 	command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
@@ -128,7 +128,7 @@ neon: bootstrap
 	$(BIN)/cmake --build build/neon -j$$(nproc)
 	qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/native_tests
 
-# DeepSpeed and plain torch against infinity, taking turns.
+# Compares infinity with DeepSpeed and plain torch, which take turns.
 bench: bootstrap
 	bench/peers/setup.sh
 	$(BIN)/python bench/step_vs_peers.py
@@ -137,7 +137,7 @@ bench: bootstrap
 
 bootstrap: $(VENV)/.built
 
-# What the build needs from the system; only what is missing is installed.
+# The system packages that the build needs; only missing ones are installed.
 $(VENV)/.system: Makefile
 	@sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; missing=; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \

@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from peers.lines import LineWorker
+from peers.process import JsonWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
@@ -37,13 +37,13 @@ _PASS_BYTES = 28
 """split16: gradient read for the norm; weight, residual and moments read and written, gradient read."""
 
 
-class Contender(LineWorker):
+class Contender(JsonWorker):
     """The driver's side of one worker."""
 
     def __init__(self, name: str, python: Path, module: str, log: Path, arguments: list[str], isa: str = "") -> None:
         environment = {"OMP_NUM_THREADS": arguments[1]} | ({"INFINITY_ISA": isa} if isa else {})
         super().__init__(name, python, module, log, arguments, environment)
-        self.rows: list[str] = self.read()["rows"]
+        self.rows: list[str] = self.answer()["rows"]
 
     def run(self, row: str) -> float:
         """Seconds of one run."""

@@ -1,4 +1,4 @@
-"""Check what the demo claims: the loss fell clearly, and the last step is in the swap directory to go on from."""
+"""Check the demo: the loss fell clearly, and the swap directory has the generation of the last step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Make what the demo trains: a Llama-architecture checkpoint with random weights, and a tokenizer trained on this
-machine's text.
+"""Make the input of the demo: a checkpoint of Llama's architecture with random weights, a tokenizer, and text.
 
-The text is the Python standard library: its sources are on every machine that can run this.
+The text, on which the tokenizer is trained as well, is the sources of the Python standard library: every machine that
+can run this has them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Go on in plain PyTorch from what `infinity checkpoint export` wrote: transformers and torch.optim.AdamW, no infinity.
+"""Go on with a run in plain PyTorch, from the copy that `infinity checkpoint export` wrote: this needs transformers and
+torch.optim.AdamW, and no infinity.
 
     model, optimizer = load("exported")
 
-The weights are the fp32 masters where the run kept them, and the optimizer has the run's steps, moments and
-hyperparameters. The model and its states must fit in memory, 16 bytes per parameter.
+The weights are the run's fp32 masters, if it had any. The optimizer has the run's steps, moments and hyperparameters.
+The
+model and its states must fit in memory: 16 bytes per parameter.
 """
 
 from __future__ import annotations

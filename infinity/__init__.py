@@ -6,9 +6,9 @@ optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 infinity.save_pretrained(model, "out/")
 
 [Note: what is imported when]
-torch and transformers take seconds to import, and `infinity --help` needs neither: what needs them is imported when its
-name is first used. A public name stands in three places here: for type checkers, in _HOMES, and in __all__; a test
-compares them.
+torch and transformers take seconds to import, and `infinity --help` needs neither. A public name is imported when it is
+first used. Each public name stands in three places here: for type checkers, in _HOMES, and in __all__; a test compares
+the three.
 """
 
 from importlib import import_module
@@ -73,7 +73,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("_native", "config", "sizes")
 _PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "state")
-"""What `import infinity` alone gives, too, as in `infinity.optim.adamw.AdamW`."""
+"""Packages that are there after `import infinity` alone, as in `infinity.optim.adamw.AdamW`."""
 
 __all__ = [
     "SGD",
@@ -125,7 +125,7 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:  # a name that does not exist stays an error for type checkers
 
     def __getattr__(name: str) -> Any:
-        """What is not imported yet (PEP 562)."""
+        """Import a public name that is used for the first time (PEP 562)."""
         if name in _HOME_OF:
             value = getattr(import_module(f"infinity.{_HOME_OF[name]}"), name)
         elif name in _MODULES:

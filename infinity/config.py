@@ -1,4 +1,4 @@
-"""The swap config: where states live and how they move. Nothing about training.
+"""The swap config: where states rest and how they move. It says nothing about training.
 
 One schema for YAML, JSON and dicts. An unknown key is an error that names the nearest known one; a key whose feature
 is not built yet is refused, never ignored.
@@ -7,7 +7,6 @@ is not built yet is refused, never ignored.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from infinity.echo import quoted
 from infinity.errors import ConfigError, NotAvailableError, printable
-from infinity.files import read_regular, require_possible
+from infinity.files import read_regular, require_different, require_possible
 from infinity.sizes import THREADS_MAX, parse_bytes
 from infinity.strict import parse_json, parse_yaml
 
@@ -32,10 +31,7 @@ def _one_or_many(value: object) -> object:
 
 
 def _different(paths: list[Path]) -> list[Path]:
-    real = [os.path.realpath(path.expanduser()) for path in paths]
-    for index, path in enumerate(real):
-        if path in real[:index]:
-            raise ValueError(f"{quoted(str(paths[index]))} is named twice: give each disk one directory")
+    require_different(paths)
     return paths
 
 
@@ -46,7 +42,7 @@ def _path(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """pydantic takes true for 1, 32.0 for 32 and ' 1_0 ' for 10."""
+    """Only whole numbers: pydantic alone also accepts true as 1, 32.0 as 32 and ' 1_0 ' as 10."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(?:0|[1-9][0-9]{0,17})", value):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -55,7 +51,7 @@ def _whole(value: object) -> object:
 
 
 def _word(value: object) -> object:
-    """Some YAML takes a bare `off` for false, and then so do mappings that were read from it."""
+    """Some YAML readers give false for a bare `off`; a mapping that was read so has false."""
     return "off" if value is False else value
 
 
@@ -75,12 +71,12 @@ class _Section(BaseModel):
 
 
 class MemoryConfig(_Section):
-    """The budgets. Omitted = measured."""
+    """The memory budgets. A budget that is omitted is measured."""
 
     device: Size | None = None
     """Bytes on the device for weights, activations and gradients in flight. Without a GPU this is RAM too."""
     host: Size | None = None
-    """Bytes of RAM for everything infinity keeps or stages there."""
+    """Bytes of RAM for everything that infinity keeps or stages there."""
 
 
 class NvmeConfig(_Section):
@@ -95,22 +91,22 @@ class NvmeConfig(_Section):
     """Directories for the swap files; each belongs to one run at a time. Several are striped by measured bandwidth."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     block: Size | None = None
-    """Larger transfers are cut to this; omitted = as infinity-bench measured, else 1 MiB."""
+    """Bytes of the blocks that larger transfers are cut into; omitted = as infinity-bench measured, else 1 MiB."""
     in_flight: Size | None = None
-    """In flight on each device, all blocks together; omitted = as infinity-bench measured, else 32 MiB."""
+    """Bytes in flight on each device at most; omitted = as infinity-bench measured, else 32 MiB."""
     queue_depth: Whole = Field(default=128, ge=1, le=1024)
-    """Blocks in flight on each device, however small they are."""
+    """Blocks in flight on each device at most."""
     deadline_s: Annotated[float, BeforeValidator(_number)] = Field(default=300.0, gt=0, le=86400, allow_inf_nan=False)
-    """A device that leaves a block unanswered for so long is given up: the run ends with an error, not in a hang."""
+    """Seconds after which a device that has not answered is given up: the run ends with an error instead of hanging."""
     checksums: bool = True
     """Check every page read against what was written."""
 
 
 class UpdateConfig(_Section):
-    """How the optimizer's pass is cut. Never changes a bit of the result."""
+    """How the optimizer's pass is cut into tiles and threads. Never changes a bit of the result."""
 
     tile: Size | None = None
-    """Bytes of one fp32 moment per tile; omitted = enough for every thread's cache, 1 MiB at least."""
+    """Bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1 MiB at least."""
     threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
     """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
 
@@ -126,18 +122,19 @@ class SwapConfig(_Section):
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     overlap: Annotated[Literal["auto", "during_backward", "before_forward", "off"], BeforeValidator(_word)] = "auto"
-    """When updates run: during_backward begins them before the step is decided and redoes what the step makes wrong;
-    before_forward begins them with the step and lets each unit's next use wait for its own; off: step() does it all;
-    auto: during_backward as long as that turns out right. Never changes a bit of the result."""
+    """When updates run. during_backward speculates: it begins updates before the step is decided, and redoes those that
+    the step makes wrong. before_forward begins updates with the step; each unit's next use waits for its own update.
+    off: step() returns when all updates are done. auto: during_backward as long as its updates are kept, else
+    before_forward. Never changes a bit of the result."""
     commit_every: Whole = Field(default=0, ge=0, lt=10**12)
-    """Steps between durable generations; 0: never, states are updated in place."""
+    """Steps between durable generations; 0 = no generations, states are updated in place."""
     keep: Whole = Field(default=1, ge=1, le=64)
-    """Generations that stay; each takes the space of the states once, beside the slots that are written."""
+    """How many generations stay; each takes the space of the states once, besides the space that is being written."""
     master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
 
     def require_available(self) -> None:
-        """Refuse what the schema names and this version does not have yet.
+        """Refuse values whose feature this version does not have yet.
 
         Raises:
             NotAvailableError: names the key and what to write instead.
@@ -156,7 +153,7 @@ class SwapConfig(_Section):
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> list[str]:
-    """All of them, or those of one section."""
+    """All keys of the config, or those of the section `under`."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -218,7 +215,7 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
 
 
 def _require_directories(paths: list[Path]) -> None:
-    """Raises ConfigError where one of them can never be made: it, or what it should lie in, is no directory."""
+    """Raises ConfigError for a path that can never be made: it, or an existing parent of it, is not a directory."""
     for path in paths:
         there = path.expanduser().absolute()
         try:
@@ -227,7 +224,9 @@ def _require_directories(paths: list[Path]) -> None:
         except OSError as error:
             raise ConfigError(f"nvme.paths: cannot use {printable(path)}: {error.strerror}") from error
         if not found:
-            raise ConfigError(f"nvme.paths: {printable(above)} is not a directory: name one for the swap files")
+            raise ConfigError(
+                f"nvme.paths: {printable(above)} is not a directory. Name a directory for the swap files."
+            )
 
 
 def _read_file(path: Path) -> Any:

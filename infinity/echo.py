@@ -1,4 +1,4 @@
-"""How what came from outside appears in a message: short, and without what a terminal would obey."""
+"""Foreign values in messages: shortened, and without control characters that a terminal would obey."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LIMIT = 80
 
 
 class _Short(reprlib.Repr):
-    """Bounded in depth, width and length; a value that contains itself ends as well."""
+    """A repr that is bounded in depth, width and length, even for a value that contains itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,9 +26,10 @@ class _Short(reprlib.Repr):
 
 
 def quoted(value: object) -> str:
-    """repr(value), of at most about 80 characters of each text in it; of a longer text it says how long that is.
+    """repr(value), with each text in it cut to about 80 characters; after a cut text its length is given.
 
-    What is not printable is escaped, so that a value cannot move the cursor, colour the terminal or begin a line.
+    Characters that are not printable are escaped, so that a value cannot move the cursor, colour the terminal or begin
+    a line.
     """
     if not isinstance(value, str):
         return printable(_SHORT.repr(value))
@@ -43,7 +44,7 @@ def one_line(text: object) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """What foreign code raised, as a message has it."""
+    """An exception of foreign code as one line for a message: its class and its text."""
     return one_line(f"{type(error).__name__}: {error}")
 
 

@@ -1,4 +1,4 @@
-"""Everything infinity raises. One class per cause; each message says what happened, where, and what to do."""
+"""The exceptions of infinity: one class per cause. Each message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _SHOWN_MAX = 4000
 
 
 def printable(text: object, *, lines: bool = False) -> str:
-    """`text` as it may be shown on a terminal: control characters, escape sequences, characters that reverse the
-    direction of writing, and bytes that are no UTF-8 are spelled out; what is longer than 4000 characters is cut.
+    """`text`, safe to show on a terminal: control characters, escape sequences, characters that reverse the direction
+    of writing, and bytes that are not UTF-8 are spelled out. Text of more than 4000 characters is cut.
 
     Args:
         lines: leave line breaks and tabs as they are.
@@ -25,19 +25,19 @@ def printable(text: object, *, lines: bool = False) -> str:
 
 
 class InfinityError(Exception):
-    """Base of every error infinity raises on purpose. Its message has names from files and models in it, so it is made
-    printable."""
+    """Base of every error that infinity raises on purpose. A message may quote names from files and models, so it is
+    made printable."""
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message, lines=True))
 
 
 class ConfigError(InfinityError, ValueError):
-    """The swap config, or an argument, is not usable as it stands."""
+    """The swap config or an argument has a wrong value."""
 
 
 class NotAvailableError(ConfigError):
-    """Something the design names and this version does not have yet."""
+    """A feature that the swap config names and this version does not have yet."""
 
 
 class PlanError(InfinityError):
@@ -45,7 +45,7 @@ class PlanError(InfinityError):
 
 
 class ModelError(InfinityError):
-    """The model, or what was done to it, is not something infinity can train."""
+    """infinity cannot train this model, or the model was changed in a way that infinity does not support."""
 
 
 class ReleasedParameterError(ModelError):
@@ -65,7 +65,7 @@ class ForkError(InfinityError):
 
 
 class BenchError(InfinityError):
-    """infinity-bench cannot measure what was asked for, or found wrong data."""
+    """infinity-bench cannot measure what it was asked to, or a disk returned wrong data."""
 
 
 class StoreLockedError(InfinityError):
@@ -77,7 +77,7 @@ class StoreNotEmptyError(InfinityError):
 
 
 class ResumeError(InfinityError):
-    """There is nothing to resume, or it does not go with the model, the optimizer or the config. Says what differs."""
+    """There is nothing to resume, or it does not fit the model, the optimizer or the config. Says what differs."""
 
 
 class NoStoreError(ResumeError):
@@ -85,11 +85,11 @@ class NoStoreError(ResumeError):
 
 
 class DirtyStoreError(ResumeError):
-    """The store was updated in place (commit_every: 0): its states are of no step."""
+    """The store was updated in place (commit_every: 0), so its states belong to no single step."""
 
 
 class ManifestError(ResumeError):
-    """A file that says what a store holds is damaged, or not one."""
+    """A small file of a store or of a portable copy cannot be used: it cannot be read, or has wrong values."""
 
     def __init__(self, path: object, problem: str) -> None:
         problem = printable(problem)
@@ -99,15 +99,16 @@ class ManifestError(ResumeError):
 
 
 class DamagedFileError(ManifestError):
-    """Such a file is missing, or its bytes are not those that were written."""
+    """A small file of a store is missing, or its bytes are not those that were written."""
 
 
 class NewerVersionError(ManifestError):
-    """Such a file is as it was written, by a newer infinity, in a form that this one does not know."""
+    """A small file of a store is undamaged, but was written by a newer infinity in a form that this version cannot
+    read."""
 
 
 _RESTART = (
-    "Where generations are kept (commit_every) resume the run; else the states may be partly updated: start again."
+    "With commit_every, resume the run. Without it the states may be partly updated: start again from a saved model."
 )
 _ADVICE = {
     5: "The device reported an error: check `dmesg` and the drive's health (smartctl).",
@@ -124,9 +125,9 @@ class SwapIOError(InfinityError, OSError):
         path: the swap file.
         offset: bytes from the start of the file.
         nbytes: length of the block that failed.
-        cause: in words.
-        unit, state: what was being moved; empty when not known.
-        step: the optimizer step during which it happened.
+        cause: what went wrong, in words.
+        unit, state: what was being moved; "" when not known.
+        step: the optimizer step during which the transfer failed.
     """
 
     advice = ""
@@ -164,15 +165,15 @@ class SwapIOError(InfinityError, OSError):
 
 
 class SwapCorruptionError(SwapIOError):
-    """What was read from the store is not what was written: torn, stale, misdirected or flipped."""
+    """The store returned other data than was written: torn, stale, misdirected or with flipped bits."""
 
     advice = "The device, its cable or its memory returned wrong data without an error: check its health (smartctl)."
 
 
 class SwapTimeoutError(SwapIOError):
-    """A device has not answered before nvme.deadline_s and was given up.
+    """A device did not answer within nvme.deadline_s and was given up.
 
-    It may still read or write the memory of the transfer, which is therefore never used or freed again.
+    The device may still read or write the memory of the transfer, so that memory is never used or freed again.
     """
 
     advice = (

@@ -1,8 +1,8 @@
-"""Opening small files that anybody may have put there: only regular ones, and no more of them than their reader wants;
-writing files that nothing depends on; and the names of files that anybody may give.
+"""Safe access to files: reading small files of unknown origin, replacing files, and checking names that users give.
 
-A FIFO, a device or a socket in a file's place would hang its reader or feed it without end. What a file is, is asked of
-the open descriptor: a path may name something else the next time it is looked at.
+Only regular files are read, and never more of them than the reader asks for: a FIFO, a device or a socket in a file's
+place would hang the reader, or feed it without end. The kind of a file is asked of the open descriptor, because the
+path may name another file a moment later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -30,7 +30,7 @@ _KINDS = (
 
 
 class UnusableFileError(OSError):
-    """What has a file's name is no regular file, or a much larger one: nothing that infinity wrote."""
+    """The path names no regular file, or a file too large to be one that infinity wrote."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.EINVAL, problem, str(path))
@@ -38,14 +38,14 @@ class UnusableFileError(OSError):
 
 @contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
-    """A regular file, open for reading: its descriptor and its size in bytes.
+    """Open a regular file for reading; gives its descriptor and its size in bytes.
 
     Args:
-        follow: symbolic links.
+        follow: open the file that a symbolic link names.
 
     Raises:
-        UnusableFileError: it is no regular file.
-        OSError: it cannot be opened, or is a directory or a symbolic link.
+        UnusableFileError: the path does not name a regular file.
+        OSError: the file cannot be opened, or is a directory or (without `follow`) a symbolic link.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
@@ -71,7 +71,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
 
 
 def read(descriptor: int, nbytes: int) -> bytes:
-    """The first `nbytes` of a file; fewer where it ends before: it may have been cut meanwhile. Raises OSError."""
+    """The first `nbytes` of a file; fewer if the file is shorter, because it was cut meanwhile. Raises OSError."""
     parts, at = [], 0
     while at < nbytes:
         part = os.pread(descriptor, min(nbytes - at, _READ_BYTES), at)
@@ -83,17 +83,24 @@ def read(descriptor: int, nbytes: int) -> bytes:
 
 
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
-    """All of a regular file of no more than `bytes_max`. Raises what opened() does, UnusableFileError for a larger
-    one."""
+    """All bytes of a regular file. Raises the errors of opened(), and UnusableFileError for more than `bytes_max`."""
     with opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > bytes_max:
             raise UnusableFileError(path, f"has {format_bytes(nbytes)}, and {format_bytes(bytes_max)} at most are read")
         return read(descriptor, nbytes)
 
 
+def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
+    """Write all of `data` at byte `at` of a file. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, at)
+        rest, at = rest[written:], at + written
+
+
 def require_possible(name: str) -> None:
-    """Raises ValueError for a text that can never name a file or directory: an empty one, one that is too long, is not
-    UTF-8, has a NUL, or begins with the home of nobody."""
+    """Raises ValueError for a text that can never name a file or directory: it is empty, too long or not UTF-8, has a
+    NUL, or begins with the home (~) of a user who does not exist."""
     if not name.strip():
         raise ValueError(f"{quoted(name)} is no name of a file or directory")
     try:
@@ -108,27 +115,51 @@ def require_possible(name: str) -> None:
         raise ValueError(f"{quoted(name)}: there is no such user, or no home is known") from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[TextIO]:
-    """A new file, which takes the place of `path` when the block ends without an error. What has that name now, or any
-    other, is never written to: it may be a link to something else.
+def require_different(paths: Iterable[Path]) -> None:
+    """Raises ValueError where two paths name the same directory, by links or mounts. A directory that is not there yet
+    has its name alone."""
+    seen: dict[object, Path] = {}
+    for path in paths:
+        place = os.path.realpath(path.expanduser())
+        try:
+            info = os.stat(place)
+            identity: object = (info.st_dev, info.st_ino)
+        except OSError:
+            identity = place
+        if identity in seen:
+            both = f"{quoted(str(seen[identity]))} and {quoted(str(path))}"
+            raise ValueError(f"{both} are the same directory: name each disk once")
+        seen[identity] = path
 
-    Raises:
-        OSError: it cannot be written; `path` is as it was.
-    """
-    aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
+
+@contextmanager
+def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.replace) -> Iterator[None]:
+    """Rename `aside`, which the block writes, to `path`. When the block or the rename fails, `aside` is removed and
+    `path` is as it was."""
     try:
-        with aside.open("x", encoding="utf-8") as file:
-            yield file
-        os.replace(aside, path)
+        yield
+        rename(aside, path)
     except BaseException:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """A new text file for the block to write, which replaces `path` when the block ends without an error. No file that
+    exists is written to, as it may be a link to another file.
+
+    Raises:
+        OSError: the file cannot be written; `path` is as it was.
+    """
+    aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
+    with renamed(aside, path), aside.open("x", encoding="utf-8") as file:
+        yield file
+
+
 def require_replaceable(path: Path) -> None:
-    """Raises OSError where replacing() would."""
+    """Raises OSError if replacing() cannot replace `path`."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
     if path.exists() and not path.is_file():

@@ -8,13 +8,13 @@ from fractions import Fraction
 from infinity.echo import quoted
 
 PAGE_BYTES = 4096
-"""Alignment of everything that goes to or comes from a swap file."""
+"""Alignment of every transfer to or from a swap file, in bytes."""
 
 SIZE_MAX = 1 << 60
-"""Bytes: the largest size that can be asked for."""
+"""The largest size that a config or an option may give, in bytes."""
 
 THREADS_MAX = 1024
-"""The most compute threads that can be asked for."""
+"""The largest number of compute threads that a config or an option may give."""
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -46,7 +46,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """As a swap config takes it, in whole pages: 135168 → '132KiB', 2097152 → '2MiB'."""
+    """A size for a swap config, rounded up to whole pages: 135168 → '132KiB', 2097152 → '2MiB'."""
     nbytes = round_up(nbytes, PAGE_BYTES)
     unit, size = next(
         (unit, size) for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes % size == 0

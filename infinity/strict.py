@@ -1,11 +1,11 @@
-"""YAML and JSON, read strictly: a key that is given twice, or a word that two versions of YAML read differently, is
-never taken for something silently.
+"""Strict readers of YAML and JSON: a key that is given twice is an error, and a word that two versions of YAML read
+differently stays text.
 
 [Note: which YAML]
 Plain scalars are those of YAML 1.2's core schema, decimal only: null, true and false, whole numbers and fractions.
-Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates, which YAML 1.1 (and PyYAML) takes
-for other values; whoever asked for a number refuses such a text. Anchors, aliases, merge keys and tags are refused: a
-swap config needs none, and a few lines of them stand for gigabytes.
+Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates, which YAML 1.1 (and PyYAML) reads
+as other values. Where a number is wanted, such a text is an error. Anchors, aliases, merge keys and tags are refused: a
+swap config needs none of them, and a few lines with them can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _DEPTH_MAX = 16
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document. Raises ValueError: one line, with the line and column where they are known."""
+    """The value of one YAML document. Raises ValueError of one line, with the line and column of the mistake if
+    known."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -36,7 +37,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError: one line."""
+    """The value of a JSON text. Raises ValueError of one line."""
     try:
         return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
     except RecursionError as error:
@@ -44,7 +45,7 @@ def parse_json(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """See the note."""
+    """PyYAML's safe loader, restricted as [Note: which YAML] says."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (add_implicit_resolver puts a copy there)
     _depth = 0

@@ -78,7 +78,7 @@ def test_a_bare_off_is_a_word(text: str, tmp_path: Path) -> None:
         ("keep: 1.0", "keep: write a whole number"),
         ("update: {threads: 100000}", "update.threads: Input should be less than or equal to 1024"),
         ("nvme: {paths: ''}", "nvme.paths.0: '' is no name of a file or directory"),
-        ("nvme: {paths: [/tmp/a, /tmp/./a]}", "'/tmp/a' is named twice"),
+        ("nvme: {paths: [/tmp/a, /tmp/./a]}", "'/tmp/a' and '/tmp/a' are the same directory"),
         ('nvme: {paths: "a\\0b"}', "no file or directory can be called 'a\\x00b'"),
         ('nvme: {paths: "\\ud800"}', "is not UTF-8"),
         ("nvme: {paths: ~nobody.here/swap}", "~nobody.here/swap"),

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from peers.lines import LineWorker
+from peers.process import JsonWorker
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def serve(prepare: Prepare) -> None:
     os._exit(0)  # extensions with threads of their own may hang in the interpreter's teardown
 
 
-class IoWorker(LineWorker):
+class IoWorker(JsonWorker):
     """The driver's side of one worker."""
 
     def prepare(self, row: Row, directory: Path, settings: dict[str, Any]) -> None:

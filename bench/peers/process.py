@@ -1,4 +1,5 @@
-"""The driver's side of the protocol: one contender as a child process that makes a step when told to."""
+"""The driver's side of a contender: a child process that takes orders on stdin, a line each, and answers each with a
+line of JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +8,7 @@ import os
 import selectors
 import shutil
 import subprocess
-import time
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,117 +34,80 @@ class WorkerError(RuntimeError):
         self.cause = cause
 
 
-@dataclass
-class Worker:
-    """A contender's process, by default in a session of its own: Ctrl-C reaches the driver alone, which then stops it
-    in order.
+class Child:
+    """A contender's process, by default in a session of its own: Ctrl-C reaches the driver alone, which then stops the
+    contender in order. Life cycle: start() → order() and answer(), in turns → stop().
 
-    Attributes:
+    Args:
         name: of the contender.
-        python: interpreter to run it under.
-        module: `peers.worker_*`.
-        job: what to train, and the worker's own directory.
+        python, module, arguments: what to run, in bench/.
         log: where its stderr goes.
-        timeout_s: longest wait for one answer; `stop_s`: for it to end when told to.
-        threads: of torch's arithmetic; 0: one for each core.
+        environment: added to the driver's.
+        timeout_s: longest wait for one answer; None waits for ever.
+        stop_s: longest wait for the process to end when told to.
         own_session: False: whoever kills the driver's process group kills the contender, too.
-        facts: what it said when it was ready.
     """
 
-    name: str
-    python: Path
-    module: str
-    job: Job
-    log: Path
-    timeout_s: float = 600.0
-    stop_s: float = 30.0
-    threads: int = 0
-    own_session: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
-    _process: subprocess.Popen[str] | None = None
+    quit = "quit"
+    """The order to clean up and exit."""
+
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        module: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        stop_s: float = 60.0,
+        own_session: bool = True,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.timeout_s = timeout_s
+        self.stop_s = stop_s
+        self._command = [str(python), "-m", module, *arguments]
+        self._environment = dict(environment or {})
+        self._own_session = own_session
+        self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start the process; `wait_ready` collects the answer, so that several can set up one after the other."""
+        """Start the process, without waiting for its first answer: several can set up at the same time."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        if self.job.swap_dir:
-            Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
-        threads = str(self.threads or len(os.sched_getaffinity(0)))
         paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(self.python), "-m", self.module, self.job.to_json()],
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 bufsize=1,
                 cwd=BENCH_DIR,
-                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": threads},
-                start_new_session=self.own_session,
+                env={**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths, **self._environment},
+                start_new_session=self._own_session,
             )
 
-    def wait_ready(self) -> None:
-        """Wait until the contender is set up.
+    def order(self, line: str) -> dict[str, Any]:
+        """Give an order and return its answer.
 
         Raises:
-            WorkerError: its set-up failed.
+            WorkerError: what was ordered failed, took too long, or the process is gone.
         """
-        self.facts = self._answer()
-
-    def step(self) -> dict[str, Any]:
-        """One turn with one measured training step; what the worker printed.
-
-        Raises:
-            WorkerError: the step failed, or took too long.
-        """
-        return self._ask("step")
-
-    def replay(self) -> dict[str, Any]:
-        """The bytes of a step moved with nothing else. Raises WorkerError."""
-        return self._ask("replay")
-
-    def _ask(self, order: str) -> dict[str, Any]:
         try:
-            self._running().stdin.write(f"{order}\n")  # type: ignore[union-attr]
+            self._running().stdin.write(f"{line}\n")  # type: ignore[union-attr]
         except BrokenPipeError:
             raise WorkerError(f"{self.name} is gone; its log is {self.log}", self.log) from None
-        return self._answer()
+        return self.answer()
 
-    def cpu_seconds(self) -> float:
-        """CPU time of the process so far, all threads."""
-        fields = Path(f"/proc/{self._running().pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
-
-    def stop(self) -> None:
-        """Let the worker clean up and exit; kill it if it does not. Its directory is gone afterwards either way."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        try:
-            process.stdin.write("quit\n")  # type: ignore[union-attr]
-            process.stdin.close()  # type: ignore[union-attr]
-        except (BrokenPipeError, OSError):
-            pass
-        try:
-            process.wait(timeout=self.stop_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        process.stdout.close()  # type: ignore[union-attr]
-        if self.job.swap_dir:
-            shutil.rmtree(self.job.swap_dir, ignore_errors=True)
-
-    def _running(self) -> subprocess.Popen[str]:
-        if self._process is None:
-            raise WorkerError(f"{self.name} is not running", self.log)
-        return self._process
-
-    def _answer(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
+        """The next answer. Raises WorkerError, as order()."""
         process = self._running()
-        deadline = time.monotonic() + self.timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
-            if not selector.select(max(deadline - time.monotonic(), 0)):
+            if not selector.select(self.timeout_s):
                 raise WorkerError(
                     f"{self.name} gave no answer in {self.timeout_s:.0f} s; its log is {self.log}", self.log
                 )
@@ -154,9 +117,126 @@ class Worker:
             raise WorkerError(f"{self.name} ended with code {code}: {self._last_words()}", self.log)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise WorkerError(f"{self.name}: {answer['error']}", self.log, answer.get("traceback", ""))
+            raise WorkerError(
+                f"{self.name}: {answer['error']} (log: {self.log})", self.log, answer.get("traceback", "")
+            )
         return answer
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process so far, all threads."""
+        fields = Path(f"/proc/{self._running().pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
+
+    def stop(self) -> None:
+        """Let the process clean up and exit; kill it if it does not."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            process.stdin.write(f"{self.quit}\n")  # type: ignore[union-attr]
+            process.stdin.close()  # type: ignore[union-attr]
+        except (BrokenPipeError, OSError):
+            pass
+        try:
+            process.wait(timeout=self.stop_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()  # type: ignore[union-attr]
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            raise WorkerError(f"{self.name} is not running", self.log)
+        return self._process
 
     def _last_words(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         return f"{lines[-1].strip()} (log: {self.log})" if lines else f"(empty log: {self.log})"
+
+
+class Worker(Child):
+    """A contender that makes a training step when told to (peers/protocol.py).
+
+    Args:
+        module: `peers.worker_*`.
+        job: what to train, and the worker's own directory, which is removed when the worker is stopped.
+        threads: of torch's arithmetic; 0: one for each core.
+        others: as Child.
+
+    Attributes:
+        facts: what the contender said when it was ready.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        module: str,
+        job: Job,
+        log: Path,
+        *,
+        timeout_s: float = 600.0,
+        threads: int = 0,
+        own_session: bool = True,
+    ) -> None:
+        environment = {"OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0)))}
+        super().__init__(
+            name,
+            python,
+            module,
+            [job.to_json()],
+            log,
+            environment=environment,
+            timeout_s=timeout_s,
+            stop_s=30.0,
+            own_session=own_session,
+        )
+        self.job = job
+        self.facts: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """As Child; `wait_ready` collects the first answer."""
+        if self.job.swap_dir:
+            Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
+        super().start()
+
+    def wait_ready(self) -> None:
+        """Wait until the contender is set up. Raises WorkerError."""
+        self.facts = self.answer()
+
+    def step(self) -> dict[str, Any]:
+        """One turn with one measured training step; what the worker printed. Raises WorkerError."""
+        return self.order("step")
+
+    def replay(self) -> dict[str, Any]:
+        """The bytes of a step moved with nothing else. Raises WorkerError."""
+        return self.order("replay")
+
+    def stop(self) -> None:
+        """As Child; the worker's directory is gone afterwards either way."""
+        was_started = self._process is not None
+        super().stop()
+        if was_started and self.job.swap_dir:
+            shutil.rmtree(self.job.swap_dir, ignore_errors=True)
+
+
+class JsonWorker(Child):
+    """A contender whose orders are JSON objects, too: {"do": ..., ...}. It is started at once."""
+
+    quit = json.dumps({"do": "quit"})
+
+    def __init__(
+        self,
+        name: str,
+        python: Path,
+        module: str,
+        log: Path,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(name, python, module, arguments, log, environment=environment)
+        self.start()
+
+    def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """As order()."""
+        return self.order(json.dumps(order))

@@ -1,7 +1,7 @@
-"""What a forked child (a DataLoader worker) may not do, and what it must let go of.
+"""Forked children (DataLoader workers): using infinity there raises, and locks are closed there.
 
-The engine's threads and the arena's pages do not exist in a child. Descriptors do: a child that kept the lock's
-would hold the swap directory after its parent was killed.
+The engine's threads and the arena's pages do not exist in a forked child. File descriptors do: a child that kept the
+descriptor of a lock would hold the swap directory after its parent was killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _ClosesInChild(Protocol):
 
 
 _used = False
-_in_child = False  # and infinity had been used before the fork
+_in_child = False  # whether this is a forked child of a process that had used infinity
 _holders: weakref.WeakSet[_ClosesInChild] = weakref.WeakSet()
 
 
@@ -29,7 +29,7 @@ def close_in_children(holder: _ClosesInChild) -> None:
 
 
 def use() -> None:
-    """infinity is used in this process: what is forked from now on may not use it."""
+    """Note that infinity is used in this process: children that are forked from now on must not use it."""
     global _used
     _used = True
 
@@ -43,8 +43,7 @@ def refuse_in_forked_child() -> None:
     if _in_child:
         raise ForkError(
             "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and "
-            "pinned "
-            "memory exist in the parent only. Keep the model out of the worker, or start workers with 'spawn'."
+            "pinned memory exist in the parent only. Keep the model out of the worker, or start workers with 'spawn'."
         )
 
 

@@ -1,4 +1,4 @@
-"""A directory that is there whole or not at all: written beside its place, on disk before it is renamed."""
+"""Directories that exist whole or not at all: written beside their place, synced to disk, and then renamed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.errors import InfinityError, SwapIOError
+from infinity.io import durable
 
 
 @contextmanager
 def written_aside(target: Path, doing: str) -> Iterator[Path]:
-    """A fresh directory beside `target`, which the block fills and renames; what is left of it goes.
+    """A new directory beside `target`, which the block fills and renames. If the block fails, the directory is removed.
 
     Args:
-        doing: for the message, such as "saving to".
+        doing: the beginning of the error's message, such as "saving to".
 
     Raises:
         InfinityError: the disk is full, or cannot be written; nothing is left behind.
@@ -41,24 +42,36 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
 
 
 def put_in_place(aside: Path, target: Path) -> None:
-    """Have everything on disk and rename it to `target`, which is missing or an empty directory. Raises OSError."""
-    sync_tree(aside)
+    """Sync the directory `aside` with all that is in it, and rename it to `target`, which is missing or an empty
+    directory. Raises OSError."""
+    _sync_tree(aside)
     os.chmod(aside, 0o755)
     os.replace(aside, target)
-    sync(target.parent)
+    durable.fsync(target.parent)
 
 
-def sync_tree(directory: Path) -> None:
-    """fsync every file and directory. Raises OSError."""
+def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
+    """Sync the directory `aside` with all that is in it, and move each entry into the directory `target`, where it
+    replaces an entry of the same name.
+
+    Args:
+        last: the name of the entry that is moved last: readers find a new set only once this entry is there.
+
+    Returns:
+        The names of the entries.
+
+    Raises:
+        OSError: an entry cannot be moved; those before it are in `target`.
+    """
+    _sync_tree(aside)
+    entries = sorted(aside.iterdir(), key=lambda path: path.name == last)
+    for path in entries:
+        os.replace(path, target / path.name)
+    durable.fsync(target)
+    return {path.name for path in entries}
+
+
+def _sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
-        sync(path)
-    sync(directory)
-
-
-def sync(path: Path) -> None:
-    """fsync a file or directory. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        durable.fsync(path)
+    durable.fsync(directory)

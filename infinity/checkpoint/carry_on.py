@@ -1,4 +1,4 @@
-"""offload_from_checkpoint: a run goes on from its portable copy, on other disks, with another swap config."""
+"""offload_from_checkpoint: go on with a run from its portable copy, on any disks and with any swap config."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def offload_from_checkpoint(
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """infinity.offload for a run that goes on from what `infinity checkpoint export` wrote.
+    """infinity.offload for a run that goes on from the portable copy that `infinity checkpoint export` wrote.
 
-    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
-    infinity.track, which returns how many steps are done. Where the config keeps masters and moments as the run did,
-    what follows has the bits of a run that never stopped, wherever they are placed. All of the copy is read once and
-    compared with its checksums first.
+    Afterwards make the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and loaders to
+    infinity.track, which returns how many steps are done. If the config has the master and moments of the run, the run
+    ends in the bits of one that never stopped, with any placement. First, all of the copy is read and compared with its
+    checksums.
 
     Args:
-        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
-            the meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored.
+        model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
+            meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored.
         directory: the portable copy.
         config, device, optimizer, accumulation_steps, faults: as infinity.offload.
 
@@ -81,10 +81,10 @@ def carry_on(
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """As offload_from_checkpoint.
+    """offload_from_checkpoint for an open copy; the arguments are the same.
 
     Args:
-        weights: gives the value of a parameter by its name, where there is no fp32 master of it.
+        weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
     _require_same_model(model, copy)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -141,7 +141,7 @@ def _require_trained(coordinator: Coordinator, copy: Portable) -> None:
 
 
 def _moments_of(copy: Portable, shapes: Mapping[str, torch.Size]) -> MomentSource:
-    """By parameter and the store's name of the moment."""
+    """Gives a moment of the copy, by the parameter's name and the store's name of the moment."""
     begun = {
         (name, stored_name(moment)): moment
         for record in copy.body.optimizers

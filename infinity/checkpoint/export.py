@@ -1,4 +1,5 @@
-"""export_checkpoint: a generation as a portable copy (checkpoint/portable.py), a chunk in memory at a time."""
+"""export_checkpoint: write a generation as a portable copy (checkpoint/portable.py), with one chunk in memory at a
+time."""
 
 from __future__ import annotations
 
@@ -43,17 +44,18 @@ def export_checkpoint(
     infinity.offload_from_checkpoint go on with the run, on any disks and with any swap config;
     examples/to_torch_adamw.py goes on in plain PyTorch.
 
-    All of the generation is read and compared with its checksums first. Then one unit's weights, or a chunk of a
-    state, are in memory at a time. Everything is written aside and renamed when it is complete and on disk.
+    First, all of the generation is read and compared with its checksums. Then one unit's weights, or a chunk of a
+    state, are in memory at a time. The copy is written to another directory, which is renamed when it is complete and
+    on disk.
 
     Args:
-        store_directory: the swap directory of the run, or all of them.
+        store_directory: the swap directory of the run, or all of its swap directories in their order.
         out: a directory that is missing or empty.
-        step: the generation; default: the newest that is whole.
-        config: whose `nvme` section says how the disks are driven; the paths are those of the store.
+        step: of the generation; default: the newest that is whole.
+        config: its `nvme` section says how the disks are driven; its paths are ignored.
         max_shard_size: such as "5GB".
-        also: writes more into the copy before it is put in place; is given its directory, and by name what
-            infinity.track kept of the run.
+        also: called before the copy gets its name, to write more files into it; is given the copy's directory, and the
+            state_dicts that infinity.track kept, by name.
 
     Returns:
         The step of the generation.
@@ -66,7 +68,7 @@ def export_checkpoint(
     """
     target = Path(out).expanduser().absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InfinityError(f"{target} is there and not empty; export to another directory, or remove it first")
+        raise InfinityError(f"{target} exists and is not empty; export to another directory, or remove it first")
     directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
     nvme = load_config(config).nvme
     with opened([Path(path) for path in directories], nvme) as store, written_aside(target, "exporting to") as aside:
@@ -102,7 +104,7 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
 
 
 class _Parts:
-    """The tensors of a generation's model, unit by unit and then the buffers."""
+    """The tensors of a generation's model: the weights unit by unit, then the buffers."""
 
     def __init__(self, generation: StoredGeneration, model: RecordedModel) -> None:
         self._generation = generation
@@ -129,11 +131,11 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the optimizer's to write.
+    """A tensor of the optimizer, to be written.
 
     Attributes:
-        state: where it comes from: "master", or the store's name of a moment.
-        scales: it is the scales of that moment's blocks.
+        state: its source: "master", or the store's name of a moment.
+        scales: whether the tensor is the scales of that moment's blocks.
     """
 
     name: str
@@ -219,7 +221,7 @@ def _decode(
 
 
 def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:
-    """What a reader of the index needs to go on with the tensors."""
+    """The facts about an optimizer that a reader of the index needs to use its tensors."""
     return {
         "class_name": optimizer.class_name,
         "param_groups": [{key: _plain(value) for key, value in group.items()} for group in optimizer.param_groups],
@@ -228,7 +230,7 @@ def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; what JSON has no form of, in words."""
+    """A value as JSON can hold it; other values become text."""
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

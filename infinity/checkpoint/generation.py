@@ -1,4 +1,4 @@
-"""A generation in a swap directory, read without the program that trained it: weights by unit, states by chunk."""
+"""Reading a generation in a swap directory without the program that trained it: weights by unit, states by chunk."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ import torch
 from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.errors import ManifestError
+from infinity.io import generations
 from infinity.io.engine import open_engine
-from infinity.io.generations import extents_of, newest_usable, require_undamaged, verify
+from infinity.io.generations import extents_of
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
-from infinity.io.store import SwapStore
+from infinity.io.store import Extent, SwapStore
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
-"""Elements of a state in memory at a time: borders of all formats are multiples of 4 KiB."""
+"""Elements of a state in memory at a time. In every format these begin at a multiple of 4 KiB."""
 
 _VERIFY_BYTES = 16 << 20
 _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
-"""What a generation has of a group; of a frozen one the first alone."""
+"""The states that a generation has of a group; of a frozen group only the first."""
 
 
 @contextmanager
 def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Iterator[SwapStore]:
-    """The store in these directories, locked, for reading.
+    """The store in these directories, open for reading. Nothing on disk is changed.
 
     Args:
-        directories: all of the store's, in its order; or one of them, which must be where the store was made.
+        directories: all directories of the store in its order; or one of them, at the path where the store was made.
         nvme: how the disks are driven.
 
     Raises:
-        ResumeError: there is no store, or `directories` are not all of its.
-        StoreLockedError: a run is using it.
+        ResumeError: there is no store, or `directories` are not all of its directories.
+        StoreLockedError: a run is using the store.
     """
     paths = [path.expanduser().absolute() for path in directories]
     if len(paths) == 1:
@@ -46,7 +47,7 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
     header = headers_of(paths)[0].header
     engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
     try:
-        store = SwapStore(paths, header.nbytes, engine, mode="resume")
+        store = SwapStore(paths, header.nbytes, engine, mode="read")
         try:
             yield store
         finally:
@@ -57,31 +58,32 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
 
 
 def newest_whole(store: SwapStore, step: int | None = None) -> StoredGeneration:
-    """The newest generation all of which is as it was written, or that of `step`; every byte of it is read.
+    """The newest generation that is whole, or the generation of `step`. Every byte of it is read.
 
     Raises:
-        ResumeError: there is none; says what is wrong with each.
+        ResumeError: no generation is whole; says what is wrong with each.
+        SwapIOError: a part of a generation cannot be read.
     """
 
-    def use(manifest: Manifest) -> StoredGeneration:
+    def use(manifest: Manifest) -> tuple[StoredGeneration, list[Extent]]:
         generation = StoredGeneration(store, manifest)
-        generation.require_whole()
-        return generation
+        return generation, generation.extents
 
-    return newest_usable(store, step, use, "export")
+    memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
+    return generations.newest_whole(store, memory, step, use, "export")
 
 
 class StoredGeneration:
-    """The states a manifest names.
+    """The states of a generation, as its manifest names them.
 
     Args:
-        store: open, with the manifest's run in it.
+        store: the open store of the manifest's run.
 
     Attributes:
         source: the manifest's path, for messages.
 
     Raises:
-        ManifestError: the manifest does not go together with itself or the store.
+        ManifestError: the manifest contradicts itself or the store.
     """
 
     def __init__(self, store: SwapStore, manifest: Manifest) -> None:
@@ -113,7 +115,8 @@ class StoredGeneration:
         self._require_facts()
 
     def _require_facts(self) -> None:
-        """The forms of the states are said twice. Old manifests say once what the config asked for."""
+        """Facts and groups must have the same formats of the states. In old manifests a fact is one value, what the
+        config asked for, and is not compared."""
         for name in ("master", "moments"):
             fact = self.manifest.facts.get(name)
             forms = {getattr(group, name) for group in self.trained_groups()}
@@ -125,10 +128,10 @@ class StoredGeneration:
         if nbytes > (extent.nbytes if extent else 0):
             raise ManifestError(self.source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
 
-    def require_whole(self) -> None:
-        """Raises ResumeError that names what is damaged."""
-        memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
-        require_undamaged(list(verify(self._store, list(self._extents.values()), self.manifest, memory)))
+    @property
+    def extents(self) -> list[Extent]:
+        """In the order of the manifest."""
+        return list(self._extents.values())
 
     @property
     def units(self) -> list[str]:
@@ -142,7 +145,7 @@ class StoredGeneration:
         return self._parameters.get((group.unit, group.group), [])
 
     def weights(self, unit: str) -> dict[str, torch.Tensor]:
-        """The weights of a unit by parameter name; all of them are read. Raises SwapIOError."""
+        """All weights of a unit, by parameter name. Raises SwapIOError."""
         result = {}
         for group in self._units[unit]:
             dtype = dtype_of(group)

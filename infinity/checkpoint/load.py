@@ -112,7 +112,7 @@ def require_directory_or_id(path: str) -> bool:
 
 
 def _cannot_load(path: str, error: Exception) -> ModelError:
-    """What to raise for an error of the libraries that read models: each raises others, of every kind."""
+    """The ModelError for an exception of the libraries that read models, which raise exceptions of every kind."""
     directory = Path(path).expanduser()
     where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
     damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not _opens(file)), "")
@@ -164,7 +164,8 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _scratch(config: SwapConfig) -> Iterator[str]:
-    """A directory for the tensors transformers has to convert on loading; on the swap disk, which has room for them.
+    """A directory for the tensors that transformers converts on loading. It is on the swap disk, which has room for
+    them.
 
     Raises:
         ConfigError: nothing can be written where nvme.paths would be.
@@ -190,7 +191,7 @@ def _scratch(config: SwapConfig) -> Iterator[str]:
 def _on_meta(
     model_class: Any, path: str, dtype: torch.dtype, scratch: str, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Source]:
-    """The model with its parameters on meta and buffers real, and where each value is."""
+    """The model with its parameters on the meta device and real buffers, and the place of each parameter's values."""
     from accelerate.hooks import remove_hook_from_submodules
 
     try:
@@ -205,15 +206,15 @@ def _on_meta(
     _require_complete(model, loader, path)
     remove_hook_from_submodules(model)
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
-        model.__dict__.pop(name, None)  # what dispatching planted
+        model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
     model.tie_weights()
     return model, _source(model, loader, path)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without accelerate's line about parameters on meta, which are meant to be there, and without progress bars where
-    nobody sees them move."""
+    """In the block accelerate does not warn of parameters on the meta device, which are meant to be there, and without
+    a terminal there are no progress bars."""
     from transformers.utils import logging as hf_logging
 
     noise = logging.getLogger("accelerate.big_modeling")
@@ -231,7 +232,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _weights_loader(model: nn.Module) -> Any:
-    """accelerate's index of where each tensor lies, from any module's hook."""
+    """accelerate's index of the tensors' places, taken from any module's hook."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", [hook]):
@@ -242,7 +243,7 @@ def _weights_loader(model: nn.Module) -> Any:
 
 
 def _names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter: a tied one has several."""
+    """The names of each parameter; a tied parameter has several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -279,7 +280,7 @@ def _tensor_of(file: str, name: str) -> torch.Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opened per tensor, so that its pages leave with the mapping.
+        # Opened for each tensor, so that its pages leave RAM with the mapping.
         with safe_open(file, framework="pt", device="cpu") as opened:
             tensor: torch.Tensor = opened.get_tensor(name)
             return tensor

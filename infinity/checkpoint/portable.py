@@ -1,12 +1,12 @@
-"""The portable copy of a generation: what is in its directory, by what names.
+"""The portable copy of a generation: the files in its directory, and reading them.
 
 model*.safetensors, config.json …     weights and persistent buffers, as from_pretrained reads them
 optimizer/optimizer*.safetensors      fp32, of the parameters' shapes: "<parameter>.<moment>" by torch's names for
                                       what the optimizer keeps, "<parameter>.master" for weights that are not fp32;
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
 optimizer/optimizer.safetensors.index.json    where each is; classes, hyperparameters and steps of the optimizers
-training-state.infinity               what else a run needs to go on: the manifest without places (io/manifest.py)
-SHA256SUMS                            of all of these files, for `sha256sum --check`; older copies have none
+training-state.infinity               everything else that a run needs: the manifest without extents (io/manifest.py)
+SHA256SUMS                            checksums of these files for `sha256sum --check`; older copies have none
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def stored_name(moment: str) -> str:
-    """The store's name of what torch's optimizers call `moment`."""
+    """The store's name of the moment that torch's optimizers call `moment`."""
     return STORED_AS.get(moment, moment)
 
 
@@ -72,20 +72,20 @@ def write_training_state(directory: Path, manifest: Manifest) -> None:
     del placeless["store"]
     try:
         parts = document.write(_KIND, placeless)
-    except TypeError as error:  # it could be read, and is larger or deeper than what can be written
+    except TypeError as error:  # a document may be read that is too large or too deep to be written
         raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
     (directory / STATE_NAME).write_bytes(b"".join(parts))
 
 
 def write_checksums(directory: Path) -> None:
-    """Of every file that is there. Raises OSError."""
+    """Write the checksums of all files in the directory. Raises OSError."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     lines = [f"{digest}  {path.relative_to(directory).as_posix()}\n" for path, digest in _digests(paths)]
     (directory / SUMS_NAME).write_text("".join(lines), encoding="utf-8")
 
 
 def _digests(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
-    """The SHA-256 of each file, a few at the same time. Raises OSError."""
+    """The SHA-256 of each file; a few files are read at the same time. Raises OSError."""
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
         yield from zip(paths, pool.map(_digest, paths), strict=True)
 
@@ -107,7 +107,7 @@ class Portable:
     """A portable copy, for reading.
 
     Raises:
-        ResumeError: the directory is not one, or is damaged; names the file.
+        ResumeError: the directory is no portable copy, or is damaged; names the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -123,16 +123,15 @@ class Portable:
         self._files = _weight_map(directory / OPTIMIZER / index_name(OPTIMIZER))
 
     def verify(self) -> None:
-        """Read all of the copy and compare it with its checksums; of one that has none, say so.
+        """Read all of the copy and compare it with its checksums. A copy without checksums gets a warning.
 
         Raises:
-            ResumeError: a file is damaged, missing, or has no checksum; names it.
+            ResumeError: a file is damaged or missing, or has no checksum; names the file.
         """
         path = self.directory / SUMS_NAME
         if not os.path.lexists(path):
             logger.warning(
-                "%s has no %s: an older infinity exported it, and nothing shows whether its files are as they were "
-                "written",
+                "%s has no %s, because an older infinity exported it: whether its files are damaged is not checked",
                 self.directory, SUMS_NAME,
             )  # fmt: skip
             return
@@ -148,17 +147,17 @@ class Portable:
             for file, digest in _digests(there):
                 if digest != sums[file.relative_to(self.directory).as_posix()]:
                     raise ResumeError(
-                        f"{file} is damaged: it does not have the checksum that {SUMS_NAME} says. Copy the file again, "
-                        f"or export the run again; a file that you changed on purpose you may take out of {SUMS_NAME}."
+                        f"{file} is damaged: it does not have its checksum in {SUMS_NAME}. Copy the file again, or "
+                        f"export the run again. If you changed the file on purpose, take its line out of {SUMS_NAME}."
                     )
         except OSError as error:
             raise ResumeError(
                 f"{error.filename} is named by {SUMS_NAME} and cannot be read: {error.strerror}. Export the run again."
             ) from error
-        logger.info("%s: %d files as they were written", self.directory, len(there))
+        logger.info("%s: %d files have their checksums", self.directory, len(there))
 
     def _used(self) -> Iterable[str]:
-        """The files a run goes on from, by their names in the copy."""
+        """The files that a run needs to go on, by their names in the copy."""
         yield STATE_NAME
         yield f"{OPTIMIZER}/{index_name(OPTIMIZER)}"
         yield from (f"{OPTIMIZER}/{name}" for name in sorted(set(self._files.values())))
@@ -169,11 +168,11 @@ class Portable:
             yield from sorted(set(self._shards.values()))
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name among the optimizer's."""
+        """Whether the optimizer has a tensor of this name."""
         return name in self._files
 
     def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One of the optimizer's tensors, fp32; its pages are read from the file when they are used.
+        """One of the optimizer's tensors, fp32, mapped from its file: a page is read when it is used.
 
         Raises:
             ResumeError: it is missing, of another shape or dtype, or its file is damaged.
@@ -190,7 +189,7 @@ class Portable:
         return value
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight by its name in the files, as state().
+        """A weight, by its name in the files; mapped like state().
 
         Raises:
             ResumeError: it is missing, or its file is damaged.
@@ -203,7 +202,7 @@ class Portable:
 
     @functools.cached_property
     def _shards(self) -> dict[str, str] | None:
-        """The file of each weight; None where there is one file."""
+        """The file of each weight; None if all weights are in one file."""
         index = self.directory / index_name("model")
         return _weight_map(index) if os.path.lexists(index) else None
 
@@ -212,7 +211,8 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opened per tensor, so that its pages leave with the mapping; by its descriptor, which is of a regular file.
+        # Opened for each tensor, so that its pages leave RAM with the mapping; and by its descriptor, because only the
+        # descriptor is known to be of a regular file.
         with (
             files.opened(path, follow=True) as (descriptor, _),
             safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as file,
@@ -225,7 +225,7 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
 
 
 class _Index(BaseModel):
-    """What is used of an index: it has more."""
+    """The part of an index that is used here."""
 
     model_config = ConfigDict(strict=True)
 
@@ -236,7 +236,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         text = files.read_regular(path, _INDEX_BYTES_MAX, follow=True)
         if text.count(b"[") + text.count(b"{") > _INDEX_CONTAINERS_MAX or text.count(b",") > _INDEX_VALUES_MAX:
-            raise ManifestError(path, "has more in it than the index of any model")
+            raise ManifestError(path, "is larger than the index of any model")
         index: Any = json.loads(text)
     except OSError as error:
         raise ManifestError(path, f"cannot be read: {error.strerror}") from error

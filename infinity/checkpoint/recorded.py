@@ -1,10 +1,10 @@
-"""The model that a generation says it is of, built anew on the meta device: how its weights are called in files, and
-its configs.
+"""The model of a generation, built on the meta device from the config in the manifest: it gives the names that its
+weights have in files, and writes its configs.
 
 [Note: what may go wrong]
-transformers checks a config while it uses it, and raises whatever comes of a wrong one; some numbers in it say how
-often something is built. So what such numbers may be is bounded, how much is built is counted, and every error of
-transformers is one of the manifest.
+transformers checks a config only while it builds the model, and a wrong config raises any kind of exception. Some
+numbers in a config say how many layers or rows are built. So these numbers are bounded, the modules and parameters that
+are built are counted, and every exception of transformers becomes a ManifestError.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _BOUNDS = (
     (re.compile("label"), 1 << 20),
     (re.compile("^(num|n|d)_|_(size|dim)$"), 1 << 24),
 )
-"""The largest integer under a key of a config; the first line that fits the key counts. Beyond are no models, and lists
-that take all memory."""
+"""The largest integer that a config may have under a key; the first pattern that fits the key counts. No model has
+more, and lists of such sizes would take all memory."""
 _BUILT_PER_NAME = 64
 _BUILT_MIN = 4096
 
 
 class RecordedModel:
-    """What is known of a generation's model.
+    """The model of a generation, as far as its manifest describes it.
 
     Raises:
-        ManifestError: it is one of transformers', and its config is not one that transformers can build it from.
+        ManifestError: the model is one of transformers', and transformers cannot build it from its config.
     """
 
     def __init__(self, record: ModelRecord, source: Path) -> None:
@@ -53,16 +53,16 @@ class RecordedModel:
         self._revert = revert_of(self._model)
 
     def revert(self, part: Tensors) -> Tensors:
-        """The tensors of a unit as files have them. Raises ManifestError."""
+        """The tensors of a unit with the names and shapes that files have. Raises ManifestError."""
         with self._blamed("weights that transformers cannot convert back to the form of files"):
             return self._revert(part)
 
     def write_configs(self, directory: Path) -> None:
-        """config.json and generation_config.json, where there are any.
+        """Write config.json and generation_config.json, if the manifest has them.
 
         Raises:
             OSError: the disk is full, or cannot be written.
-            ManifestError: transformers does not write such ones.
+            ManifestError: transformers refuses to write them.
         """
         if self._model is not None:
             with self._blamed("a config that transformers cannot write", but=OSError):
@@ -83,7 +83,7 @@ class RecordedModel:
             raise ManifestError(self._source, problem) from error
 
     def _on_meta(self) -> nn.Module | None:
-        """None when it is not one of transformers' own."""
+        """The model; None when it is not one of transformers' own."""
         model_class = _class_of(self._record.class_name)
         if model_class is None or self._record.config is None:
             return None
@@ -122,13 +122,13 @@ class RecordedModel:
             weight.data = weight.data.to(dtype)
             if shape is not None and shape != tuple(weight.shape):
                 logger.warning(
-                    "%s: the config says that '%s' is %s, and it is %s: from_pretrained will not load the copy",
+                    "%s: in its config '%s' has the shape %s, in the run %s: from_pretrained will not load the copy",
                     self._source, name, tuple(weight.shape), shape,
                 )  # fmt: skip
 
 
 def _class_of(name: str) -> Any:
-    """One of transformers' models; None where the name is not that of one."""
+    """The class of transformers' models with this name; None if there is none."""
     import transformers
 
     try:
@@ -139,7 +139,7 @@ def _class_of(name: str) -> Any:
 
 
 def _require_bounded(value: Any, key: str = "") -> None:
-    """Raises ValueError for a number that would have transformers build without end."""
+    """Raises ValueError for a number so large that transformers would build without end."""
     if isinstance(value, dict):
         for name, item in value.items():
             _require_bounded(item, name)
@@ -154,7 +154,7 @@ def _require_bounded(value: Any, key: str = "") -> None:
 
 @contextmanager
 def _counted(most: int) -> Iterator[None]:
-    """Raises ValueError in the block when more than so many modules and parameters are made."""
+    """Raises ValueError in the block as soon as more than `most` modules and parameters were made."""
     made = 0
 
     def count(module: nn.Module, name: str, what: Any) -> None:

@@ -1,9 +1,8 @@
-"""save_pretrained: sharded safetensors, written tensor by tensor, aside and then renamed."""
+"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.aside import put_in_place, sync, sync_tree, written_aside
+from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
+from infinity.io import durable
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,12 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation
     config.
 
-    One unit's weights are in memory at a time. Everything is written aside and renamed when it is complete and on
-    disk, so an error leaves what was there before.
+    One unit's weights are in memory at a time. Everything is written to another directory first, and renamed when it is
+    complete and on disk: an error leaves the files of an earlier save.
 
     Args:
-        model: what infinity.offload or load_pretrained returned.
-        directory: created if need be; files of the same names are replaced.
+        model: an offloaded model.
+        directory: created if missing; files of the same names are replaced.
         max_shard_size: such as "5GB".
 
     Raises:
@@ -51,7 +51,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
         else:
-            _merge(aside, target)
+            # The index goes last: until then a reader finds the old set.
+            _remove_superseded(target, move_into(aside, target, last=index_name("model")))
 
 
 def write_weights(
@@ -64,8 +65,8 @@ def write_weights(
     """Write a model's weights and buffers.
 
     Args:
-        meta: gives them part by part on the meta device, under the names and in the shapes the checkpoint format has.
-        values: the same with their values; a part is in memory at a time.
+        meta: gives the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
+        values: gives the same tensors with their values; one part is in memory at a time.
         numel: parameters of the model, for the index.
 
     Raises:
@@ -83,14 +84,14 @@ def write_weights(
 
 
 def _pieces(parts: Iterable[Tensors]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Tensor by tensor. Nothing of a part is kept when the next one is asked for: it may want the memory."""
+    """The tensors of all parts, one by one. A part is let go before the next one is made, which may need its memory."""
     for part in parts:
         for name in list(part):
             yield name, 0, part.pop(name)
 
 
 class _Parts:
-    """The tensors of an offloaded model to write, unit by unit and then the buffers."""
+    """The tensors of an offloaded model: the weights unit by unit, then the buffers."""
 
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._model = model
@@ -116,8 +117,8 @@ class _Parts:
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
-    """Undoes, for the tensors of a unit, what transformers did to names and shapes on loading (fused experts,
-    renamed keys). None: a model that is not one of transformers' has none of that."""
+    """A function that gives the tensors of a unit the names and shapes that files have: it undoes what transformers did
+    on loading (fused experts, renamed keys). For other models, and None, it changes nothing."""
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -129,7 +130,7 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
 
 
 def write_configs(model: nn.Module, directory: Path) -> None:
-    """Write config.json and generation_config.json, of a model that has them. Raises OSError."""
+    """Write the config.json and generation_config.json of a model, if it has them. Raises OSError."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
@@ -139,25 +140,15 @@ def write_configs(model: nn.Module, directory: Path) -> None:
     if hasattr(generation, "save_pretrained"):
         try:
             generation.save_pretrained(directory)
-        except ValueError as error:  # many models come with one that transformers reads and does not write
+        except ValueError as error:  # transformers refuses to write configs of some models that it reads
             logger.warning("generation_config.json is written as it is; transformers says: %s", printable(error))
             (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 
-def _merge(aside: Path, target: Path) -> None:
-    """Replace the files of an earlier save, and leave what else is there."""
-    sync_tree(aside)
-    # The index last: until then a reader finds the old set.
-    written = sorted(aside.iterdir(), key=lambda path: path.name == index_name("model"))
-    for path in written:
-        os.replace(path, target / path.name)
-    _remove_superseded(target, {path.name for path in written})
-    sync(target)
-
-
 def _remove_superseded(target: Path, written: set[str]) -> None:
-    """Weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
+    """Remove weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", index_name("model")):
         for path in target.glob(pattern):
             if path.name not in written:
                 path.unlink()
+    durable.fsync(target)

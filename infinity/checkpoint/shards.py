@@ -1,4 +1,4 @@
-"""Safetensors shards and their index, written piece by piece, so that no tensor need be in memory whole."""
+"""Writing safetensors shards and their index piece by piece, so that no tensor has to be in memory as a whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from infinity import files
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -25,12 +27,12 @@ _DTYPE_NAMES = {
 }
 
 Piece = tuple[str, int, torch.Tensor]
-"""A tensor's name, the first element written, and the values from there on."""
+"""A tensor's name, the index of an element, and the values from that element on."""
 
 
 @dataclass(frozen=True)
 class _Slice:
-    """Where a tensor's bytes go."""
+    """The place of a tensor's bytes in a shard."""
 
     shard: str
     offset: int
@@ -48,12 +50,12 @@ def write_shards(
     pieces: Iterable[Piece],
     max_shard_size: str,
 ) -> dict[str, str]:
-    """Write tensors as `stem`-0000k-of-0000n.safetensors, or `stem`.safetensors where that is enough.
+    """Write tensors as `stem`-0000k-of-0000n.safetensors, or as `stem`.safetensors if one file is enough.
 
-    Room for all of it is taken first: a full disk is an error before anything is written.
+    Disk space for all tensors is reserved first: a full disk is an error before anything is written.
 
     Args:
-        shapes: for each tensor one on the meta device, of its shape and dtype.
+        shapes: for each tensor a tensor of its shape and dtype on the meta device.
         pieces: every element of every tensor once, in any order.
 
     Returns:
@@ -67,20 +69,20 @@ def write_shards(
     split = split_torch_state_dict_into_shards(
         dict(shapes), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
-    files: dict[str, int] = {}
+    descriptors: dict[str, int] = {}
     slices: dict[str, _Slice] = {}
     try:
         for shard, names in split.filename_to_tensors.items():
-            files[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
+            descriptors[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
             slices |= placed
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
-            left[name] -= _write_piece(files[slices[name].shard], slices[name], first, values)
+            left[name] -= _write_piece(descriptors[slices[name].shard], slices[name], first, values)
             del values  # the next piece may want its memory
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:
-        for descriptor in files.values():
+        for descriptor in descriptors.values():
             os.close(descriptor)
     return dict(split.tensor_to_filename)
 
@@ -92,14 +94,14 @@ def write_index(
     placed: Mapping[str, str],
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write the index of what write_shards wrote. Raises OSError."""
+    """Write the index of the shards that write_shards wrote. Raises OSError."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in shapes.values())
     index = {"metadata": {"total_size": total, **metadata}, "weight_map": dict(placed)}
     (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
 def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, _Slice]]:
-    """The header, and room for the data: a full disk is an error here.
+    """Write a shard's header and reserve its disk space. Returns the open file, and the place of each tensor.
 
     Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
     """
@@ -120,7 +122,7 @@ def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> t
     try:
         if offset:
             os.posix_fallocate(descriptor, 0, start + offset)
-        _write_fully(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        files.write(descriptor, len(text).to_bytes(8, "little") + text)
     except BaseException:
         os.close(descriptor)
         raise
@@ -140,11 +142,5 @@ def _write_piece(descriptor: int, place: _Slice, first: int, values: torch.Tenso
     at = first * values.element_size()
     if at + flat.numel() > place.nbytes:
         raise AssertionError(f"{flat.numel()} bytes at {at} of a tensor of {place.nbytes}")
-    _write_fully(descriptor, memoryview(flat.numpy().data), place.offset + at)
+    files.write(descriptor, flat.numpy().data, place.offset + at)
     return flat.numel()
-
-
-def _write_fully(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written

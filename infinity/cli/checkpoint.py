@@ -1,4 +1,4 @@
-"""`infinity checkpoint`: what generations a swap directory has, whether they are whole, a copy of one, or their end."""
+"""`infinity checkpoint`: list, verify, export or remove the generations in a swap directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 
 def _list(path: Path) -> int:
-    """Only the manifests are read, and a run may be using the store meanwhile."""
+    """List the generations of a store. Only manifests are read, so a run may be using the store meanwhile."""
     of_store = header_in(path)
     header = of_store.header
     _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
@@ -90,7 +90,7 @@ def _list(path: Path) -> int:
 
 
 def _say(line: str) -> None:
-    """Print what may have names from files in it."""
+    """Print a line that may quote names from files."""
     print(printable(line))
 
 
@@ -132,7 +132,7 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
 
 
 def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
-    """Beside the model of a run of `infinity finetune`, so that the copy is all that a next run needs."""
+    """Write the tokenizer into the copy of a run of `infinity finetune`, so that a next run needs only the copy."""
     from infinity.cli import job
     from infinity.cli.tokenizer import load_tokenizer
 
@@ -150,30 +150,30 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
 
 
 def _remove(paths: list[Path]) -> int:
-    """If it is interrupted it can be done again: what says that something is a store goes last, and a part that is gone
-    already is no error."""
+    """Remove a store. An interrupted removal can be done again: the files that identify the store go last, and a part
+    that is already gone is no error."""
     _require_one_store(paths)
     with ExitStack() as held:
         directories = []
         for path in paths:
             directories.append(SwapDirectory(path, create=False))
             held.callback(directories[-1].close)
-        for directory in directories:  # before the manifests: they prove whose the header is
+        for directory in directories:  # before the manifests, which show which run a header belongs to
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
             durable.remove(directory.swap_path)
             _say(f"{directory.path}: {format_bytes(freed)} freed")
-        for directory in reversed(directories):  # the first says of the others whose they are
+        for directory in reversed(directories):  # the first one has the manifests, and goes last
             directory.remove_all()
     return 0
 
 
 def _require_one_store(paths: Sequence[Path]) -> None:
-    """That these are all directories of one store, of which some may be removed already.
+    """Check that these are all directories of one store, some of which may be removed already.
 
     Raises:
-        NoStoreError: there is none in one of them, and none of theirs was there.
-        ConfigError: they may not be all; or nobody can tell what one of them is a part of.
-        ManifestError: a header is not understood.
+        NoStoreError: a directory holds no store, and the store did not have a part there.
+        ConfigError: these may not be all directories of the store; or it cannot be told which store one belongs to.
+        ManifestError: a header cannot be understood.
     """
     found = {path: _header_or_problem(path) for path in paths}
     known = {path: each for path, each in found.items() if isinstance(each, Header)}
@@ -208,7 +208,7 @@ def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
 def _refusal(
     found: dict[Path, Header | DamagedFileError | NoStoreError], known: dict[Path, Header]
 ) -> NoStoreError | ConfigError:
-    """What is wrong with directories none of which has a header of a store with so many parts."""
+    """The error for directories of which none has the header of a store with that many parts."""
     nothing = next((each for each in found.values() if isinstance(each, NoStoreError)), None)
     if nothing is not None:
         return nothing
@@ -223,7 +223,7 @@ def _refusal(
 
 
 def _require_own(path: Path, header: Header) -> None:
-    """Raises ConfigError where the header of a store without generations may be that of another one, put here."""
+    """Raises ConfigError where the header of a store without generations may have been copied from another store."""
     swap = path / SWAP_NAME
     if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):
         return

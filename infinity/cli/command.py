@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def command(*arguments: object) -> str:
-    """A command line of `infinity`: by its name where the shell finds this program by that, else as it was called."""
+    """A command line that starts this program again: as `infinity` if the shell finds it by that name, else as
+    called."""
     return " ".join([_program(), *(shlex.quote(str(argument)) for argument in arguments)])
 
 

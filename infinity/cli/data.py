@@ -1,4 +1,4 @@
-"""Text to packed sequences of tokens, in bounded memory: tokens are spilled to a file as they come."""
+"""Packing text into sequences of tokens in bounded memory: tokens are written to a file as they are made."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from infinity.cli.documents import Document, NotTextError, documents, find_files
 from infinity.errors import ConfigError, printable
 
 _NAMED = 5
-"""Files that a message names; of more it says how many."""
+"""How many files a message names; of the others it gives the number."""
 
 
 @dataclass
 class _Content:
-    """What was spilled so far.
+    """Counts of the tokens written so far.
 
     Attributes:
-        tokens: their number; `known` of them are neither separators nor the tokenizer's token for what it does not
-            know.
-        largest: the highest token; -1 where there is none.
-        documents: their number; `blank` ones were left out.
+        digest: of the tokens.
+        tokens: number of tokens.
+        known: number of tokens that are neither separators nor the tokenizer's token for unknown text.
+        largest: the highest token; -1 before the first.
+        documents: number of documents.
+        blank: number of blank documents, which were left out.
     """
 
     digest: Any
@@ -42,19 +44,20 @@ class _Content:
 
 
 class PackedData:
-    """Documents as one run of tokens, with the end-of-text token between them, cut into sequences of equal length.
+    """Documents as one row of tokens, with the end-of-text token between them, cut into sequences of equal length.
 
     Args:
-        directory: where the tokens are spilled to, into a file without a name that is gone with the process.
+        directory: for the file with the tokens, which has no name and ends with the process.
 
     Attributes:
-        tokens: their number; `largest_token` is the highest of them.
-        sequences: their number, of `sequence_length` tokens each.
+        tokens: number of tokens.
+        largest_token: the highest token.
+        sequences: number of sequences, of `sequence_length` tokens each.
         left_out: files that hold no text, each with the reason.
 
     Raises:
-        ConfigError: what documents.find_files and documents.documents raise; no file holds text, the tokenizer knows
-            none of it, or there are fewer tokens than one sequence.
+        ConfigError: the errors of documents.find_files and documents.documents; or no file holds text, the tokenizer
+            knows none of the text, or there are fewer tokens than one sequence.
         OSError: `directory` cannot be written.
     """
 
@@ -73,7 +76,8 @@ class PackedData:
         self._require_enough(", ".join(map(printable, paths)))
 
     def notes(self) -> list[str]:
-        """What became of the files, in sentences; what was as it should be is not mentioned."""
+        """Sentences about files and documents that were left out, and about missing separators; [] when there are
+        none."""
         said = []
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
@@ -88,7 +92,7 @@ class PackedData:
         return "; ".join(f"{printable(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
 
     def _add_file(self, path: Path) -> None:
-        """All of its documents, or none."""
+        """Add all documents of a file, or none."""
         before = self._content.copy()
         try:
             for document in documents(path, self._tokenizer):
@@ -125,7 +129,7 @@ class PackedData:
         content.largest = max(content.largest, int(array.max(initial=0)) if len(ids) else -1)
 
     def _return_to(self, before: _Content) -> None:
-        """Take back what was added since."""
+        """Take back the tokens added since `before`."""
         self._spill.seek(before.tokens * np.dtype(np.uint32).itemsize)
         self._spill.truncate()
         self._content = before
@@ -147,7 +151,7 @@ class PackedData:
             )
 
     def batches(self, batch_size: int, seed: int) -> Batches:
-        """Endless, shuffled anew each pass."""
+        """Endless batches; the sequences are shuffled anew for each pass over the data."""
         return Batches(self, batch_size, seed)
 
     def rows(self, indices: Iterable[int]) -> torch.Tensor:
@@ -161,10 +165,10 @@ class PackedData:
 
 
 class Batches:
-    """An endless iterator over batches, int64 [batch_size, sequence_length], that can be continued where it was.
+    """An endless iterator over batches, int64 [batch_size, sequence_length], with a state_dict to continue from.
 
-    The sequences of pass 0, 1, … lie one after the other, each pass in an order of its own that (seed, pass) gives;
-    batch k is the k-th `batch_size` of them.
+    The sequences of pass 0, 1, … follow each other, each pass in an order of its own that (seed, pass) determines.
+    Batch k is the k-th group of `batch_size` sequences.
     """
 
     def __init__(self, data: PackedData, batch_size: int, seed: int) -> None:
@@ -198,7 +202,7 @@ class Batches:
         return {"given": self._given, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError when it is of other data or batches."""
+        """Continue after the batches of `state`. Raises ConfigError for the state of other data or batches."""
         if {key: state.get(key) for key in self._identity()} != self._identity():
             raise ConfigError("the text, the tokenizer or the batches are not those of the run: give the same --data")
         self._given = int(state["given"])

@@ -1,4 +1,4 @@
-"""The documents in the files that --data names: which files are read, which are refused, and which hold no text."""
+"""The documents of --data: which files are read, refused or left out, and how a file is cut into documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.echo import raised
 from infinity.errors import ConfigError, printable
 
 Document = Iterator[str]
-"""A document in pieces of bounded size, cut where tokenizers cut, too."""
+"""A document in pieces of bounded size, which are cut where tokenizers cut as well."""
 
 PIECE_CHARS = 1 << 20
 _CUT_WINDOW = 1 << 16
@@ -27,7 +27,7 @@ _OTHER_FORMATS = {
     "`datasets` writes it: load_dataset('parquet' or 'csv' or 'arrow', data_files=FILE)['train'].to_json('FILE.jsonl')",
     (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
 }
-"""Endings of files that hold text in a form that is not read here, and what to do."""
+"""Endings of files whose format is not read, and what the user can do instead."""
 
 
 class NotTextError(Exception):
@@ -35,15 +35,15 @@ class NotTextError(Exception):
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The files to read in a fixed order: those named, and all below the directories named but for hidden ones.
-    Symbolic links are followed.
+    """The files to read, in a fixed order: the files in `paths`, and all files below the directories in `paths`, except
+    hidden ones. Symbolic links are followed.
 
     Returns:
-        Them, and what was found in directories and cannot be read as a file, each with the reason.
+        The files; and the entries of directories that cannot be read as text, each with the reason.
 
     Raises:
-        ConfigError: a path is missing, no regular file, empty, or of a format that is not read; a directory has no
-            files, or only such ones, or cannot be listed.
+        ConfigError: a path is missing, not a regular file, empty, or of a format that is not read; or a directory has
+            no files that can be read, or cannot be listed.
     """
     files: list[Path] = []
     others: list[tuple[Path, str]] = []
@@ -70,10 +70,10 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
 
 
 def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
-    """The documents of a file: all of it, or one for each line of a .jsonl.
+    """The documents of a file: the whole file, or each line of a .jsonl file.
 
     Raises:
-        NotTextError: the file is not UTF-8 text; some documents may have come before.
+        NotTextError: the file is not UTF-8 text; some of its documents may have been given already.
         ConfigError: the file cannot be read; a line of a .jsonl is no JSON with a `text` or `messages` (names
             file:line).
     """
@@ -83,7 +83,7 @@ def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
         raise _unreadable(path, error) from error
     if path.suffix.lower() in _LINES:
         yield from () if empty else _jsonl_documents(path, tokenizer)
-    else:  # a file of /proc is empty, too, and reading it may wait for ever
+    else:  # an empty file may be one of /proc, whose reader may wait for ever
         yield iter(()) if empty else _text_pieces(path)
 
 
@@ -91,7 +91,7 @@ def pieces(read: Callable[[int], str]) -> Document:
     """A text in pieces of PIECE_CHARS at most.
 
     Args:
-        read: gives so many of the next characters, fewer at the end, '' after it.
+        read: gives the next characters, as many as asked for, fewer at the end of the text, and then ''.
     """
     text = ""
     while more := read(PIECE_CHARS):
@@ -105,8 +105,8 @@ def pieces(read: Callable[[int], str]) -> Document:
 
 
 def _cut(text: str) -> int:
-    """Where the first piece of a text ends. Tokenizers part words there anyway: after a lone line break, or before a
-    lone space; failing both at any white space, and in a text without any where the piece is full."""
+    """The length of the first piece of a text. It ends where tokenizers part words: after a single line break, or
+    before a single space; else at any white space; in a text without white space, where the piece is full."""
     first = max(PIECE_CHARS - _CUT_WINDOW, 1)
     window = text[first - 1 : PIECE_CHARS + 1]
     for pattern in (r"(?<=\S\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?=\s)"):
@@ -130,7 +130,8 @@ def _kind(path: Path) -> str:
 
 
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
-    """Everything below but directories and what is hidden. A link back to a directory above is not followed again."""
+    """All entries below a directory, except directories and hidden entries. A link back to a directory above is
+    skipped."""
     try:
         at = directory.stat()
         entries = sorted(directory.iterdir())
@@ -190,7 +191,7 @@ def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long, enough to see that it is."""
+    """The lines of a file; of a line that is too long, a part that is too long as well."""
     try:
         with path.open("rb") as file:
             while line := file.readline(_LINE_BYTES_MAX + 1):
@@ -204,7 +205,7 @@ def _whole(text: str) -> Document:
 
 
 class _Reader:
-    """A string, read as a file is."""
+    """A string with the read() of a file."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -216,7 +217,7 @@ class _Reader:
 
 
 def _parse(line: bytes, where: str) -> Any:
-    """The value of a line; None where it is blank."""
+    """The value of a line; None for a blank line."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -238,7 +239,7 @@ def _parse(line: bytes, where: str) -> Any:
 
 
 def _record_text(record: Any, where: str, tokenizer: Any) -> str:
-    """Raises ConfigError unless it is {"text": str} or {"messages": [...]}; other keys do not matter."""
+    """Raises ConfigError unless it is {"text": str} or {"messages": [...]}, with any other keys."""
     given = [key for key in ("text", "messages") if isinstance(record, dict) and key in record]
     if len(given) == 2:
         raise ConfigError(f"--data {where}: the line has both 'text' and 'messages'; leave one of them")
@@ -288,7 +289,8 @@ def _require_message(message: Any, where: str) -> None:
 
 
 def _unicode(text: str, where: str) -> str:
-    """JSON can say half of a surrogate pair, which is no character."""
+    """Returns `text`. Raises ConfigError for half of a surrogate pair, which JSON can express and which is no
+    character."""
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(f"--data {where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
     return text

@@ -1,4 +1,4 @@
-"""`infinity finetune`: a causal language model, text, a swap config; out comes a model that transformers loads."""
+"""`infinity finetune`: train a causal language model on text with a swap config, and save it for transformers."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from infinity.runtime.track import commit, finish_commit, track
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Run the job; returns the exit code. Everything cheap is checked before anything expensive.
+    """Run the job and return the exit code. Cheap checks come before expensive work.
 
     Raises:
-        InfinityError, OSError: nothing is left behind in the output directory. Where the model was complete before,
-            the message says where it is.
+        InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
+            says where it is.
     """
     options, config, past = job.resolve(options)
     _check(options)
@@ -76,11 +76,11 @@ def finetune(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
-    """Where the result goes. Raises ConfigError where it cannot go there."""
+    """The output directory. Raises ConfigError if the result cannot be written there."""
     if past is not None and options.steps is not None and past.steps >= options.steps:
         print(
-            f"the run has done all of its {options.steps} steps: its model is written again (--steps with more of them "
-            "goes on, with another --output)",
+            f"the run has done all of its {options.steps} steps: its model is written again (to go on, give a larger "
+            "--steps and another --output)",
             flush=True,
         )
     directories = [path for path in options.data if path.is_dir()]
@@ -93,16 +93,16 @@ def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | No
 def _save(
     output: Output, run: _Run, config: SwapConfig, tokenizer: Any, report: Report, batch: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, int]:
-    """Write the result and put it in the output. The model first: what fails after it does not cost it.
+    """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
 
     Returns:
-        The model's logits for `batch`; and 0, or the exit code when a signal came meanwhile.
+        The model's logits for `batch`; and 0, or the exit code if a signal came meanwhile.
 
     Raises:
-        InfinityError: it is not in the output; says where it is, or from where it can be written again.
+        InfinityError: the result is not in the output; says where the model is, or how it can be written again.
     """
     model = run.model
-    # Without generations the weights are in this process only, so another disk is better than none.
+    # Without generations the weights are in this process only: if the output's disk fails, try the others.
     elsewhere = [] if config.commit_every else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
@@ -141,7 +141,7 @@ def _load_model(options: argparse.Namespace, config: SwapConfig, *, resuming: bo
 
 
 def _require_model(name: str, *, resuming: bool) -> None:
-    """Raises ModelError where the model can be nowhere; says so where it can only be on the hub, whose answer may take
+    """Raises ModelError for a name that is neither a directory nor a hub id. Says when the hub is asked, which may take
     long."""
     try:
         if not require_directory_or_id(name):
@@ -154,7 +154,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
 
 
 def _read_data(options: argparse.Namespace, tokenizer: Any, output: Output) -> PackedData:
-    """The tokens are spilled on the output's disk."""
+    """The data of --data; their tokens are written to a file on the output's disk."""
     try:
         return PackedData(options.data, tokenizer, options.sequence_length, output.disk)
     except OSError as error:
@@ -171,7 +171,7 @@ def _say_what_was_read(data: PackedData) -> None:
 
 
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
-    """End a run that was asked to stop: it goes on from here another time."""
+    """End a run that was asked to stop, so that it can be resumed from here."""
     commit(model)
     print(printable(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}"))
     return code
@@ -194,14 +194,18 @@ def _check(options: argparse.Namespace) -> None:
 
 @dataclass
 class _Stop:
-    """Set by the first Ctrl-C or SIGTERM, to the exit code; a second one interrupts at once."""
+    """Whether the run was asked to stop.
+
+    Attributes:
+        asked: the exit code, once a Ctrl-C or SIGTERM came; a second one interrupts at once.
+    """
 
     asked: int = 0
 
 
 @contextmanager
 def _stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[_Stop]:
-    """Meanwhile a signal is answered with the promise."""
+    """In the block, the first Ctrl-C or SIGTERM only says `promise` and is noted."""
     stop = _Stop()
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -219,7 +223,7 @@ def _stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[_Stop
 
 
 class _History:
-    """The steps of a run, as generations keep them: a table."""
+    """The facts of all steps of a run, which generations keep as a table."""
 
     def __init__(self) -> None:
         self.facts: list[StepFacts] = []
@@ -239,9 +243,9 @@ class _Run:
     """The training loop and what it records.
 
     Attributes:
-        model: the one that is trained.
-        facts: of every step, those before a resume included.
-        done: optimizer steps, likewise.
+        model: the model that is trained.
+        facts: of every step, including those before a resume.
+        done: number of optimizer steps, including those before a resume.
     """
 
     def __init__(self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig) -> None:
@@ -280,7 +284,7 @@ class _Run:
         )
         self._before = self.done
         for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
-            group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may not be what it was
+            group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
         if self.done:
             print(f"resumed after step {self.done} of {self._steps}", flush=True)
         if options.warmup_steps >= self._steps:
@@ -291,7 +295,7 @@ class _Run:
             )
         self._now: Statistics = statistics(model)
         self._began = self._first = self._now
-        self._measured = time.perf_counter()  # when `_now` was
+        self._measured = time.perf_counter()  # the time of `_now`
         self._traced = tracing.TracedSteps(model, options.trace, options.trace_steps, done=self.done, total=self._steps)
 
     def _factor(self, step: int) -> float:
@@ -306,7 +310,7 @@ class _Run:
         return 1.0
 
     def train(self) -> int:
-        """All steps; 0, or the exit code when a signal ended it early."""
+        """Do all steps. Returns 0, or the exit code if a signal ended the run early."""
         self._measured = time.perf_counter()
         with (
             self._traced,
@@ -317,10 +321,10 @@ class _Run:
                 self._traced.before(step)
                 self._step(step, progress)
                 self.done = step
-                stopping = stop.asked  # what comes from here on is for the next step's end
+                stopping = stop.asked  # a signal that comes from here on ends the next step
                 if self._traced.after(step, stopping=bool(stopping)):
                     progress.say(f"trace of the steps until {step}: {self._options.trace} (open it in ui.perfetto.dev)")
-                    self._measured = time.perf_counter()  # writing it is no part of a step
+                    self._measured = time.perf_counter()  # writing the trace is no part of a step
                 if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
                 if stopping:
@@ -346,20 +350,20 @@ class _Run:
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=self._optim.last_grad_norm,
-            seconds=self._measured - then,  # with the end of the commit before, as the statistics
+            seconds=self._measured - then,  # with the end of the earlier step's commit, as in the statistics
             tokens=tokens,
             read_bytes=now.read_bytes - self._now.read_bytes,
             written_bytes=now.written_bytes - self._now.written_bytes,
         )
         self._now = now
         self.facts.append(facts)
-        finish_commit(self.model)  # what is shown as done is done
+        finish_commit(self.model)  # a step that is shown is durable
         progress.update(facts)
 
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         try:
             loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
-        except (IndexError, RuntimeError) as error:  # too long, or too much: which, only the model can tell
+        except (IndexError, RuntimeError) as error:  # sequences too long, or too many: only the model knows
             raise ModelError(
                 f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
                 f"({raised(error)}): give a smaller --sequence-length or --batch-size"
@@ -367,8 +371,8 @@ class _Run:
         return loss
 
     def _update(self, step: int, loss: float, progress: PlainProgress | RichProgress) -> None:
-        """The optimizer's step. It is skipped where the loss or a gradient is not finite; where the loss is scaled and
-        a gradient overflowed, the scale is lowered."""
+        """The optimizer's step. It is skipped when the loss or a gradient is not finite. If the loss is scaled and a
+        gradient overflowed, the scale is lowered as well."""
         skipped, scale = self._optim.skipped_steps, self._scaler.get_scale()
         stay = "the step is skipped and the weights stay as they are"
         if not math.isfinite(loss):
@@ -383,8 +387,8 @@ class _Run:
             progress.say(f"step {step}: a gradient is not finite; {stay}")
 
     def report(self) -> Report:
-        """Of the steps done here. A step's update may go on beside the next step and is counted there; that of a step
-        alone is waited for."""
+        """The report on the steps of this process. The first step is left out. If there is only one, it is reported,
+        and its update is waited for first; other updates may run beside the next step, and are counted there."""
         mine = self.facts[self._before :]
         alone = len(mine) == 1
         if alone:

@@ -19,7 +19,7 @@ from infinity.io.manifest import read_manifest
 from infinity.state.records import parse_body
 
 NAME = "finetune"
-"""Under which a run's options are tracked."""
+"""The name under which a run's options are tracked."""
 
 _REQUIRED = ("model", "data", "config", "output")
 _FREE: dict[str, Any] = {
@@ -30,9 +30,10 @@ _FREE: dict[str, Any] = {
     "trace": None,
     "trace_steps": None,
 }
-"""What a run does not keep, and the defaults."""
+"""Options that a run does not keep, with their defaults."""
 _PLACES: tuple[str, ...] = ("model", "data", "output")
-"""What may have moved when a run is resumed. The text is compared by its tokens, the model by its layout."""
+"""Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
+layout."""
 _TRAINING: dict[str, Any] = {
     "steps": None,
     "batch_size": 1,
@@ -48,15 +49,11 @@ _TRAINING: dict[str, Any] = {
     "no_loss_scale": False,
     "seed": 0,
 }
-"""What decides the bits of the result, and the defaults."""
+"""Options that decide the bits of the result, with their defaults."""
 
 
 class Job:
-    """A run's options as generations keep them.
-
-    Attributes:
-        saved: those of the run that is resumed; None in a new run.
-    """
+    """A run's options, as generations keep them."""
 
     def __init__(self, options: argparse.Namespace, config: SwapConfig) -> None:
         self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, *_PLACES)}
@@ -66,7 +63,7 @@ class Job:
         return {"options": self._values, "config": self._config}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """They were taken over, and compared, before the model was made."""
+        """Nothing to do: resolve() took the options over, and compared them, before the model was made."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,8 @@ class Past:
     """The run that is resumed.
 
     Attributes:
-        tracked: what infinity.track kept of it, by name.
-        steps: the optimizer steps it has done.
+        tracked: the state_dicts that infinity.track kept of the run, by name.
+        steps: the number of optimizer steps that the run has done.
     """
 
     tracked: dict[str, Any]
@@ -85,11 +82,12 @@ class Past:
 def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, Past | None]:
     """All options of a job, its swap config, and the run it resumes.
 
-    With --resume what is not given comes from the run, found in the directory named or in the first of nvme.paths; with
-    --from-checkpoint from its copy. Of what decides the result only --steps may be another than the run's.
+    Options that are not given come from the run: with --resume from the generations in its directory, or in the first
+    of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps may differ
+    from the run's.
 
     Raises:
-        ConfigError: something is missing, or given and not as it was in the run; names the option.
+        ConfigError: an option is missing, or differs from the run's; names the option.
         ResumeError: --resume names a directory without generations.
     """
     config = load_config(options.config) if options.config is not None else None

@@ -1,4 +1,4 @@
-"""What the model can take: how long a sequence, and which tokens."""
+"""Limits of the model: the length of a sequence, and the tokens of its vocabulary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from infinity.errors import ConfigError, ModelError
 
 
 def require_fit(model: str, sequence_length: int, largest_token: int) -> None:
-    """Ask the model's config, before the model is loaded.
+    """Check the data against the model's config, before the model is loaded.
 
     Raises:
         ConfigError: the sequences are longer than the model's positions.
@@ -19,8 +19,8 @@ def require_fit(model: str, sequence_length: int, largest_token: int) -> None:
     if isinstance(positions, int) and sequence_length > positions:
         raise ConfigError(
             f"--sequence-length is {sequence_length}, and '{model}' has {positions} positions "
-            "(max_position_embeddings in its config.json): give no more than that. A model with rotary positions can "
-            "learn more of them: write the larger number into its config.json."
+            "(max_position_embeddings in its config.json): give a smaller --sequence-length. A model with rotary "
+            "positions can learn more of them: write the larger number into its config.json."
         )
     vocabulary = getattr(text, "vocab_size", None)
     if isinstance(vocabulary, int):
@@ -31,5 +31,6 @@ def require_vocabulary(vocabulary: int, largest_token: int) -> None:
     """Raises ModelError where a token of the data is not among the model's `vocabulary` embeddings."""
     if largest_token >= vocabulary:
         raise ModelError(
-            f"the tokenizer gives token {largest_token}, the model's vocabulary has {vocabulary}; are they a pair?"
+            f"the tokenizer gives token {largest_token}, the model's vocabulary has {vocabulary}; are they a pair? "
+            "Give the model with its own tokenizer"
         )

@@ -1,5 +1,5 @@
-"""`infinity`: the entry point. Errors are one line on stderr; exit code 2 for bad input, 1 for a failed run, 130
-after Ctrl-C. Only what a command needs is imported, after its options were found good."""
+"""`infinity`: the entry point. Errors are one line on stderr. The exit code is 2 for bad input, 1 for a failed run, 130
+after Ctrl-C. The modules that a command needs are imported after its options were checked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def build_parser() -> Parser:
     where = tune.add_argument_group("what and where")
     where.add_argument("--model", type=name, help="directory of a Hugging Face checkpoint, or a hub id")
     where.add_argument(
-        "--data", nargs="+", type=path, help="text files, .jsonl files (text or messages), directories of text"
+        "--data", nargs="+", type=path, help="text files, .jsonl files (text or messages), directories of such files"
     )
     where.add_argument("--config", type=path, help="swap config: where states live (YAML or JSON)")
     where.add_argument("--output", type=path, help="directory for the trained model and the report")
@@ -60,8 +60,8 @@ def build_parser() -> Parser:
         "--from-checkpoint",
         type=path,
         metavar="EXPORT_DIR",
-        help="go on with the run that `infinity checkpoint export` wrote there, on any disks and with any swap config; "
-        "its other options need not be given again",
+        help="go on with a run from the copy that `infinity checkpoint export` wrote to EXPORT_DIR, on any disks "
+        "and with any swap config; the run's options need not be given again",
     )
     past.add_argument(
         "--resume",
@@ -69,8 +69,8 @@ def build_parser() -> Parser:
         type=name,
         const=False,  # an empty name is refused
         metavar="SWAP_DIR",
-        help="go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), to the bits of "
-        "a run that never stopped; its other options need not be given again",
+        help="go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), and end in the "
+        "bits of a run that never stopped; the run's options need not be given again",
     )
     _add_training(tune)
     tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
@@ -79,13 +79,13 @@ def build_parser() -> Parser:
         type=path,
         metavar="FILE",
         help="write a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing: compute, stalls by cause, fetches, "
-        "gradients, updates, reads and writes, each with its unit",
+        "gradients, updates, reads and writes of every unit",
     )
     tune.add_argument(
         "--trace-steps",
         type=steps,
         metavar="A:B",
-        help="trace steps A to B (default: the second to the sixth; a step of a large model takes megabytes)",
+        help="trace steps A to B (default: the second to the sixth); each step of a large model takes megabytes",
     )
     _add_checkpoint(commands)
     return parser
@@ -101,7 +101,7 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
         "--dtype",
         type=word,
         choices=DTYPE_NAMES,
-        help="of the weights, whatever the checkpoint's (default bf16); with fp16 the loss is scaled",
+        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled",
     )
     job.add_argument(
         "--optimizer",
@@ -111,12 +111,15 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
     )
     job.add_argument("--lr", type=number(1e-12, 1e6), help="peak learning rate (default 1e-5)")
     job.add_argument(
-        "--schedule", type=word, choices=("constant", "linear", "cosine"), help="of the learning rate (cosine)"
+        "--schedule",
+        type=word,
+        choices=("constant", "linear", "cosine"),
+        help="schedule of the learning rate (default cosine)",
     )
-    job.add_argument("--warmup-steps", type=whole(0, STEPS_MAX), help="default 0")
+    job.add_argument("--warmup-steps", type=whole(0, STEPS_MAX), help="steps in which the rate rises (default 0)")
     job.add_argument("--weight-decay", type=number(0, 1e3), help="default 0.01")
     job.add_argument(
-        "--max-grad-norm", type=number(1e-12, 1e12, or_zero=True), help="0 switches clipping off (default 1.0)"
+        "--max-grad-norm", type=number(1e-12, 1e12, or_zero=True), help="norm to clip to; 0: no clipping (default 1.0)"
     )
     job.add_argument(
         "--no-loss-scale",
@@ -140,15 +143,15 @@ def _add_checkpoint(commands: Any) -> None:
     )
     acts = parser.add_subparsers(dest="act", required=True)
     about = {
-        "list": "the generations there are: step, time, size",
-        "verify": "read all of them and name what is damaged",
-        "export": "write a portable copy: weights and optimizer states as safetensors",
-        "remove": "delete them and free their space",
+        "list": "list the generations: step, time, size",
+        "verify": "read all generations and name what is damaged",
+        "export": "write a portable copy of a generation: weights and optimizer states as safetensors",
+        "remove": "delete all generations and free their space",
     }
     for verb, text in about.items():
         act = acts.add_parser(verb, help=text, description=text)
         act.add_argument("directory", type=path, nargs="+", help="the run's nvme.paths, in their order")
-        act.add_argument("--verbose", action="store_true", help="log what is done")
+        act.add_argument("--verbose", action="store_true", help="log what the command does")
         if verb in ("verify", "export"):
             act.add_argument(
                 "--step",
@@ -156,7 +159,7 @@ def _add_checkpoint(commands: Any) -> None:
                 help="this generation only (export: default the newest that is whole)",
             )
         if verb == "export":
-            act.add_argument("--output", type=path, required=True, help="directory for the copy; must not exist")
+            act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,7 +193,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         return code or int(lost)
     _require_possible_pass(options)
     _without_bars()
-    out.of_a_run = True
+    out.begin_run()
     with interruptible_imports():
         from infinity.cli.finetune import finetune
 

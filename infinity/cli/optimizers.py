@@ -1,4 +1,4 @@
-"""`--optimizer`: the names of the command line and what they make."""
+"""`--optimizer`: the optimizers by their names on the command line."""
 
 from __future__ import annotations
 

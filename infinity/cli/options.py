@@ -1,6 +1,6 @@
-"""The options of `infinity` and `infinity-bench`: what a value may be is checked before anything slow is imported.
+"""Types of the options of `infinity` and `infinity-bench`: values are checked before anything slow is imported.
 
-Each function that makes a type for argparse raises argparse.ArgumentTypeError; a wrong command line is a ConfigError.
+The types raise argparse.ArgumentTypeError; the parser makes a ConfigError of every wrong command line.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ STEPS_MAX = 10**12 - 1
 """A generation's number has twelve digits."""
 SEED_MAX = 2**64 - 1
 TOKENS_MAX = 1 << 24
-"""In one backward pass, of all its sequences: more do not fit any memory."""
+"""The most tokens in one backward pass, over all its sequences: more fit no memory."""
 
 _MESSAGE_MAX = 400
 
 
 class Parser(argparse.ArgumentParser):
-    """Knows no abbreviations: a script that uses one would change its meaning with the next option."""
+    """A parser without abbreviations: a new option could change the meaning of a script that uses one."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -48,10 +48,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{line} (see `{self.prog} --help`)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses the unknown ones, with the nearest one that is known: a sub-parser's are those of its command."""
+        """Refuses unknown arguments, and names the nearest known one; a sub-parser names those of its command."""
         given = sys.argv[1:] if args is None else list(args)
         for text in given:
-            if re.fullmatch(r"--[^=]+=--", text):  # argparse makes an empty list of it
+            if re.fullmatch(r"--[^=]+=--", text):  # argparse would read an empty list
                 self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
         known, unknown = super().parse_known_args(given, namespace)
         if unknown:
@@ -118,7 +118,7 @@ def size(low: int, high: int = SIZE_MAX, *, power_of_two: bool = False) -> Calla
 
 
 def name(text: str) -> str:
-    """Of a model: a path or a hub id."""
+    """The name of a model: a path or a hub id."""
     try:
         require_possible(text)
     except ValueError as error:
@@ -131,7 +131,7 @@ def path(text: str) -> Path:
 
 
 def word(text: str) -> str:
-    """One of a few that argparse compares it with."""
+    """A word that argparse compares with the choices of its option."""
     if len(text) > 80:
         raise argparse.ArgumentTypeError(f"invalid choice: {quoted(text)}")
     return text
@@ -146,8 +146,8 @@ def steps(text: str) -> tuple[int, int]:
 
 
 def require_file_place(option: str, place: Path | None) -> None:
-    """Raises ConfigError when nothing can be written there: said before the work, not after it. A device is written to
-    as it is, and a FIFO that somebody reads."""
+    """Check before the work that a file can be written. Devices, and FIFOs that somebody reads, are written to as they
+    are. Raises ConfigError."""
     if place is None:
         return
     there = place.expanduser().absolute()
@@ -162,7 +162,7 @@ def require_file_place(option: str, place: Path | None) -> None:
 
 
 def require_alone(option: str, given: object, needed: str, there: object) -> None:
-    """Raises ConfigError when an option was given that does nothing without another."""
+    """Raises ConfigError for an option that does nothing without another one, which is missing."""
     if given is not None and not there:
         raise ConfigError(f"{option} does nothing without {needed}")
 

@@ -1,7 +1,9 @@
-"""Where the trained model goes: checked before anything is done, and never lost where it cannot go there.
+"""The output directory of `infinity finetune`. It is checked before anything is done, and a complete model is never
+lost.
 
-The result is written into a directory beside the output, which is renamed into place. From the moment the model is
-complete there, what goes wrong no longer removes it: the error says where it is.
+The result is written to a directory beside the output, which is then renamed. Once the model is complete there, no
+later
+error removes it: the error says where the model is.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.checkpoint.aside import put_in_place, sync, sync_tree
+from infinity.checkpoint.aside import move_into, put_in_place
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
 from infinity.sizes import format_bytes
 
 _NAME_CHARS = 48
-"""Of the output's name in the name of the directory beside it: names have a limit."""
+"""Characters of the output's name in the name of the directory beside it, as file names are limited in length."""
 _REST_BYTES = 64 << 20
-"""Tokenizer, report and curve, at most."""
+"""Upper bound for the bytes of the tokenizer, the report and the loss curve."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Saved:
     """A complete model.
 
     Attributes:
-        directory: where it is now.
-        problem: why it is not beside the output; '' when it is.
+        directory: where the model is now.
+        problem: why the model is not beside the output; '' when it is.
     """
 
     directory: Path
@@ -51,10 +53,10 @@ class Output:
     """The directory that --output names: missing, or empty.
 
     Args:
-        apart: directories, by the option that names them: the output is none of these, nor in one, nor around one.
+        apart: directories that the output must not be, contain, or lie in, by the option that names them.
 
     Raises:
-        ConfigError: the result cannot be written there. Nothing is left behind.
+        ConfigError: the result cannot be written to the output. Nothing is left behind.
     """
 
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
@@ -76,8 +78,8 @@ class Output:
 
     @property
     def disk(self) -> Path:
-        """The directory in which the result is written first: that of the output; the output itself where only that
-        can be written, or it is another disk."""
+        """The directory in which the result is written first: the parent of the output; or the output itself, if the
+        parent cannot be written or is on another disk."""
         above = self._target.parent
         if not self._target.is_dir():
             return above
@@ -85,7 +87,7 @@ class Output:
         return above if same and os.access(above, os.W_OK | os.X_OK) else self._target
 
     def require_room(self, model_bytes: int) -> None:
-        """Raises ConfigError where the disk has no room for a model of this size."""
+        """Raises ConfigError if the disk has no room for a model of this size."""
         needed, free = model_bytes + _REST_BYTES, shutil.disk_usage(self.disk).free
         if needed > free:
             raise ConfigError(
@@ -94,15 +96,14 @@ class Output:
             )
 
     def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:
-        """Have the model written beside the output; where the disk does not take it, to one of the directories
-        `elsewhere`.
+        """Have the model written beside the output; if that fails, to one of the directories `elsewhere`.
 
         Args:
-            write: makes the directory it is given, and writes the model there.
+            write: makes the directory that it is given, and writes the model there.
 
         Raises:
-            SwapIOError: the model cannot be read.
-            InfinityError: no disk takes it.
+            SwapIOError: the model cannot be read from the store.
+            InfinityError: the model could not be written to any of these disks.
         """
         problem = ""
         for place in (self.disk, *elsewhere):
@@ -120,10 +121,10 @@ class Output:
         raise InfinityError(f"{self._named}: the model could not be saved. {problem}")
 
     def publish(self, saved: Saved, write: Callable[[Path], None]) -> None:
-        """Write what belongs beside the model, and put all of it in the output.
+        """Write the files that belong beside the model, and move everything to the output.
 
         Raises:
-            InfinityError: it is not there; says where it is.
+            InfinityError: the result is not in the output; says where the model is.
         """
         problem = saved.problem
         try:
@@ -140,13 +141,11 @@ class Output:
 
     def _put_in_place(self, made: Path) -> None:
         if made.parent.parent == self._target:
-            sync_tree(made)
-            for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):  # no half of a model loads
+            for path in made.iterdir():
                 if os.path.lexists(self._target / path.name):
                     raise FileExistsError(f"{self._target / path.name} appeared")
-                path.rename(self._target / path.name)
+            move_into(made, self._target, last="config.json")  # without its config no half of a model loads
             made.rmdir()
-            sync(self._target)
         else:
             put_in_place(made, self._target)
         made.parent.rmdir()

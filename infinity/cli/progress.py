@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live table in a terminal, plain lines elsewhere."""
+"""The progress of a run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class PlainProgress:
         self.say(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s")
 
     def say(self, text: str) -> None:
-        """Print a line. The handler of a signal that came while another line is written may call this, too: a stream
-        refuses to be written to in the middle of that, so the handler's line comes after it."""
+        """Print a line. A signal handler may call this while another line is being written. A stream cannot be written
+        to at that moment, so the handler's line follows the other one."""
         self._lines.append(text)
         while self._lines and not self._writing:
             self._writing = True
             try:
-                if self._lines:  # a handler that came since may have written them
+                if self._lines:  # a signal handler may have written them since
                     print(self._lines.pop(0), file=self._stream, flush=True)
             finally:
                 self._writing = False
@@ -112,7 +112,8 @@ class RichProgress:
 
 
 def open_progress(total: int) -> PlainProgress | RichProgress:
-    """By where the lines go, not by what rich makes of FORCE_COLOR and its kin: a pipe gets no carriage returns."""
+    """The live line if stdout is a terminal, else plain lines. FORCE_COLOR and the like, which rich obeys, do not
+    matter: a pipe never gets carriage returns."""
     if not sys.stdout.isatty():
         return PlainProgress(total, sys.stdout)
     return RichProgress(total, Console(file=sys.stdout))

@@ -1,4 +1,4 @@
-"""The report at the end of a run: where the time went, what was moved, how near the bound it came."""
+"""The report at the end of a run: where the time went, what was moved, and how near to the bound the steps came."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from infinity.sizes import format_bytes
 from infinity.units.speculation import Counts
 
 _LAST = 10
-"""Steps whose mean loss is the last one's, the first step not among them: the loss of one step says little."""
+"""The last loss is the mean of so many steps, because the loss of one step says little. The first step is not among
+them."""
 
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
@@ -32,25 +33,28 @@ assert set(_STALLS) == set(CAUSES)
 
 @dataclass(frozen=True)
 class Report:
-    """Per-step figures are means over the steps of the run, the first left out where there are more (it learns the
-    order of units).
+    """Figures of a run. Figures per step are means over its steps; the first step, which learns the order of the units,
+    is left out if there are others.
 
     Attributes:
-        first_loss, last_loss: of the steps with a finite loss (nan where there are none) the first one's, and the mean
-            of the last `last_steps`.
-        warm_up: there was one step only, so that the figures have the first step's warm-up in them.
-        step_s: seconds per step; `stall_s` of them by cause (base/timeline.py: Cause), by the host's clock.
-        compute_s: the rest of the step. On a GPU, which computes while the host waits, the step without
-            `device_idle_s`: the seconds in which the GPU waited for weights or for optimizer.step, by its own clock.
-        fetch_wait_s, gradient_s, update_s: of the stalls: fetch and room; gradient; step and update.
-        adam_s: the update's arithmetic, whether or not compute went on meanwhile.
-        bytes_per_parameter: moved by the engine per step and trained parameter, counted;
-            `planned_bytes_per_parameter` is the design's formula for this placement.
-        io_bound_s: the I/O alone: seconds the engine was busy. `compute_bound_s`: the processors alone, see
-            processors_alone.
+        first_loss: the first finite loss; nan if there is none.
+        last_loss: the mean of the last `last_steps` finite losses; nan if there is none.
+        warm_up: there was only one step, so that the figures contain the warm-up of the first step.
+        step_s: seconds per step.
+        stall_s: seconds per step that were stalls, by cause (base/timeline.py: Cause), by the host's clock.
+        compute_s: the rest of the step. A GPU computes while the host waits; with a GPU it is the step without
+            `device_idle_s`.
+        device_idle_s: seconds in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
+        fetch_wait_s, gradient_s, update_s: sums of stalls: fetch and room; gradient; step and update.
+        adam_s: the update's arithmetic, whether or not compute ran at the same time.
+        bytes_per_parameter: bytes that the engine moved per step and trained parameter, counted.
+        planned_bytes_per_parameter: the same by the design's formula for this placement.
+        io_bound_s: the I/O alone: seconds in which the engine was busy.
+        compute_bound_s: the processors alone, see processors_alone.
         efficiency: the larger bound / step_s.
-        peak_rss_bytes: of the whole process; `state_bytes`: weights, master and moments of the model, `cached_bytes`
-            of them in RAM for good.
+        peak_rss_bytes: of the whole process.
+        state_bytes: weights, master and moments of the model.
+        cached_bytes: the share of these that rests in RAM.
     """
 
     steps: int
@@ -83,7 +87,7 @@ class Report:
     warm_up: bool
 
     def _idle_row(self) -> list[tuple[str, str]]:
-        """On a GPU, the line that compute adds up with to the step; the stalls are the host's there."""
+        """With a GPU, the line that adds up with compute to the step; the stalls are those of the host."""
         if self.device == "cpu":
             return []
         idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
@@ -144,8 +148,8 @@ def make_report(
 
     Args:
         facts: the steps between `before` and `after`.
-        losses: of the whole run.
-        warm_up: the first step of the process is among them.
+        losses: of all steps of the run.
+        warm_up: whether the first step of the process is among `facts`.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -198,14 +202,15 @@ def make_report(
 def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
     """Seconds of a step in which nothing waits for I/O.
 
-    On the CPU compute and Adam have the same cores, so it is their sum; no more than the step, for what ran at the same
-    time slowed each other down. A GPU computes beside Adam, so there it is the longer one.
+    Without a GPU compute and Adam share the cores: the result is their sum, but at most the step itself, because they
+    slow each other down when they run at the same time. With a GPU, which computes beside Adam, it is the longer of the
+    two.
     """
     return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:
-    """report.json, report.txt, loss.csv and loss.png. JSON has no nan: null stands for it. Raises OSError."""
+    """Write report.json, report.txt, loss.csv and loss.png. JSON has null in place of nan. Raises OSError."""
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(report).items()

@@ -1,4 +1,4 @@
-"""`--dtype`, and loss scaling: fp16 gradients that are small would be zero without it."""
+"""`--dtype`, and loss scaling, without which small fp16 gradients would be rounded to zero."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def make_scaler(model: nn.Module, *, wanted: bool) -> torch.amp.GradScaler:
-    """For a model with trainable fp16 weights; for others it is disabled and does nothing."""
+    """A scaler for the model's loss. It is disabled, and does nothing, unless the model has trainable fp16 weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     enabled = wanted and any(parameter.dtype == torch.float16 for parameter in trained)
     if enabled:

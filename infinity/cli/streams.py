@@ -25,25 +25,28 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads the output any more, and it was all that was asked for."""
+    """The output was closed by its reader, and printing was the only purpose of the command."""
 
 
 class Outlet:
-    """A stream whose failures are kept, not raised.
+    """A stream whose failures are kept and not raised.
 
     Args:
-        go_on: False: a closed pipe is a ReaderGoneError, once.
+        go_on: False: a closed pipe raises ReaderGoneError, once.
 
     Attributes:
-        failure: the first one.
-        of_a_run: a closed pipe is worth a line; any other failure always is.
+        failure: the first failure.
     """
 
     def __init__(self, stream: Any, *, go_on: bool) -> None:
         self._stream = stream
         self._go_on = go_on
-        self.of_a_run = False
+        self._of_a_run = False
         self.failure: OSError | None = None
+
+    def begin_run(self) -> None:
+        """Report a closed pipe in a line on stderr from now on; other failures are always reported."""
+        self._of_a_run = True
 
     def write(self, text: str) -> int:
         try:
@@ -71,7 +74,7 @@ class Outlet:
         closed = error.errno == errno.EPIPE
         if closed and not self._go_on:
             raise ReaderGoneError
-        if self is not sys.stderr and (self.of_a_run or not closed):
+        if self is not sys.stderr and (self._of_a_run or not closed):
             print(
                 f"the output cannot be written any more ({error.strerror}); the work goes on without it",
                 file=sys.stderr,
@@ -80,7 +83,7 @@ class Outlet:
 
 @contextmanager
 def outlets(*, go_on: bool) -> Iterator[Outlet]:
-    """sys.stdout and sys.stderr as outlets; gives the first. Names that the terminal's encoding lacks are escaped."""
+    """Make outlets of sys.stdout and sys.stderr; gives the first. Characters that the encoding lacks are escaped."""
     _open_what_is_closed()
     streams = sys.stdout, sys.stderr
     for stream in streams:
@@ -96,7 +99,8 @@ def outlets(*, go_on: bool) -> Iterator[Outlet]:
 
 
 def _open_what_is_closed() -> None:
-    """`>&-` leaves a number free that the next file would get: a swap file must not be what prints go to."""
+    """Open /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file, perhaps a swap file,
+    would get the stream's number, and be printed to."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -110,8 +114,8 @@ def _open_what_is_closed() -> None:
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """Ctrl-C ends the process at once, in one line: raised inside an import it would be swallowed, or reported as
-    something else. Nothing is lost, for nothing was begun."""
+    """In the block Ctrl-C ends the process at once, with one line. Raised inside an import, KeyboardInterrupt might be
+    swallowed or reported as another error. Nothing is lost, because no work has begun."""
     mine = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT)
     if not mine or previous is not signal.default_int_handler:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model: loaded, and refused where there is none."""
+"""Loading the tokenizer of a model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from infinity.errors import ModelError
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
 TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.model$|\.tiktoken$|bpe", re.IGNORECASE)
-"""What the files of any tokenizer of transformers are called."""
+"""Matches a file name of every tokenizer of transformers."""
 
 
 def load_tokenizer(name: str) -> Any:
     """The tokenizer in a directory, or of a hub id.
 
     Raises:
-        ModelError: there is none, or it cannot be loaded.
+        ModelError: there is no tokenizer, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -32,7 +32,7 @@ def load_tokenizer(name: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # each kind of tokenizer raises errors of its own
         raise ModelError(f"cannot load the tokenizer of '{name}': {raised(error)}") from error
-    # Where there are no files transformers makes an empty one, which takes any text for nothing.
+    # Without files transformers makes an empty tokenizer, which gives no tokens for any text.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:
         raise ModelError(absent)
@@ -40,5 +40,5 @@ def load_tokenizer(name: str) -> Any:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether there are files of a tokenizer that save_pretrained wrote."""
+    """Whether the directory has files of a tokenizer, as save_pretrained writes them."""
     return any((directory / name).is_file() for name in _FILES)

@@ -13,17 +13,17 @@ from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
 _STEPS = 5
-"""Traced by default: enough to see one step hand over to the next, small enough for a browser."""
+"""Steps that are traced by default: enough to see one step go over into the next, few enough for a browser."""
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError when a trace was asked for that cannot be written."""
+    """Raises ConfigError if --trace cannot be written."""
     if options.trace is None:
         if options.trace_steps is not None:
             raise ConfigError("--trace-steps needs --trace FILE")
         return
     there = options.trace.expanduser()
-    if there.exists() and not there.is_file():  # it is replaced, and a device must not be
+    if there.exists() and not there.is_file():  # the file is replaced, and a device must not be
         raise ConfigError(f"--trace {printable(there)}: it is not a regular file")
     options.trace = require_writable(there)
     if options.output in options.trace.parents:
@@ -31,13 +31,13 @@ def check(options: argparse.Namespace) -> None:
 
 
 class TracedSteps:
-    """Traces some steps of a run; a run that ends before the last of them leaves the trace of those it did.
+    """Traces some steps of a run. A run that ends early leaves a trace of the steps that it did.
 
     Args:
-        path: None: nothing is traced.
-        steps: the first and the last; None: the second to the sixth that this process does, because the first one
+        path: of the trace; None: nothing is traced.
+        steps: the first and the last step; None: the second to the sixth step of this process, because the first one
             learns the order of the units.
-        done, total: steps the run has done, and will have.
+        done, total: number of steps that the run has done, and of all its steps.
 
     Raises:
         ConfigError: none of the steps will be done.
@@ -68,7 +68,7 @@ class TracedSteps:
             self._open.enter_context(trace(self._model, self._path))
 
     def after(self, step: int, *, stopping: bool = False) -> bool:
-        """Whether the trace was written now: after its last step, or the run's when that comes sooner."""
+        """Whether the trace was written now: after its last step, or after the run's last step if that comes first."""
         if self._path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False
         self._open.close()

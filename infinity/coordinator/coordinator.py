@@ -344,7 +344,7 @@ class Coordinator(Rooms):
         """The states are those after this optimizer step."""
         self.steps = step
         if self.resources.store is not None:
-            self.resources.store.step = step
+            self.resources.store.begin_step(step)
 
     # -- optimizers and commits ---------------------------------------------------------------------------------------
 

@@ -31,14 +31,15 @@ class Lease:
         return self._space.native.view(self.offset + offset, nbytes)
 
     def tensor(self) -> torch.Tensor:
-        """uint8 [nbytes]; every call makes a storage of its own, so that its views can be counted."""
+        """uint8 [nbytes], sharing the lease's memory. Every call makes a new storage, so that its views can be
+        counted."""
         return torch.frombuffer(self.view(), dtype=torch.uint8)
 
     def release(self) -> None:
         self._space.give_back(self)
 
     def space(self) -> Space:
-        """The lease as something that is itself cut into leases."""
+        """A space of the lease's bytes, to cut it into leases in turn."""
         return Space(self._space.native, self.offset, self.nbytes)
 
 
@@ -74,7 +75,10 @@ class Space:
         return None
 
     def lease(self, nbytes: int, what: str) -> Lease:
-        """As try_lease, for what the plan has counted.
+        """A lease for which the plan has counted the memory.
+
+        Args:
+            what: the lease is for, in the error's words.
 
         Raises:
             PlanError: the arena is too small; names `what`.
@@ -111,8 +115,8 @@ class Space:
 
 
 class PinnedArena(Space):
-    """One mapping of exactly the planned size. Pages are touched when first used, so what a plan reserves but a run
-    does not use costs nothing on a machine without a GPU."""
+    """One mapping of exactly the planned size. A page takes RAM when it is first used, so on a machine without a GPU
+    the memory that a plan reserves and a run does not use costs nothing."""
 
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
@@ -120,10 +124,10 @@ class PinnedArena(Space):
         self._registered = False
 
     def register_with_cuda(self, device: torch.device) -> str:
-        """Pin the pages for DMA by the GPU. Returns '' or why it was refused, which costs speed only.
+        """Pin the pages for DMA by the GPU. Returns '', or why the runtime refused: copies are then slower, and right.
 
         Args:
-            device: the GPU, with its index: the runtime would open a context on GPU 0 otherwise.
+            device: the GPU, with its index. Without an index the runtime would open a context on GPU 0.
         """
         with torch.cuda.device(device):
             runtime = torch.cuda.cudart()

@@ -1,8 +1,8 @@
-"""The error that the CUDA runtime keeps for whoever asks next.
+"""Clearing the pending error of the CUDA runtime.
 
-A call of the runtime that fails returns its error and leaves it pending, too: the next kernel's launch check finds it
-and blames the kernel. torch's binding of `cudaHostRegister` leaves it there, and torch has no `cudaGetLastError`, which
-takes it away. So it is called in the runtime that torch has loaded.
+A runtime call that fails returns its error and also leaves the error pending: the launch check of the next kernel finds
+it and blames the kernel. torch's binding of `cudaHostRegister` leaves the error pending, and torch has no binding of
+`cudaGetLastError`, which clears it. So this module calls `cudaGetLastError` in the runtime that torch has loaded.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 _TAKES_ERROR = {"libcudart": "cudaGetLastError", "libamdhip64": "hipGetLastError"}
-"""By the beginning of a runtime's file name, the function that returns the pending error and forgets it."""
+"""The function that returns the pending error and clears it, by the beginning of the runtime's file name."""
 
 
 def forget(device: torch.device, maps: Path = Path("/proc/self/maps")) -> None:
-    """Forget the pending error of this thread: it was told.
+    """Clear the pending error of this thread, which the caller has reported.
 
-    Each runtime that is loaded keeps an error of its own, and nobody says which runtime torch uses: all are asked.
+    Each loaded runtime has a pending error of its own, and torch does not say which runtime it uses: all are cleared.
 
     Args:
         device: the GPU that is used.
@@ -39,7 +39,7 @@ def forget(device: torch.device, maps: Path = Path("/proc/self/maps")) -> None:
 
 
 def _provoke(device: torch.device) -> None:
-    """Where the runtime is a part of torch's own library: the launch check of a kernel takes the error, and raises."""
+    """Clear the error where the runtime is linked into torch's own library: the launch check of a kernel raises it."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError:

@@ -1,7 +1,7 @@
-"""What a directory's disk is, and what the machine is: for the report of infinity-bench, for NUMA placement, for the
-key of a disk's profile.
+"""Facts about the disk under a directory and about the machine: for the report of infinity-bench, for NUMA placement,
+and for the key of a disk's profile.
 
-Whatever the system does not tell is None or ''; only a path that does not exist is an error.
+A fact that the system does not tell is None or ''. The only error is a path that does not exist.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ _ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
 
 @dataclass(frozen=True)
 class Endurance:
-    """What a drive says of its wear.
+    """The wear of a drive, as the drive reports it.
 
     Attributes:
         written_bytes: by hosts, over its life.
         percentage_used: of the rated endurance, 0 to 255.
-        rated_bytes: an estimate, written / used; None below 5 %, where the percentage is too coarse.
+        rated_bytes: an estimate of the rated endurance, written / used; None below 5 %, where the percentage is too
+            coarse.
     """
 
     written_bytes: int
@@ -49,13 +50,13 @@ class DiskFacts:
     """The disk under a directory.
 
     Attributes:
-        device: kernel name of the whole disk ('nvme0n1'), '' where there is none; `members`: the disks below a
-            device-mapper or md device, else the device itself.
+        device: kernel name of the whole disk ('nvme0n1'); '' where there is none.
+        members: the disks below a device-mapper or md device; else the device itself.
         mount_options: of the mount, then those of the file system.
         write_cache: 'write back' or 'write through'.
-        max_transfer_bytes: what the kernel sends the device at once.
-        dio_memory_align, dio_offset_align: bytes, of direct I/O; None where kernel or file system do not say, 0 where
-            they say that the file has no direct I/O.
+        max_transfer_bytes: the largest request that the kernel sends the device.
+        dio_memory_align, dio_offset_align: alignment that direct I/O needs, in bytes; None where the kernel or the file
+            system does not tell, 0 where direct I/O is not possible.
     """
 
     path: str
@@ -83,12 +84,13 @@ class DiskFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The machine and what it lets this process do.
+    """The machine, and what it allows this process.
 
     Attributes:
-        memlock_soft_bytes, memlock_hard_bytes: None = unlimited. `can_lock_any`: CAP_IPC_LOCK, which ignores them.
-        io_uring_disabled: the sysctl: 0 allowed, 1 for the privileged, 2 not at all; None where there is none.
-        cgroup_io_max: the limits of this process' control group, '' where there are none.
+        memlock_soft_bytes, memlock_hard_bytes: None = unlimited.
+        can_lock_any: whether the process has CAP_IPC_LOCK, which overrides these limits.
+        io_uring_disabled: the sysctl: 0 for all, 1 for privileged processes only, 2 for none; None without the sysctl.
+        cgroup_io_max: I/O limits of this process' control group; '' where there are none.
     """
 
     kernel: str
@@ -107,8 +109,10 @@ class MachineFacts:
 
 
 def describe_disk(path: Path, *, file: Path | None = None, endurance: bool = False, root: Path = _ROOT) -> DiskFacts:
-    """Args:
-        file: a regular file there, of which direct I/O's alignment is asked.
+    """The facts about the disk that holds `path`.
+
+    Args:
+        file: a regular file there, to ask for the alignment of its direct I/O.
         endurance: also ask smartctl or nvme-cli, which takes a moment and may need root.
         root: of /sys and /proc, for tests.
 
@@ -149,7 +153,7 @@ def describe_disk(path: Path, *, file: Path | None = None, endurance: bool = Fal
 
 
 def disk_key(path: Path) -> str:
-    """Names the file system that holds `path`, the same for all its directories and from one boot to the next."""
+    """A name of the file system that holds `path`: the same for all its directories, and after a reboot."""
     facts = describe_disk(path)
     return f"{facts.filesystem}:{os.statvfs(path).f_fsid:x}:{facts.device}"
 
@@ -214,7 +218,8 @@ def _block_device(number: int, root: Path) -> Path | None:
 
 
 def _block_device_named(source: str, root: Path) -> Path | None:
-    """Of file systems such as btrfs, whose st_dev is no device's number. Of several devices, the one mounted."""
+    """The device of a file system such as btrfs, whose st_dev is not the number of a device; of several devices, the
+    one that was mounted."""
     if not source.startswith("/dev/"):
         return None
     names = (Path(source).name, Path(os.path.realpath(source)).name)  # /dev/mapper/x is a link to /dev/dm-0
@@ -244,7 +249,7 @@ def _members(disk: Path | None) -> list[Path]:
 def _numa_node(disk: Path) -> int | None:
     """The nearest `numa_node` above the disk; -1 means that there is none.
 
-    A namespace of multipath NVMe hangs below a virtual subsystem: its controllers, linked there, have the node.
+    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers linked there have it.
     """
     real = (disk / "device").resolve() if (disk / "device").exists() else disk
     if real.name.startswith("nvme-subsys"):
@@ -343,12 +348,13 @@ def _in_container(root: Path) -> bool:
 
 
 def _cgroup_io_max(root: Path) -> str:
-    """Of this process' group and those above it, whose limits hold as well; one a line, the innermost first."""
+    """The limits of this process' group and of the groups above it, which hold as well: a line each, innermost
+    first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         if not line.startswith("0::"):
             continue
         group = Path(line[3:].lstrip("/"))
-        if ".." in group.parts:  # outside of what this container sees
+        if ".." in group.parts:  # the group is outside the container, which cannot see it
             group = Path()
         for top in (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"):  # the second beside version 1
             limits = [_text(top / place / "io.max") for place in (group, *group.parents)]

@@ -1,4 +1,4 @@
-"""The swap directory: whose it is, what is in it, and what may be deleted."""
+"""The swap directory: which run holds it, what files it has, and which of them may be deleted."""
 
 from __future__ import annotations
 
@@ -25,47 +25,13 @@ HEADER_NAME = "store.infinity"
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
-class SwapDirectory:
-    """A directory held by one run, from construction to close().
+class StoreDirectory:
+    """A directory of a store: the names of its files, and the lock that is held on it until close()."""
 
-    Invariant: nothing is deleted that is not named as ours and under our lock, nor anything before make_room() or
-    take_over().
-
-    Args:
-        create: make it when it is missing; otherwise that is an error.
-
-    Attributes:
-        new_in: directories that hold one which was made now, from the inside out.
-
-    Raises:
-        StoreLockedError: another run holds it.
-        ConfigError: it cannot be created or written.
-        ResumeError: it is missing.
-    """
-
-    def __init__(self, path: Path, *, create: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = require_name(path.expanduser().absolute())
-        self._created = not os.path.exists(self.path)
-        self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
-        self._ours = False  # what is in it was put there by this run
-        if self._created and not create:
-            raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
-        try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except FileExistsError as error:
-            raise _unusable(self.path, NotADirectoryError(errno.ENOTDIR, "it is no directory")) from error
-        except OSError as error:
-            raise _unusable(self.path, error) from error
-        self._lock_fd = self._open_lock()
-        self._take_lock()
-        while not self._lock_is_ours():  # the run before removed the file between our open and our lock
-            os.close(self._lock_fd)
-            self._lock_fd = self._open_lock()
-            self._take_lock()
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = -1
         fork.close_in_children(self)
-        self._warn_if_memory()
 
     @property
     def swap_path(self) -> Path:
@@ -83,12 +49,32 @@ class SwapDirectory:
         """The manifests that are there, newest first."""
         return generations_in(self.path)
 
-    def _open_lock(self) -> int:
-        """Its content will be replaced, so it must be a regular file, and no link to one."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node of the disk below; -1 where it has none."""
+        node = describe_disk(self.path).numa_node
+        return -1 if node is None else node
+
+    @property
+    def free_bytes(self) -> int:
+        info = os.statvfs(self.path)
+        return info.f_bavail * info.f_frsize
+
+    def close(self, *, keep: bool = True) -> None:
+        """Let the directory go. Idempotent."""
+        self.close_in_child()
+
+    def close_in_child(self) -> None:
+        """Close the lock's descriptor. A forked child's copy of it would hold the lock after its parent has ended."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _open_lock(self, access: int) -> int:
+        """Open the lock file. Raises ConfigError for a link and for anything but a regular file."""
         path = self.path / LOCK_NAME
         try:
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         except OSError as error:
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
                 raise _no_lock(path) from error
@@ -98,9 +84,89 @@ class SwapDirectory:
             raise _no_lock(path)
         return descriptor
 
+    def _holder(self) -> str:
+        """The id of the process that holds the lock, as written in the lock file."""
+        written = os.pread(self._lock_fd, 64, 0).strip()
+        return written.decode() if written.isdigit() else "unknown"
+
+    def _try_lock(self, kind: int) -> bool:
+        """Take the lock, without waiting. Returns whether it is free. Raises SwapIOError."""
+        try:
+            fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                return False
+            self.close_in_child()
+            raise SwapIOError("locking", path=str(self.path / LOCK_NAME), errno=error.errno or 0) from error
+        return True
+
+
+class ReadDirectory(StoreDirectory):
+    """A directory open for reading: nothing on disk is changed, and several processes may read the directory at once.
+
+    Readers share the lock, which keeps runs out. A directory without a lock file, such as a copy, is read without a
+    lock: should a run begin there meanwhile, the checksums show that what is read has changed.
+
+    Raises:
+        StoreLockedError: a run holds it.
+        ConfigError: the lock cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if not os.path.lexists(self.path / LOCK_NAME):
+            return
+        self._lock_fd = self._open_lock(os.O_RDONLY)
+        if not self._try_lock(fcntl.LOCK_SH):
+            holder = self._holder()
+            self.close()
+            raise StoreLockedError(
+                f"the swap directory {self.path} is in use by a run (process {holder}). Wait for it, or stop it first."
+            )
+
+
+class SwapDirectory(StoreDirectory):
+    """A directory held by one run, from construction to close().
+
+    Invariant: only files with infinity's names are deleted, only under the lock, and none before make_room() or
+    take_over().
+
+    Args:
+        create: make a missing directory; otherwise a missing directory is an error.
+
+    Attributes:
+        new_in: the parents of the directories that were made now, from the inside out.
+
+    Raises:
+        StoreLockedError: another run holds it.
+        ConfigError: it cannot be created or written.
+        ResumeError: it is missing.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        super().__init__(path)
+        self._created = not os.path.exists(self.path)
+        self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
+        self._ours = False  # whether the files in it belong to this run
+        if self._created and not create:
+            raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise _unusable(self.path, NotADirectoryError(errno.ENOTDIR, "it is no directory")) from error
+        except OSError as error:
+            raise _unusable(self.path, error) from error
+        self._take_lock()
+        while not self._lock_is_ours():  # an earlier run removed the file between our open and our lock
+            os.close(self._lock_fd)
+            self._take_lock()
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        self._warn_if_memory()
+
     def _lock_is_ours(self) -> bool:
-        """Whether the file we locked is the one of that name, and has no other name: then it is another file, too, and
-        the name is taken from it, for a new one."""
+        """Whether the locked file still has the lock's name, and only that name. A file with a second name (a hard
+        link) may be somebody's: the lock's name is removed from it, so that a new file can be made."""
         path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
         try:
             if not os.path.samestat(os.stat(path, follow_symlinks=False), mine):
@@ -115,31 +181,28 @@ class SwapDirectory:
         return mine.st_nlink == 1
 
     def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            said = os.pread(self._lock_fd, 64, 0).strip()
-            holder = said.decode() if said.isdigit() else "unknown"
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise SwapIOError("locking", path=str(self.path / LOCK_NAME), errno=error.errno or 0) from error
-            raise StoreLockedError(
-                f"the swap directory {self.path} is in use by another run (process {holder}). Wait for it, or give "
-                f"this run "
-                "a directory of its own in nvme.paths."
-            ) from error
+        self._lock_fd = self._open_lock(os.O_RDWR | os.O_CREAT)
+        if self._try_lock(fcntl.LOCK_EX):
+            return
+        is_read = self._try_lock(fcntl.LOCK_SH)  # readers share the lock, and do not write their process ids there
+        who = "being read by another process" if is_read else f"in use by another run (process {self._holder()})"
+        self.close_in_child()
+        raise StoreLockedError(
+            f"the swap directory {self.path} is {who}. Wait for it, or give this run a directory of its own in "
+            "nvme.paths."
+        )
 
     def take_over(self) -> None:
-        """What is in it is this run's from now on, as if it had put it there."""
+        """The files in the directory belong to this run from now on, as if this run had made them."""
         self._ours = True
 
     def require_replaceable(self) -> None:
-        """Ask this of all directories of a store before make_room() of any.
+        """Check that no generation would be lost. To be called for all directories of a store before make_room() of
+        any.
 
         Raises:
-            StoreNotEmptyError: there are generations, here or on the first path of the store this one is a member of;
-                or that path is not there or the header is damaged, so that nobody can tell.
+            StoreNotEmptyError: there are generations here, or on the first path of the store that this directory is a
+                member of; or that path is missing or the header is damaged, so that there may be generations.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -153,7 +216,7 @@ class SwapDirectory:
             )
 
     def make_room(self) -> None:
-        """Remove what a run without generations left behind, for good."""
+        """Remove the files that a run without generations left behind, durably."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
@@ -163,7 +226,7 @@ class SwapDirectory:
             durable.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
-        """The generations this directory's files belong to; None when they belong to none."""
+        """The generations that need this directory's files; {} when they cannot be listed, None when there are none."""
         found = self.generations()
         if found:
             return found
@@ -178,12 +241,12 @@ class SwapDirectory:
             same = read_header(first / HEADER_NAME).run == header.run
         except ResumeError:
             same = False
-        # Without the first member nobody can tell: its disk may not be mounted now.
+        # The generations are with the first member, whose disk may not be mounted now.
         return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
-        """Remove every file of a store. The manifests first: without their data they would promise too much. The header
-        last: it says what the rest is, to whoever finishes this if it is interrupted."""
+        """Remove every file of a store. The manifests go first, because without their data they promise what is gone.
+        The header goes last, because it identifies the other files when an interrupted removal is done again."""
         found = self.generations()
         for path in found.values():
             durable.remove(path)
@@ -194,7 +257,7 @@ class SwapDirectory:
         self.remove_asides()
 
     def remove_asides(self) -> None:
-        """Remove what a crash left of a file that was being written."""
+        """Remove half-written files that a crash left."""
         for entry in _entries(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
             if name != entry.name and (name == HEADER_NAME or _GENERATION.fullmatch(name)):
@@ -208,39 +271,22 @@ class SwapDirectory:
                 self.path,
             )
 
-    @property
-    def numa_node(self) -> int:
-        """Of the disk below; -1 where it has none."""
-        node = describe_disk(self.path).numa_node
-        return -1 if node is None else node
-
-    @property
-    def free_bytes(self) -> int:
-        info = os.statvfs(self.path)
-        return info.f_bavail * info.f_frsize
-
     def close(self, *, keep: bool = False) -> None:
-        """Let the directory go, and unless `keep` remove what this run put there first. Idempotent."""
+        """Let the directory go; unless `keep`, remove this run's files first. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._ours and not keep:
             self.remove_all()
         if not keep and not self.header_path.exists():
             (self.path / LOCK_NAME).unlink(missing_ok=True)
-        os.close(self._lock_fd)
-        self._lock_fd = -1
+        super().close()
         if self._created:
-            with contextlib.suppress(OSError):  # somebody else put something there: not ours to remove
+            with contextlib.suppress(OSError):  # it is not empty: somebody else has files there
                 self.path.rmdir()
-
-    def close_in_child(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
 
 
 def require_name(path: Path) -> Path:
-    """`path`. Raises ConfigError for a name that cannot be written into the small files of a store, or is none."""
+    """Returns `path`. Raises ConfigError for a path that cannot name a directory, or cannot be written in a header."""
     try:
         if "\0" not in str(path) and str(path).encode():
             return path
@@ -256,13 +302,13 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 def _no_lock(path: Path) -> ConfigError:
     return ConfigError(
-        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity writes its "
-        "process id into it. Remove it."
+        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity would "
+        "write its process id there. Remove it."
     )
 
 
 def _entries(path: Path) -> list[Path]:
-    """Raises SwapIOError where a directory is there and cannot be read: that is not the same as an empty one."""
+    """The entries of a directory; [] without a directory. Raises SwapIOError when it exists and cannot be read."""
     try:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):

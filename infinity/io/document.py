@@ -1,16 +1,16 @@
-"""What infinity keeps in small files: nested values, strictly read, without pickle.
+"""Documents: small files of nested values, which are read strictly and without pickle.
 
 [Note: the form of a document]
 
     {"infinity": KIND, "version": V, "json_bytes": J, "data_bytes": D, "blake2b": DIGEST}\n   one line of JSON
     J bytes of JSON: the value
-    D bytes: what tensors, arrays and bytes in the value refer to
+    D bytes: the data of the tensors, arrays and bytes in the value
 
-DIGEST is of everything after the line, personalized with V from version 2 on, and the line is compared with what it
-must be, byte for byte: so no damage goes unseen, nor is any taken for a newer version. Each kind has versions of its
-own; its reader is given the newest it knows, and reads older ones too. Values are those of JSON and, as objects with
-the key "$": tensors, numpy arrays and scalars, bytes, tuples, dicts whose keys are no strings, Counter, numbers that
-are not finite, dtypes and devices.
+DIGEST covers everything after the first line, personalized with V from version 2 on. The first line is compared byte
+for byte with the line that its numbers give. So all damage is found, and none is taken for a newer version. Each kind
+has versions of its own; its reader is told the newest version it knows, and reads older ones too. Values are those of
+JSON and, as objects with the key "$": tensors, numpy arrays and scalars, bytes, tuples, dicts with keys that are not
+strings, Counter, numbers that are not finite, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _JSON_BYTES_MAX = 256 << 20
 _DATA_BYTES_MAX = 4 << 30
 _OBJECTS_MAX = 1_000_000
 _LISTS_MAX = 4_000_000
-"""Of the JSON. What is larger is neither written nor read: parsed, it would take many times its size."""
+"""Lists in the JSON of a document. Larger documents are neither written nor read: parsed, they take many times their
+size."""
 _NUMBERS = ("version", "json_bytes", "data_bytes")
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -69,7 +70,7 @@ _FORMS = {
     "dtype": {"$", "name"},
     "device": {"$", "name"},
 }
-"""The keys of each."""
+"""The keys of each form."""
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -77,7 +78,8 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
     """The bytes of a document.
 
     Raises:
-        TypeError: names the place in `value` of what has no form here; or it is too large, or nested too deeply.
+        TypeError: the value is too large or nested too deeply, or has a part that a document cannot hold; names its
+            place.
     """
     packer = _Packer()
     text = packer.dump(value).encode()
@@ -93,7 +95,8 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
 
 
 def copy_of(value: Any) -> Any:
-    """What read() would give back of it, sharing nothing. Raises TypeError, as write() would."""
+    """The value that write() and then read() would give; it shares nothing with `value`. Raises TypeError as
+    write()."""
     packer = _Packer()
     text = packer.dump(value)
     return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
@@ -103,23 +106,23 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
     """The value of a document of this version or an older one.
 
     Args:
-        follow: symbolic links.
+        follow: read the file that a symbolic link names.
 
     Raises:
-        DamagedFileError: it is missing, damaged, of another kind or no regular file.
-        NewerVersionError: it is of a newer version.
-        ManifestError: it cannot be read, or its value has no known form. Each names the path.
+        DamagedFileError: the file is missing, damaged, of another kind or not a regular file.
+        NewerVersionError: the document has a newer version.
+        ManifestError: the file cannot be read, or has a value of unknown form. Each error names the path.
     """
     return parse(_bytes_of(path, kind, follow=follow), path, kind, version)
 
 
 def check(path: Path, kind: str, version: int = 1) -> None:
-    """Raises what read() would, but for the value, which is not looked at."""
+    """Raises the errors of read(), except those of the value, which is not parsed."""
     _checked(_bytes_of(path, kind), path, kind, version)
 
 
 def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
-    """All of a file whose first line says that it is as large as it is: of another one nothing more is read."""
+    """All of a file. If its size is not the one that the first line gives, only the first line is read."""
     try:
         with files.opened(path, follow=follow) as (descriptor, nbytes):
             end, sizes = _first_line(files.read(descriptor, _HEADER_BYTES_MAX), path, kind)
@@ -136,7 +139,7 @@ def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
 
 
 def _too_large(json_bytes: int, data_bytes: int) -> str:
-    """What is too large; "" for a document that can be written and read."""
+    """Which part is too large; "" for a document that can be written and read."""
     for what, nbytes, most in (("JSON", json_bytes, _JSON_BYTES_MAX), ("data", data_bytes, _DATA_BYTES_MAX)):
         if nbytes > most:
             return f"has {format_bytes(nbytes)} of {what}, and {format_bytes(most)} at most are read"
@@ -144,7 +147,7 @@ def _too_large(json_bytes: int, data_bytes: int) -> str:
 
 
 def _too_many(data: bytes, begin: int, end: int) -> str:
-    """As _too_large, of the JSON in data[begin:end]."""
+    """Whether the JSON in data[begin:end] has too many objects or lists, as _too_large."""
     for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
         found = data.count(sign, begin, end)
         if found > most:
@@ -153,7 +156,7 @@ def _too_many(data: bytes, begin: int, end: int) -> str:
 
 
 def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
-    """As read(), of bytes that came from `path`."""
+    """The value of a document in memory, which came from `path`. Raises the errors of read()."""
     begin, end = _checked(data, path, kind, version)
     return _value(data[begin:end], memoryview(data)[end:], path)
 
@@ -178,7 +181,7 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
 
 
 def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int, int]]:
-    """Its length, and the numbers in it. Raises DamagedFileError."""
+    """The length of the first line, and the numbers in it. Raises DamagedFileError."""
     end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
     try:
         line = _value(data[:end], memoryview(b""), path)
@@ -290,8 +293,8 @@ class _Packer:
 
 
 class _Unpacker:
-    """The way back, in one pass: each object is what it stands for before the one around it is read. Every size is
-    checked before memory is taken for it."""
+    """JSON and data to values, in one pass: an object is turned into its value before the object around it is. Every
+    size is checked before memory is allocated for it."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

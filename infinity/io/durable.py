@@ -1,24 +1,25 @@
-"""Small files that are there whole or not at all, whatever happens: written aside, fsynced, renamed, directory fsynced.
+"""Small files that exist whole or not at all, even after a crash: they are written to another name, fsynced and
+renamed, and then the directory is fsynced.
 
-A failed fsync is never tried again: the kernel may have forgotten what it could not write (Rebello et al., USENIX ATC
-2020), so the file is given up and the error raised.
+A failed fsync is never repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX
+ATC 2020). The file is given up and the error is raised.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from infinity import files
 from infinity.errors import SwapIOError
 
 ASIDE = ".aside"
 
 Observer = Callable[[str, Path, Path | None, bytes], None]
-"""Told of every act before it begins and after it ended: "begin fsync", "end rename", …; its path, the new name of a
-rename, and what a write writes. For tests: killing there, or keeping a journal."""
+"""Called for tests before every act begins and after it has ended, with "begin fsync", "end rename" and the like, the
+path, the new path of a rename, and the data of a write. A test kills the process there, or keeps a journal."""
 
 _observers: list[Observer] = []
 
@@ -47,33 +48,29 @@ def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") ->
 
 
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Put `parts`, one after the other, into the file `path`, mode 0600; what was there before is there until then.
+    """Write `parts`, one after the other, as the file `path`, mode 0600. An older file of that name stays until the new
+    one replaces it.
 
     Raises:
-        SwapIOError: `path` is as it was, but for a failure of the directory's fsync, after which either may be there.
+        SwapIOError: `path` is as it was; after a failed fsync of the directory it may be the old file or the new one.
     """
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
-    try:
+    with files.renamed(aside, path, _rename):
         descriptor = _create(aside)
         try:
             with act("write", aside, data=data):
-                _write_fully(descriptor, data)
+                files.write(descriptor, data)
             with act("fsync", aside):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        with act("rename", aside, path):
-            os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
     sync_directory(path.parent)
 
 
 def _create(aside: Path) -> int:
-    """A new file. What a crash left of its name is removed and not written to: it may be a link to another file."""
+    """Open a new file. A file that a crash left under that name is removed and never written to: it may be a link to
+    another file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if os.path.lexists(aside):
         remove(aside)
@@ -81,20 +78,24 @@ def _create(aside: Path) -> int:
         return os.open(aside, flags, 0o600)
 
 
-def _write_fully(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+def _rename(aside: Path, path: Path) -> None:
+    with act("rename", aside, path):
+        os.replace(aside, path)
 
 
 def sync_directory(path: Path) -> None:
     """Make what was created, renamed and removed in a directory durable. Raises SwapIOError."""
     with act("fsync directory", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync(path)
+
+
+def fsync(path: Path) -> None:
+    """fsync a file or directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove(path: Path) -> None:

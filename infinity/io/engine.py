@@ -1,4 +1,5 @@
-"""The engine as the rest of infinity sees it: futures that raise SwapIOError with the unit, the state and the step."""
+"""The I/O engine as the rest of infinity uses it: it is opened from the config, and its futures become transfers whose
+errors name the unit, the state and the step."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ _WARN_AFTER_S = 30.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """One request under way, and what it is for.
+    """One request under way, and the unit, state and step it is for. The request's memory must not be touched before
+    result() has returned.
 
     Attributes:
-        state_of: names the state that failed, of a request that moves several.
-
-    `result` raises SwapIOError when the device failed; until it returned, the memory of a request must not be touched.
+        state_of: gives the name of the state that failed, for a request that moves several.
     """
 
     future: _native.IOFuture
@@ -42,8 +42,8 @@ class Transfer:
 
         Raises:
             SwapIOError: the device failed.
-            SwapCorruptionError: it returned something else than what was written.
-            SwapTimeoutError: it was given up. The memory may be in use for ever: do not reuse it.
+            SwapCorruptionError: the device returned other data than was written.
+            SwapTimeoutError: the device was given up. It may still use the memory, which must never be reused.
         """
         self.wait()
         failure = self.future.failure()
@@ -52,14 +52,14 @@ class Transfer:
             raise error_of(failure, self.unit, state, self.step)
 
     def wait(self) -> None:
-        """Until it is done, well or not."""
+        """Wait until the request is done, whether it succeeded or failed."""
         if not self.future.wait(_WARN_AFTER_S):
             logger.warning("still waiting for the %s of unit '%s' after %.0f s", self.state, self.unit, _WARN_AFTER_S)
             self.future.wait()
 
 
 def error_of(failure: _native.Failure, unit: str = "", state: str = "", step: int = 0) -> SwapIOError:
-    """The exception that tells of a failed request."""
+    """The exception for a failed request."""
     kinds = {"corruption": SwapCorruptionError, "timeout": SwapTimeoutError}
     return kinds.get(failure.kind, SwapIOError)(
         failure.operation,
@@ -75,7 +75,8 @@ def error_of(failure: _native.Failure, unit: str = "", state: str = "", step: in
 
 
 def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _native.IOEngine:
-    """Start the engine the config asks for and log which one and why. What it leaves open the disks' profile says.
+    """Start the engine that the config asks for, and log which one and why. Values that the config omits come from the
+    profile of the disks.
 
     Raises:
         ConfigError: `engine: io_uring` where the kernel refuses it; says why.

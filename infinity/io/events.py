@@ -1,4 +1,5 @@
-"""What the native core records for a trace, as numpy reads it: requests of the engine, tiles of the update pipeline.
+"""The events that the native core records for a trace, as numpy arrays: requests of the engine, tiles of the update
+pipeline.
 
 Times are nanoseconds of the clock of time.perf_counter_ns.
 """
@@ -19,11 +20,11 @@ IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states
 IO_EVENT = np.dtype(
     [
         ("begin_ns", np.uint64),  # submitted
-        ("start_ns", np.uint64),  # the device got its first block; 0: none, it failed before
+        ("start_ns", np.uint64),  # its first block was given to the device; 0: it failed before that
         ("end_ns", np.uint64),
         ("offset", np.uint64),  # bytes, in the swap file
-        ("nbytes", np.uint64),  # moved; 0 for a sync, and when it failed
-        ("tag", np.uint64),  # of the update it belongs to; 0: of none
+        ("nbytes", np.uint64),  # moved; 0 for a sync and for a failed request
+        ("tag", np.uint64),  # of the update that the request belongs to; 0: it belongs to none
         ("operation", np.uint8),  # an index of OPERATIONS
         ("io_class", np.uint8),  # of IO_CLASSES
         ("failed", np.bool_),
@@ -43,14 +44,14 @@ TILE_EVENT = np.dtype(
 
 @dataclass(frozen=True)
 class Recorded:
-    """Events, and how many more there were when the log was full."""
+    """Events, and how many were dropped because the log was full."""
 
     events: NDArray[Any]
     dropped: int
 
 
 def take(log: _native.IOEngine | _native.UpdatePipeline) -> Recorded:
-    """What a log recorded since it was last taken."""
+    """The events that a log recorded since the last call."""
     packed, dropped = log.take_trace()
     dtype = IO_EVENT if isinstance(log, _native.IOEngine) else TILE_EVENT
     return Recorded(np.frombuffer(packed, dtype), dropped)

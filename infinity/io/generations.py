@@ -1,15 +1,20 @@
-"""Generations: which slots hold all states after the same step, the act of making one durable, and finding the newest
-that is whole.
+"""Generations. A generation is all states after the same step; its manifest names the slot of each. This module makes a
+generation durable, and finds the newest one that is whole.
 
 [Note: why no crash loses a generation]
-1. What a generation's manifest names is never written again while that manifest counts (`Generations.destination`).
-2. A manifest is written only after an fdatasync of the swap files that began when all its data had been written.
-3. It appears under its name only whole: written aside, fsynced, renamed; then the directory is fsynced.
+1. A slot that a kept manifest names is never written (`Generations.destination`).
+2. A manifest is written only after an fdatasync of the swap files, which begins when all data of the generation have
+been
+   written.
+3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
+directory
+   is fsynced.
 4. Only then are older manifests removed, and only then may the next step write (Commits).
-5. A resumed run fsyncs the directory before it goes on from a manifest, and removes those it does not go on from, and
-   fsyncs again, before it writes.
-A manifest that was removed and comes back with a power cut names slots that were written since: it is older than one
-that is whole, and the next resume removes it.
+5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
+manifests
+   that it does not go on from, and fsyncs the directory again.
+A power cut may bring back a manifest that was removed, and whose slots have been written since. Such a manifest is
+older than one that is whole, and the next resume removes it.
 """
 
 from __future__ import annotations
@@ -45,14 +50,14 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True)
 class Damage:
-    """A piece of a generation that is not what was written.
+    """A piece of a generation that does not hold what was written there.
 
     Attributes:
-        unit, group, state: what it holds.
-        step: the generation.
-        path, offset, nbytes: the file, and bytes in it.
-        cause: in words.
-        error: the failure, where it could not be read.
+        unit, group, state: of the extent.
+        step: of the generation.
+        path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
+        cause: what is wrong, in words.
+        error: the failure, if the piece could not be read.
     """
 
     unit: str
@@ -73,11 +78,11 @@ class Damage:
 
 
 class Generations:
-    """What a store keeps beyond the running step.
+    """The generations of a store: which are kept, and which slots they name.
 
     Args:
         extents: of all states, in layout order.
-        keep: generations that stay; each extent has keep + 1 slots, or one where its state never changes.
+        keep: how many generations stay. Each extent has keep + 1 slots, or one if its state never changes.
     """
 
     def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int) -> None:
@@ -94,7 +99,7 @@ class Generations:
         return max(self._kept, default=None)
 
     def destination(self, extent: Extent) -> int:
-        """The slot that new values of a state go to: never one that a generation names."""
+        """The slot to write new values of a state to; never one that a generation names."""
         if extent.slot not in self._named(extent):
             return extent.slot
         free = self.spare(extent)
@@ -103,7 +108,7 @@ class Generations:
         return free
 
     def spare(self, extent: Extent) -> int | None:
-        """A slot that neither a generation names nor the newest values are in; None where there is none."""
+        """A slot that no generation names and that does not hold the newest values; None if there is none."""
         taken = self._named(extent) | {extent.slot}
         return next((slot for slot in range(len(extent.offsets)) if slot not in taken), None)
 
@@ -112,11 +117,11 @@ class Generations:
         return {slots[index] for slots in self._kept.values()}
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Write the manifest of the newest values as generation `step`. What they are must be durable already.
+        """Write the manifest of the newest values as generation `step`. The values must be durable already.
 
         Raises:
-            SwapIOError: the generation does not exist; those before do.
-            TypeError: `body` holds what a document cannot.
+            SwapIOError: the generation was not made; the older ones are there.
+            TypeError: `body` holds a value that a document cannot hold.
         """
         file = self._store.file
         sums = [file.block_sums(extent.offset, extent.nbytes) for extent in self._extents]
@@ -149,45 +154,48 @@ class Generations:
             del self._kept[old]
             try:
                 durable.remove(directory.generation_path(old))
-            except SwapIOError as error:  # the new one is durable, and the old one only promises too much
+            except SwapIOError as error:  # the new generation is durable; the old manifest does no harm
                 logger.warning("%s", error)
         return path
 
     def recover(
         self, memory: memoryview, step: int | None = None, check: Callable[[Manifest], None] = lambda _: None
     ) -> Manifest:
-        """Find the newest generation that is whole, point the extents to it, and have the store check against it.
+        """Find the newest generation that is whole, and make its values the newest values of the extents.
 
-        Every byte of it is read once. Newer ones that are damaged are reported; they go with settle().
+        Every byte of the generation is read once, and the store remembers its checksums. Newer generations that are
+        damaged are reported in the log; settle() removes their manifests.
 
         Args:
             memory: 4 KiB-aligned, for reading.
-            step: take this one instead of the newest.
+            step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
 
         Raises:
-            NewerVersionError: a newer infinity wrote one of them, whichever is asked for.
-            ResumeError: there is none that is whole, or no such step; says what is wrong with each. Or nothing of it
-                proves a header that was rebuilt. Or a swap file has another name, too.
-            SwapIOError: a part of one cannot be read, or a rebuilt header cannot be written. The extents are as
-                before, and so is the disk but for rebuilt headers: try again, or give `step`.
+            NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
+            ResumeError: no generation is whole, or there is none of `step`; says what is wrong with each. Or the
+                generation does not prove a header that was rebuilt. Or a swap file has a second name.
+            SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
+                as
+                before, and the disk as well except for headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
         self._store.require_sole_names()
-        # A run that was killed may have left its last rename to the page cache: what is gone on from must stay.
+        # A killed run may have left its last rename in the page cache only: make it durable before going on from it.
         durable.sync_directory(directory.path)
         found = directory.generations()
-        require_known(found.values())  # one that this run does not go on from would be removed
+        require_known(found.values())  # settle() would remove those that this run does not go on from
 
-        def use(manifest: Manifest) -> Manifest:
+        def point_to(manifest: Manifest) -> tuple[Manifest, list[Extent]]:
             self._require_fitting(manifest)
             check(manifest)
-            self._adopt(manifest, memory)
-            return manifest
+            for extent, record in zip(self._extents, manifest.extents, strict=True):
+                extent.slot = record.slot
+            return manifest, self._extents
 
         before = [extent.slot for extent in self._extents]
         try:
-            manifest = newest_usable(self._store, step, use, "resume")
+            manifest = newest_whole(self._store, memory, step, point_to, "resume")
             self._store.write_rebuilt_headers(self._extents)
         except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
@@ -211,25 +219,12 @@ class Generations:
                     f"{mine[2]} of unit '{mine[0]}' (group {mine[1]}, {extent.nbytes} bytes)",
                 )
             if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
-                raise ManifestError(path, f"places {record.state} of unit '{record.unit}' where no slot of it is")
-
-    def _adopt(self, manifest: Manifest, memory: memoryview) -> None:
-        """Point the extents to a generation and read all of it.
-
-        Raises:
-            ResumeError: names what is damaged.
-            SwapIOError: a part cannot be read.
-        """
-        for extent, record in zip(self._extents, manifest.extents, strict=True):
-            extent.slot = record.slot
-        damage = list(verify(self._store, self._extents, manifest, memory))
-        for each in damage:
-            if each.error is not None:
-                raise each.error
-        require_undamaged(damage)
+                problem = f"places {record.state} of unit '{record.unit}' at an offset that is not its own"
+                raise ManifestError(path, problem)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
-        """The generation resumed and older ones stay; newer ones, and what a crash left beyond `keep`, are given up."""
+        """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep`, which a crash may have
+        left, are given up."""
         self._kept = {chosen.step: [extent.slot for extent in self._extents]}
         self._given_up = [path for number, path in found.items() if number > chosen.step]
         older = {number: path for number, path in found.items() if number < chosen.step}
@@ -244,14 +239,14 @@ class Generations:
                     continue
             except ManifestError as error:
                 logger.warning("%s", error)
-            self._given_up.append(found[number])  # what it names was or will be written
+            self._given_up.append(found[number])  # its slots were written since, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
-        """Something will be written: remove the manifests that recover() gave up, for good.
+        """Remove the manifests that recover() gave up, durably. To be called before anything is written.
 
         Raises:
-            SwapIOError: one cannot be removed.
+            SwapIOError: a manifest cannot be removed.
         """
         if not self._given_up:
             return
@@ -262,15 +257,24 @@ class Generations:
         self._given_up = []
 
 
-def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], Used], doing: str) -> Used:
-    """What `use` makes of the newest generation, or of that of `step`; of the one before where it refuses that.
+def newest_whole(
+    store: SwapStore,
+    memory: memoryview,
+    step: int | None,
+    use: Callable[[Manifest], tuple[Used, Sequence[Extent]]],
+    doing: str,
+) -> Used:
+    """What `use` makes of the newest generation that is whole, or of that of `step`. Every byte of it is read.
 
     Args:
-        use: raises ResumeError for a generation that it cannot use.
+        memory: 4 KiB-aligned, for reading.
+        use: returns its result and the extents to read, each in the slot that the manifest names; raises ResumeError
+            for a manifest that it cannot use.
         doing: "resume" or "export", for messages.
 
     Raises:
-        ResumeError: there is none that can be used; says what is wrong with each.
+        ResumeError: there is none that is whole; says what is wrong with each.
+        SwapIOError: a part of one cannot be read now. It may be whole: try again, or give `step`.
     """
     directory = store.directories[0]
     found = directory.generations()
@@ -285,7 +289,9 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
                 raise manifest
             _require_of(store, manifest)
             _require_provable(store, manifest)
-            return use(manifest)
+            used, extents = use(manifest)
+            _require_undamaged(list(verify(store, extents, manifest, memory)))
+            return used
         except ResumeError as error:
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
@@ -295,49 +301,54 @@ def newest_usable(store: SwapStore, step: int | None, use: Callable[[Manifest], 
 
 
 def _require_readable(manifest: Manifest | ManifestError) -> None:
-    """Raises ResumeError for one that is there and cannot be read now: it may be whole, and would be given up."""
+    """Raises ResumeError for a manifest that exists and cannot be read now: the generation may be whole, and must not
+    be given up."""
     if isinstance(manifest, ManifestError) and isinstance(manifest.__cause__, OSError):
         if isinstance(manifest, DamagedFileError):
-            return  # it is gone
+            return  # the file is gone
         raise ResumeError(
             f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
         ) from manifest
 
 
 def _require_of(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ManifestError where a manifest says of the store what its headers do not say."""
+    """Raises ManifestError where a manifest and the headers describe the store differently."""
     mine, its = (
         each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
     )
     if its is not None and its != mine:
         path = store.directories[0].generation_path(manifest.step)
-        raise ManifestError(path, f"is of a store that lies on its disks in another way than {HEADER_NAME} says")
+        raise ManifestError(path, f"describes the store's size or stripes differently than {HEADER_NAME}")
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ResumeError where a header was rebuilt and no checksum can show whose the swap files are."""
+    """Raises ResumeError where a header was rebuilt and no checksums can show that the swap files belong to the run."""
     if store.proven or (manifest.sums is not None and store.checksums):
         return
     if manifest.sums is None:
-        todo = "it was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
+        todo = "the generation was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
     else:
-        todo = "it has them, and nvme.checksums is false: set nvme.checksums: true"
-    raise ResumeError(f"a header is damaged, so only checksums can tell whether the swap files belong to it; {todo}")
+        todo = "the generation has checksums, and nvme.checksums is false: set nvme.checksums: true"
+    raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
 
 
-def require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raises ResumeError that names it."""
+def _require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raises ResumeError that names the damage; where a part could not be read, the SwapIOError of the reading."""
+    for each in damage:
+        if each.error is not None:
+            raise each.error
     if damage:
         more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
         raise ResumeError("; ".join(map(str, damage[:3])) + more)
 
 
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
-    """Read all of a generation and yield what is not as it was written; without checksums, what cannot be read.
+    """Read all of a generation and yield each piece that is damaged. Without checksums only pieces that cannot be read
+    are found.
 
     Args:
-        extents: those of the manifest, each in the slot that it names.
-        memory: 4 KiB-aligned, cut into pieces that are read at the same time.
+        extents: those of the manifest, each in the slot that the manifest names.
+        memory: 4 KiB-aligned; several pieces are read into it at the same time.
     """
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
         if error is not None:
@@ -372,8 +383,8 @@ def _damage(store: SwapStore, extent: Extent, step: int, start: int, nbytes: int
 
 
 def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
-    """Read extents one after the other, with as much in flight as `memory` holds, whatever their sizes, and have the
-    store remember the checksums of what came. Yields for each what failed first in it, or None.
+    """Read extents of any size one after the other, with as much in flight as `memory` holds, and have the store
+    remember the checksums of what was read. Yields for each extent its first failure, or None.
 
     Raises:
         SwapTimeoutError: the device was given up; the memory is lost.
@@ -396,7 +407,7 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
                 reading.append((extent, at, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, view, transfer = reading[0]  # it stays there until it is done: an interrupt may come meanwhile
+            extent, at, view, transfer = reading[0]  # stays in `reading` until it is done, in case of an interrupt
             try:
                 if transfer is not None:
                     transfer.result()
@@ -411,7 +422,7 @@ def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -
             if at + len(view) == extent.nbytes:
                 yield failure
                 failure = None
-    finally:  # whoever stops in the middle may use the memory for something else
+    finally:  # a caller that stops in the middle may use the memory for something else
         with contextlib.suppress(SwapIOError):
             wait_all(transfer for *_, transfer in reading if transfer is not None)
 
@@ -421,14 +432,14 @@ _PIECES = 8
 
 
 class _Ring:
-    """Memory that is given back in the order in which it was taken."""
+    """Memory whose pieces are given back in the order in which they were taken."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
         self._taken: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> memoryview | None:
-        """A piece; None until more was given back."""
+        """A piece of `nbytes`; None while there is no room for it."""
         begin, limit = 0, len(self._memory)
         if self._taken:
             oldest, begin = self._taken[0][0], self._taken[-1][1]
@@ -442,12 +453,12 @@ class _Ring:
         return self._memory[begin : begin + nbytes]
 
     def give_back(self) -> None:
-        """The oldest piece."""
+        """Give back the oldest piece."""
         self._taken.popleft()
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:
-    """The extents a manifest names, each with the one slot it names."""
+    """The extents of a manifest, each with only the slot that the manifest names."""
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]

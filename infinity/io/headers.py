@@ -1,12 +1,13 @@
 """The headers of a store's members: as they were written, or rebuilt where one is damaged or missing.
 
 [Note: what a header is rebuilt from]
-Another member's header, or else the newest manifest that can be read: each says all that a header says. A header of
-another run than the generations was put there, and is rebuilt like a damaged one. Neither proves that a swap file
-without a header belongs to that run; the bytes in it do. So a rebuilt header stays in memory until a generation was
-read as a whole and all its checksums were right (Generations.recover), and only then is it written, if some of those
-bytes lie in that very swap file; a generation without checksums is refused. A store that is updated in place has no
-manifests, so its header is never rebuilt as that of a store that can be resumed.
+A header is rebuilt from the header of another member, or else from the newest manifest that can be read: both hold all
+that a header holds. A header of another run than the generations was put there by somebody, and is rebuilt like a
+damaged one. A rebuilt header does not prove that the swap file beside it belongs to the run; the bytes in the swap file
+do. So a rebuilt header stays in memory until all of a generation has been read and had its checksums
+(Generations.recover). It is written then, if some of the generation's bytes lie in that swap file. Generations without
+checksums are refused. A store that is updated in place has no manifests, so its header is never rebuilt as the header
+of a store that can be resumed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,18 @@ _INSTEAD = "a resumed run writes it again, rebuilt from"
 
 @dataclass(frozen=True)
 class FoundHeader:
-    """Attributes: rebuilt: what is wrong with the one on disk, and from what this one was made; "" for that on disk."""
+    """A member's header, read or rebuilt.
+
+    Attributes:
+        rebuilt: what is wrong with the header on disk, and what this one was rebuilt from; "" if it was read.
+    """
 
     header: Header
     rebuilt: str = ""
 
 
 def header_in(path: Path) -> FoundHeader:
-    """The header in one directory of a store, which need not be held.
+    """The header in one directory of a store, which need not be locked.
 
     Raises:
         ResumeError: there is no store.
@@ -44,11 +49,11 @@ def header_in(path: Path) -> FoundHeader:
 
 
 def members_of(path: Path) -> list[Path]:
-    """All directories of the store that one of them is a part of, in the store's order.
+    """All directories of the store that `path` is a part of, in the store's order.
 
     Raises:
-        ResumeError: there is no store; or the store was copied or moved, so that the other parts which the header names
-            are not those of this one.
+        ResumeError: there is no store; or the store was copied or moved, so that the directories which the header names
+            are not parts of this copy.
         ManifestError: as header_in.
     """
     header = header_in(path).header
@@ -58,10 +63,10 @@ def members_of(path: Path) -> list[Path]:
     there = named[header.member]
     if not is_there(header, path):
         raise ResumeError(
-            f"{path} was {there} when the store was made: it is a copy, or was moved, and the other parts of that "
-            f"store are not its own. Name the directories of all {len(named)} parts, where {', '.join(header.members)} "
-            "are now, in this order: one after the other for `infinity checkpoint`, as nvme.paths of --config for a "
-            "resume."
+            f"{path} was {there} when the store was made: the directory was copied or moved, and its header names the "
+            f"other parts where they were. Name the directories of all {len(named)} parts, where "
+            f"{', '.join(header.members)} are now, in this order: one after the other for `infinity checkpoint`, as "
+            "nvme.paths of --config for a resume."
         )
     return named
 
@@ -75,8 +80,8 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
     """The headers of a store's members, in their order.
 
     Raises:
-        ResumeError: one is of another run; or damaged and cannot be rebuilt; or, damaged or not, cannot be read or
-            understood; or the paths are not all of the store's, in its order.
+        ResumeError: a header belongs to another run, is damaged and cannot be rebuilt, or cannot be read or understood;
+            or the paths are not all directories of the store in its order.
         DirtyStoreError: the store was updated in place.
     """
     read = _own(paths)
@@ -93,8 +98,8 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
 
 
 def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
-    """As _read, of all parts of a store, whose generations are in the first. A header of another run than all of them
-    is none of theirs."""
+    """_read() of all parts of a store, whose generations are in the first part. A header of another run than the
+    generations counts as damaged."""
     read = [_read(path) for path in paths]
     runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
     for index, (path, each) in enumerate(zip(paths, read, strict=True)):
@@ -106,7 +111,7 @@ def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
 
 
 def _runs_in(path: Path, wanted: set[str]) -> set[str]:
-    """The runs of the generations in a directory; no more of them are read when all that are wanted were found."""
+    """The runs of the generations in a directory. Reading ends when all wanted runs were found."""
     runs: set[str] = set()
     for _, manifest in read_kept(generations_in(path)) if wanted else ():
         if isinstance(manifest, Manifest):
@@ -119,8 +124,8 @@ def _runs_in(path: Path, wanted: set[str]) -> set[str]:
 def _read(path: Path) -> Header | DamagedFileError:
     """The header, or how it is damaged.
 
-    Raises ManifestError for one that cannot be read now, or that has what this infinity does not understand: another
-    attempt, or another version, may read it, so it must stay.
+    Raises ManifestError for a header that cannot be read now, or that this version does not understand: another attempt
+    or another version may read it, so the header must stay.
     """
     try:
         return read_header(path / HEADER_NAME)
@@ -131,7 +136,7 @@ def _read(path: Path) -> Header | DamagedFileError:
 
 
 def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
-    """Raises DamagedFileError when there is nothing to rebuild it from."""
+    """Rebuild a damaged header. Raises DamagedFileError when there is nothing to rebuild it from."""
     if source is not None:
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
@@ -141,7 +146,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
         if isinstance(manifest, ManifestError):
             reasons.append(str(manifest))
         elif manifest.store is None:
-            reasons.append(f"generation {number} was written by an infinity that did not keep there what a header says")
+            reasons.append(f"generation {number} was written by an older infinity, whose manifests hold no header")
         else:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
             return FoundHeader(header, f"{damage}; {_INSTEAD} generation {number}")
@@ -153,7 +158,7 @@ def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None
     first = headers[0]
     if any(header.mode == "in place" for header in headers):
         raise DirtyStoreError(
-            f"the store in {paths[0]} was updated in place (commit_every: 0): its states are of no step and "
+            f"the store in {paths[0]} was updated in place (commit_every: 0): its states belong to no single step and "
             "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
         )
     for index, (path, header) in enumerate(zip(paths, headers, strict=True)):

@@ -1,6 +1,6 @@
-"""What the small files of a store say: the header of each swap file, and the manifest of each generation.
+"""The small files of a store: the header of each swap file, and the manifest of each generation.
 
-Both are data from disk: parsed strictly, every field typed and bounded, before anything is done with them.
+Both come from disk, so they are parsed strictly before they are used: every field is typed and bounded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from infinity.io.schema import Bytes, Count, Name, Record, first_problem, requir
 from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
-"""A manifest has a checksum for each so many bytes of an extent."""
+"""Bytes of an extent that one checksum of a manifest covers."""
 SUM_BYTES = 8
 _VERSION = 2
-"""Of manifests. Version 1 has the extents in rows, or in columns as well; `store` may be missing in it."""
+"""The version of manifests. Version 1 has the extents in rows or in columns, and may lack `store`."""
 _EXTENTS_MAX = 1 << 20
 
 
@@ -33,13 +33,13 @@ def _directory(name: str) -> str:
 
 
 class StoreRecord(Record):
-    """How a store lies on its disks.
+    """The layout of a store on its disks.
 
     Attributes:
-        created: when.
-        members: the directories of all of its parts, as they were named.
-        shares, stripe_bytes: how bytes are striped over them.
-        nbytes: of the store, all members together.
+        created: when the store was made.
+        members: the directories of all parts of the store, as nvme.paths named them.
+        shares, stripe_bytes: how bytes are striped over the members.
+        nbytes: size of the store, all members together.
     """
 
     created: Name
@@ -50,12 +50,12 @@ class StoreRecord(Record):
 
 
 class Header(StoreRecord):
-    """What a swap file is part of.
+    """The header of a swap file: which store and run it is a part of.
 
     Attributes:
-        run: of which it is; all members of a store have the same.
-        mode: "generations", or "in place": then it can never be resumed.
-        member: index of this one.
+        run: the run's id, the same for all members of a store.
+        mode: "generations"; or "in place" for a store that can never be resumed.
+        member: index of this member.
     """
 
     run: Name
@@ -64,12 +64,12 @@ class Header(StoreRecord):
 
     @property
     def store(self) -> StoreRecord:
-        """What all members have in common."""
+        """The fields that all members have in common."""
         return StoreRecord(**{name: getattr(self, name) for name in StoreRecord.model_fields})
 
 
 class ExtentRecord(NamedTuple):
-    """One state of one group of parameters, and where this generation has it."""
+    """One state of one group of parameters, and its place in this generation."""
 
     unit: str
     group: int
@@ -85,7 +85,7 @@ _Names = Annotated[list[Name], Field(max_length=_EXTENTS_MAX)]
 
 
 class _Columns(Record):
-    """All extents of a manifest, field by field: there may be very many."""
+    """All extents of a manifest, field by field: a manifest may have very many extents."""
 
     unit: _Names
     group: _Counts
@@ -96,7 +96,7 @@ class _Columns(Record):
 
 
 def _extents(value: Any) -> list[ExtentRecord]:
-    """Records of columns; also of rows, which is how the first manifests had them. Raises ValueError."""
+    """The records, from columns or from rows, as the first manifests have them. Raises ValueError."""
     names = ExtentRecord._fields
     if isinstance(value, list):
         if all(isinstance(row, ExtentRecord) for row in value):
@@ -123,14 +123,14 @@ def _require_apart(offsets: list[int], sizes: list[int]) -> None:
     begin, end = begin[order], (begin + nbytes)[order]
     common = np.flatnonzero(end[:-1] > begin[1:])
     if len(common):
-        raise ValueError(f"two extents with the bytes from offset {begin[common[0] + 1]} on in common")
+        raise ValueError(f"two extents that overlap from offset {begin[common[0] + 1]} on")
 
 
 _FACTS_MAX = 64
 
 
 def _facts(value: Any) -> dict[str, Any]:
-    """What is compared by `==`: strings, numbers, and lists of them. Raises ValueError."""
+    """Facts that can be compared by `==`: strings, numbers, and lists of these. Raises ValueError."""
     plain = str | int | float | None
     if not isinstance(value, dict) or len(value) > _FACTS_MAX:
         raise ValueError("no dict of a few facts")
@@ -146,12 +146,11 @@ class Manifest(Record):
 
     Attributes:
         step: optimizer steps done, skipped ones included.
-        store: what the headers of its swap files say; None in manifests written before there was such a field, and in
-            portable copies.
+        store: the store's layout, as in the headers; None in manifests of older versions and in portable copies.
         extents: in the order of the store's layout.
-        sums: an XXH3-64 for each 256 KiB of each extent, in their order; None without checksums.
-        facts: what must be the same to use the states: their format.
-        body: what the layers above keep: optimizer, schedulers, random numbers.
+        sums: an XXH3-64 for each 256 KiB of each extent, in the order of the extents; None without checksums.
+        facts: the format of the states, which a run that uses them must share.
+        body: data of the layers above: optimizer, schedulers, random numbers.
     """
 
     run: Name
@@ -175,7 +174,7 @@ class Manifest(Record):
 
 
 def sum_bytes(nbytes: int) -> int:
-    """Bytes of the sums of an extent."""
+    """Bytes of the checksums of an extent of `nbytes`."""
     return -(-nbytes // SUM_BLOCK_BYTES) * SUM_BYTES
 
 
@@ -187,21 +186,21 @@ def require_known(found: Iterable[Path]) -> None:
         except NewerVersionError:
             raise
         except ManifestError:
-            continue  # whoever reads it says what is wrong with it
+            continue  # the error is raised when the manifest is read
 
 
 def read_header(path: Path) -> Header:
-    """Raises ManifestError: DamagedFileError where it is missing or damaged, so that it may be rebuilt."""
+    """Raises ManifestError; DamagedFileError for a header that is missing or damaged, and may be rebuilt."""
     header = validated(Header, document.read(path, "store"), path)
     _require_sound(header, path)
     if header.member >= len(header.members):
-        raise ManifestError(path, "names members that do not go together")
+        raise ManifestError(path, f"has no member {header.member}: it names {len(header.members)}")
     return header
 
 
 def _require_sound(store: StoreRecord, path: Path) -> None:
     if len(store.shares) != len(store.members) or len(set(store.members)) != len(store.members):
-        raise ManifestError(path, "names members that do not go together")
+        raise ManifestError(path, "names a member twice, or has not one share for each member")
 
 
 def write_header(header: Header) -> list[bytes]:
@@ -209,7 +208,8 @@ def write_header(header: Header) -> list[bytes]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ManifestError: NewerVersionError where a newer infinity wrote it, DamagedFileError where it is damaged."""
+    """Raises ManifestError; NewerVersionError if a newer infinity wrote the manifest, DamagedFileError if it is
+    damaged."""
     manifest = validated(Manifest, document.read(path, "generation", _VERSION), path)
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
@@ -223,7 +223,8 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Every manifest among `found` (by step), or what is wrong with it; only of `run`, where that is given."""
+    """Each manifest in `found` (by step), or the error of reading it. With `run`, a manifest of another run is an
+    error."""
     for number, path in found.items():
         try:
             manifest = read_manifest(path)
@@ -235,7 +236,7 @@ def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tup
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
-    """Raises TypeError for what `facts` or `body` cannot hold."""
+    """The bytes of a manifest. Raises TypeError for a value that `facts` or `body` cannot hold."""
     columns = [list(column) for column in zip(*manifest.extents, strict=True)] or [[] for _ in ExtentRecord._fields]
     plain = {
         "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),

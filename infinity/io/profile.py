@@ -1,7 +1,8 @@
-"""What infinity-bench found out about the disks of this machine: read by whoever cuts transfers, places stripes or
-predicts times.
+"""The profile of this machine's disks, as infinity-bench measured them. The engine takes its block size from it, the
+store its stripes, and the planner its predictions.
 
-One JSON file per user. It is a cache: what cannot be read is ignored with a warning, and everything works without it.
+The profile is one JSON file per user, and only a cache: a file that cannot be read is ignored with a warning, and
+infinity works without one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class DiskProfile(BaseModel):
     """One file system's figures. Rates are bytes per second of `block_bytes` blocks.
 
     Attributes:
-        in_flight_bytes: as few as reach these rates; never less than 8 MiB.
-        mixed_rate: half reads, half writes, both counted: what a training step does.
+        in_flight_bytes: the fewest bytes in flight that reach these rates; 8 MiB at least.
+        mixed_rate: of reads and writes in equal parts, added up, as in a training step.
         path: the directory that was measured.
         measured: date, ISO 8601.
     """
@@ -69,10 +70,10 @@ def profile_path() -> Path:
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
-    """All disks measured so far, by `disk_key`; empty where there is no profile, or none that this version reads."""
+    """All disks measured so far, by `disk_key`; empty without a profile that this version can read."""
     try:
         path = path or profile_path()
-    except OSError:  # nothing can have been left there
+    except OSError:  # without a home directory no profile was ever saved
         return {}
     try:
         profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
@@ -81,17 +82,20 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
     except (OSError, ValidationError) as error:
         problem = error.strerror if isinstance(error, OSError) else first_problem(error)
         logger.warning(
-            "the disk profile %s is not readable (%s); run infinity-bench to make it anew", path, printable(problem)
+            "the disk profile %s is not readable (%s); run infinity-bench to make a new one", path, printable(problem)
         )
         return {}
     if profiles.version != VERSION:
-        logger.warning("the disk profile %s has version %d; run infinity-bench to make it anew", path, profiles.version)
+        logger.warning(
+            "the disk profile %s has version %d; run infinity-bench to make a new one", path, profiles.version
+        )
         return {}
     return profiles.disks
 
 
 def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
-    """What is known of the disk that holds `directory`, or its nearest ancestor that exists."""
+    """The profile of the disk that holds `directory`, or its nearest ancestor that exists; None if it was not
+    measured."""
     profiles = load_profiles(path)
     if not profiles:
         return None
@@ -102,7 +106,7 @@ def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
 
 
 def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None) -> Path:
-    """Remember a disk, beside those known; returns the file. Written aside and renamed.
+    """Add a disk to the profile, or replace its figures. Returns the profile's path.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,5 +1,5 @@
-"""What small files may say: every field typed and bounded, none unknown, nothing converted; and what is wrong with one,
-in one line."""
+"""Schemas of small files: every field is typed and bounded, unknown fields are errors, values are never converted. An
+error says in one line what is wrong."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _as_files_have_it(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_as_files_have_it)]
-"""What can be written to a file: half of a surrogate pair, which JSON can name, cannot."""
+"""Text that can be written to a file. Half of a surrogate pair, which JSON can express, cannot."""
 
 
 class Record(BaseModel):
@@ -46,7 +46,7 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first thing that is wrong, and where."""
+    """The first mistake: where it is and what is wrong."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")
@@ -54,7 +54,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def require_unique(names: Iterable[Any], what: str) -> None:
-    """Raises ValueError that names the one that is there twice."""
+    """Raises ValueError for a name that occurs twice."""
     seen: set[Any] = set()
     for name in names:
         if name in seen:

@@ -16,8 +16,9 @@ from typing import Literal
 
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.files import require_different
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory, require_name
+from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
 from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
@@ -33,10 +34,11 @@ _PROBE_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class Extent:
-    """A place in the swap file for one state of one group of a unit's parameters.
+    """The range of the swap file that holds one state of one group of a unit's parameters. It has one or more places
+    there, called slots, so that new values do not overwrite those of a generation.
 
     Attributes:
-        unit, group, state: what it holds; `group` is an index.
+        unit, group, state: what the extent holds; `group` is an index.
         offsets: bytes from the start of the file, one per slot, each 4 KiB-aligned.
         nbytes: room in each slot, a multiple of 4 KiB.
         slot: the slot that holds the newest values.
@@ -55,10 +57,10 @@ class Extent:
 
 
 class ExtentMap:
-    """Hands out extents before the file exists, so that its size is known and reserved at once.
+    """Lays out extents before the file exists, so that the file's size is known and can be reserved.
 
     Args:
-        start: bytes of the file that are given away already.
+        start: bytes at the beginning of the file that are already used.
     """
 
     def __init__(self, start: int = 0) -> None:
@@ -73,28 +75,29 @@ class ExtentMap:
         return self.extents[-1]
 
 
-Mode = Literal["in place", "generations", "resume"]
+Mode = Literal["in place", "generations", "resume", "read"]
 
 
 class SwapStore:
-    """The open swap file of a run, striped over its paths. What was never written reads as zeros.
+    """The open swap file of a run, striped over its paths. Bytes that were never written read as zeros.
 
     Args:
         paths: directories; at least one.
-        nbytes: size, all paths together.
-        scratch_bytes: room behind it for what no generation has; a run that is resumed may need another.
+        nbytes: size of all extents, over all paths.
+        scratch_bytes: room behind the extents for data that belongs to no generation; it may differ when a run is
+            resumed.
         checksums: check every page read against what was written.
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
-            opens those that are there.
-        spare_bytes: that must be free on the first path beside it.
+            opens those that are there, to go on with them; "read" opens them and changes nothing on disk.
+        spare_bytes: must be free on the first path besides the swap file, for manifests.
 
     Attributes:
-        rebuilt: what is wrong with the headers that were rebuilt.
+        rebuilt: for each header that was rebuilt, what was wrong with it.
 
     Raises:
         SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
         StoreLockedError, StoreNotEmptyError, ConfigError: see SwapDirectory.
-        ResumeError: what is there is not the whole store of one run, or was updated in place.
+        ResumeError: the directories do not hold the whole store of one run, or the store was updated in place.
     """
 
     def __init__(
@@ -109,34 +112,46 @@ class SwapStore:
         spare_bytes: int = 0,
     ) -> None:
         self.engine = engine
-        self.step = 0
+        self._step = 0
         self.nbytes = nbytes
         self._file_bytes = nbytes + scratch_bytes
         self.checksums = checksums
         self._spare_bytes = spare_bytes
-        self.directories: list[SwapDirectory] = []
+        self.directories: list[StoreDirectory] = []
         self._members: list[_native.File] = []
         self._mode = mode
         self._unwritten: list[Header] = []
         self.rebuilt: list[str] = []
         require_paths(paths)
         try:
+            held: list[SwapDirectory] = []
             for path in paths:
-                self.directories.append(SwapDirectory(path, create=mode != "resume"))
-            if mode == "resume":
+                if mode == "read":
+                    self.directories.append(ReadDirectory(path))
+                else:
+                    held.append(SwapDirectory(path, create=mode != "resume"))
+                    self.directories.append(held[-1])
+            if mode == "read":
                 self._reopen()
+            elif mode == "resume":
+                self._reopen()
+                for directory in held:
+                    directory.remove_asides()
+                    directory.take_over()
+                if scratch_bytes:
+                    self._preallocate()
             else:
-                self._create(mode)
+                self._create(held, mode)
             if checksums:
                 self.file.keep_checksums(self._file_bytes)
         except BaseException:
             self._close_members()
             raise
 
-    def _create(self, mode: Literal["in place", "generations"]) -> None:
-        for directory in self.directories:
+    def _create(self, held: Sequence[SwapDirectory], mode: Literal["in place", "generations"]) -> None:
+        for directory in held:
             directory.require_replaceable()
-        for directory in reversed(self.directories):  # the first says of the others whether anything was committed
+        for directory in reversed(held):  # the first one shows whether the others belong to a generation: it goes last
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
         self.shares = self._measure_shares()
@@ -150,9 +165,9 @@ class SwapStore:
             stripe_bytes=STRIPE_BYTES,
             nbytes=self.nbytes,
         )
-        for index, directory in enumerate(self.directories):
+        for index, directory in enumerate(held):
             header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
-            # The directory is synced with it, so what a manifest will name is there when the manifest is.
+            # This also syncs the directory: the swap file's name is durable before a manifest can refer to the file.
             durable.write_file(directory.header_path, write_header(header))
             for parent in directory.new_in:
                 durable.sync_directory(parent)
@@ -173,32 +188,34 @@ class SwapStore:
             )
         for directory in self.directories:
             if not directory.swap_path.exists():
-                raise ResumeError(f"{directory.swap_path} is missing: the store was not finished, or is not whole")
+                raise ResumeError(
+                    f"{directory.swap_path} is missing: the run ended while it made its store, or the file was "
+                    "removed. Put the file back, or begin anew."
+                )
         self._members = [_open(directory, create=False) for directory in self.directories]
         self._stripe(self.record.stripe_bytes)
         for index, directory in enumerate(self.directories):
-            directory.remove_asides()
-            directory.take_over()
             expected, size = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if size < expected:
-                raise ResumeError(f"{directory.swap_path} was cut: it has {size} of {expected} bytes")
-        if self._file_bytes > self.nbytes:
-            self._preallocate()
+                raise ResumeError(
+                    f"{directory.swap_path} was cut: it has {size} of {expected} bytes. Put back a whole "
+                    "copy of the file."
+                )
 
     @property
     def proven(self) -> bool:
-        """Whether the headers say whose the swap files are; else only a generation that is whole does."""
+        """Whether the headers on disk show that all swap files belong to this run. Without a rebuilt one they do."""
         return not self._unwritten
 
     def write_rebuilt_headers(self, whole: Iterable[Extent]) -> None:
-        """Write the headers that were rebuilt. Each needs a proof that its swap file is of this run.
+        """Write the headers that were rebuilt. Each needs a proof that the swap file beside it belongs to this run.
 
         Args:
-            whole: extents all of whose bytes, in the newest slot, had the checksums of a generation.
+            whole: the proof: extents whose newest values all had the checksums of a generation.
 
         Raises:
-            ResumeError: no byte of them lies in the swap file of a header; none was written.
-            SwapIOError: one cannot be written; those before it are right, and stay.
+            ResumeError: none of these extents has a byte in the swap file beside a header; no header was written.
+            SwapIOError: a header cannot be written; those written before it are right, and stay.
         """
         unproven = {str(self.directories[header.member].swap_path) for header in self._unwritten}
         for extent in whole:
@@ -211,14 +228,15 @@ class SwapStore:
         if unproven:
             raise ResumeError(
                 f"nothing of the generation lies in {' or '.join(sorted(unproven))}, whose header ({HEADER_NAME}) is "
-                "damaged or missing, so nothing shows that this file is of the run. Name the run's own directories in "
-                "nvme.paths; if they are those, move the run with `infinity checkpoint export` and --from-checkpoint."
+                "damaged or missing, so nothing shows that this file belongs to the run. Check that nvme.paths names "
+                "the run's own directories; if it does, move the run with `infinity checkpoint export` and "
+                "--from-checkpoint."
             )
         while self._unwritten:
             header = self._unwritten[0]
             path = self.directories[header.member].header_path
             durable.write_file(path, write_header(header))
-            logger.info("%s was written again", path)
+            logger.info("wrote the rebuilt header %s", path)
             del self._unwritten[0]
 
     def _stripe(self, stripe_bytes: int) -> None:
@@ -227,7 +245,7 @@ class SwapStore:
             self.file = _native.File.striped(self._members, self.shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
-        """How many stripes of a cycle each path holds: in proportion to its bandwidth, measured before or now."""
+        """How many stripes of a cycle each path holds: in proportion to its bandwidth, from its profile or a probe."""
         if len(self._members) == 1:
             return [1]
         rates = []
@@ -255,15 +273,15 @@ class SwapStore:
         except OSError as error:
             raise _no_room(self._named(error), self._file_bytes, error) from error
 
-    def _named(self, error: OSError) -> SwapDirectory:
-        """The directory whose file the message is about; the first where none is named."""
+    def _named(self, error: OSError) -> StoreDirectory:
+        """The directory whose swap file an error names; the first directory when it names none."""
         for directory in self.directories:
             if str(directory.swap_path) in str(error.strerror):
                 return directory
         return self.directories[0]
 
     def is_scratch(self, path: str, offset: int) -> bool:
-        """Whether a byte of one of the files lies behind what generations have."""
+        """Whether a byte of a swap file lies behind the extents, in scratch room that belongs to no generation."""
         for index, directory in enumerate(self.directories):
             if str(directory.swap_path) == path:
                 return offset >= self.file.member_bytes(index, self.nbytes)
@@ -271,9 +289,13 @@ class SwapStore:
 
     @property
     def numa_node(self) -> int:
-        """The node all the disks are on; -1 where they are on several, or on none."""
+        """The NUMA node of all disks; -1 where they are on several nodes, or on none."""
         nodes = {directory.numa_node for directory in self.directories}
         return nodes.pop() if len(nodes) == 1 else -1
+
+    def begin_step(self, step: int) -> None:
+        """Have errors of the transfers that are started from now on name this step."""
+        self._step = step
 
     def read(
         self,
@@ -290,9 +312,9 @@ class SwapStore:
 
         Args:
             into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
-            verify: compare every page with what was written there.
-            slot: read this one instead of the newest values.
-            after: begin when that is done, and fail as that does.
+            verify: compare every page with the checksum of what was written there.
+            slot: read this slot instead of the newest values.
+            after: begin when this transfer is done; fail with its error if it fails.
 
         Raises (from `Transfer.result`):
             SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
@@ -302,7 +324,7 @@ class SwapStore:
         offset = extent.offset if slot is None else extent.offsets[slot]
         first = None if after is None else after.future
         future = self.engine.read(self.file, offset + at, into, io_class, verify=verify, after=first)
-        return Transfer(future, extent.unit, extent.state, self.step)
+        return Transfer(future, extent.unit, extent.state, self._step)
 
     def write(
         self,
@@ -313,35 +335,35 @@ class SwapStore:
         io_class: _native.IOClassName = "weights",
         slot: int | None = None,
     ) -> Transfer:
-        """Start writing, into `slot` or else over the newest values; as `read`."""
+        """Start writing into `slot`, by default over the newest values. Arguments and errors are those of `read`."""
         offset = extent.offset if slot is None else extent.offsets[slot]
         future = self.engine.write(self.file, offset + at, data, io_class)
-        return Transfer(future, extent.unit, extent.state, self.step)
+        return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:
-        """Before something is written to files that were there.
+        """Check, before a run writes to swap files that it did not make, that no other name would see the changes.
 
         Raises:
-            ResumeError: one has another name, too: a copy that was made with hard links would change with it.
+            ResumeError: a file has another name (hard link), such as in a copy of the directory.
         """
         for directory in self.directories:
             names = directory.swap_path.stat().st_nlink
             if names > 1:
                 raise ResumeError(
-                    f"{directory.swap_path} has {names} names (hard links), and what is under the others would change "
-                    "with this run. Make a copy of its own: `cp --reflink=auto`, then rename it to this one."
+                    f"{directory.swap_path} has {names} names (hard links), and this run would change the file under "
+                    "the other names, too. Copy it with `cp --reflink=auto`, and rename the copy to this name."
                 )
 
     def sync(self) -> Transfer:
-        """Start making what was written and completed before durable."""
-        return Transfer(self.engine.sync(self.file), "", "", self.step)
+        """Start making all writes that are complete durable."""
+        return Transfer(self.engine.sync(self.file), "", "", self._step)
 
     @property
     def keeps(self) -> bool:
         """Whether the files stay when the store is closed."""
         if self._mode == "in place":
             return False
-        if self._mode == "resume":
+        if self._mode in ("resume", "read"):
             return bool(self._members)
         try:
             return bool(self.directories[0].generations())
@@ -350,7 +372,7 @@ class SwapStore:
             return True
 
     def close(self, *, discard: bool = False) -> None:
-        """Let the directories go; remove the files where there is no generation to keep, or all of them to `discard`.
+        """Let the directories go. The files are removed when there is no generation to keep, and with `discard` always.
         The engine must be idle. Idempotent."""
         self.file.close()
         self._close_members(discard=discard)
@@ -364,7 +386,7 @@ class SwapStore:
 
 
 def now() -> str:
-    """The time, as headers and manifests have it."""
+    """The time, in the form that headers and manifests use."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -375,7 +397,7 @@ def shares_of(rates: Sequence[float]) -> list[int]:
     return [part // divisor for part in parts]
 
 
-def _open(directory: SwapDirectory, *, create: bool) -> _native.File:
+def _open(directory: StoreDirectory, *, create: bool) -> _native.File:
     try:
         file = _native.File(str(directory.swap_path), create=create, numa_node=directory.numa_node)
     except OSError as error:
@@ -393,7 +415,7 @@ def _open(directory: SwapDirectory, *, create: bool) -> _native.File:
     return file
 
 
-def _no_room(directory: SwapDirectory, nbytes: int, error: OSError) -> SwapIOError:
+def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOError:
     doing = f"reserving {format_bytes(nbytes)} ({format_bytes(directory.free_bytes)} are free)"
     return SwapIOError(
         doing, path=str(directory.swap_path), nbytes=nbytes, errno=error.errno or 0, detail=error.strerror or str(error)
@@ -430,8 +452,8 @@ def _finish(future: _native.IOFuture) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer]) -> None:
-    """Wait for every transfer, then raise the first failure: the memory of none is in use any more when this
-    returns, unless that failure is a SwapTimeoutError."""
+    """Wait for every transfer, then raise the first failure. Afterwards no transfer uses its memory any more, unless
+    the failure is a SwapTimeoutError."""
     failure: SwapIOError | None = None
     for transfer in reversed(list(transfers)):  # the last first: one long wait instead of a wake-up for each
         try:
@@ -444,16 +466,10 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 
 def require_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError when two paths are the same directory, by links or mounts."""
-    seen: dict[object, Path] = {}
+    """Raises ConfigError for a path that cannot name a directory, and when two paths are the same directory."""
     for path in paths:
         require_name(path)
-        place = os.path.realpath(path.expanduser())
-        try:
-            info = os.stat(place)
-            place_id: object = (info.st_dev, info.st_ino)
-        except OSError:
-            place_id = place  # it will be made
-        if place_id in seen:
-            raise ConfigError(f"nvme.paths: {seen[place_id]} and {path} are the same directory; name each disk once")
-        seen[place_id] = path
+    try:
+        require_different(paths)
+    except ValueError as error:
+        raise ConfigError(f"nvme.paths: {error}") from None

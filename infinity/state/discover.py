@@ -1,13 +1,13 @@
-"""Finding the units of a model, and the modules whose forward needs them.
+"""Cutting a model into units, and finding the modules whose forward needs them.
 
 Blocks are the children of the outermost `ModuleList`s (of `ModuleDict`s, else of `Sequential`s, where a model has no
 list). A child that is itself a container without a forward (a list of lists) cannot be called: its children are the
-blocks. What is outside the blocks is cut at the largest modules that contain no block: an embedding, the head,
-or anything of 1 MiB and more is a unit of its own; the small rest is one unit that stays on the device while the model
+blocks. The modules outside the blocks are cut at the largest modules that contain no block: an embedding, the head and
+any module of 1 MiB or more is a unit of its own; the small rest is one unit that stays on the device while the model
 runs.
 
-Hooks see calls of modules. A weight that is read in another way (a block that is called by a method other than
-`forward`, `F.linear(x, other.weight)`) is brought when it is read (state/released.py).
+Hooks are called with calls of modules. A weight that is read in another way (in a method of a block other than
+`forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (state/released.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _OWN_UNIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class HookSite:
-    """A module whose forward reads the parameters of these units (the tied ones of others included)."""
+    """A module whose forward reads parameters of these units, including units that own a tied parameter of the
+    module."""
 
     name: str
     module: nn.Module
@@ -36,13 +37,13 @@ class HookSite:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found.
+    """The units of a model.
 
     Attributes:
         units: by index.
-        parameters: for each unit, its parameters by their first name, in layout order of their groups.
-        sites: where to hook.
-        scopes: every module above a site, the root included: a call of any of them may be a whole forward.
+        parameters: for each unit its parameters by their first name, in the layout order of their groups.
+        sites: the modules to hook.
+        scopes: every module above a site, and the root: a call of any of them may be a whole forward pass.
     """
 
     units: tuple[Unit, ...]
@@ -55,11 +56,11 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32") -> Discove
     """Cut a model into units.
 
     Args:
-        moments: how moments are kept; "int8" means int8 for what multiplies, and fp32 for embeddings and for what has
-            one dimension (norms, biases).
+        moments: the form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and
+            for parameters of one dimension (norms, biases).
 
     Raises:
-        ModelError: it has no parameters, or one with a dtype that cannot be moved.
+        ModelError: the model has no parameters, or a parameter's dtype cannot be moved.
     """
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to offload")
@@ -129,7 +130,7 @@ class _Cut:
 
 
 def _facts(model: nn.Module, moments: _native.MomentsName) -> dict[nn.Parameter, ParameterFacts]:
-    """In the order of model.parameters(), which no placement changes."""
+    """The facts of each parameter, in the order of model.parameters(), which is the same for every placement."""
     embedded = {
         parameter
         for module in model.modules()
@@ -145,7 +146,7 @@ def _facts(model: nn.Module, moments: _native.MomentsName) -> dict[nn.Parameter,
 
 
 def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:
-    """Children, with parameters, of the outermost containers."""
+    """The children of the outermost containers that have parameters."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:

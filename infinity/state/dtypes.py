@@ -25,8 +25,8 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
 
 
 def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.MasterName:
-    """How the fp32 master of a weight is kept: an fp32 weight is its own; fp16 has no exact 16-bit rest, and too small
-    a range to go without."""
+    """The form of the fp32 master of a weight. An fp32 weight is its own master. fp16 weights have an fp32 master:
+    their rest does not fit 16 bits, and their range is too small to train without a master."""
     if dtype == torch.float32:
         return "weight"
     if dtype == torch.float16:
@@ -35,5 +35,5 @@ def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.Mast
 
 
 def residual_itemsize(master: _native.MasterName) -> int:
-    """Bytes per element of the second stream of the master."""
+    """Bytes per element of the state `residual`."""
     return {"weight": 0, "split16": 2, "fp32": 4, "none": 0}[master]

@@ -1,4 +1,5 @@
-"""What a generation says beside where its states are: read from disk, so every field is typed and none is unknown."""
+"""The body of a generation's manifest: model, optimizers, buffers, random numbers and tracked objects. It is read from
+disk, so every field is typed, and unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _GROUPS_MAX = 1 << 17
 _PARAMETERS_MAX = 1 << 20
 _DIMENSIONS_MAX = 64
 _METADATA = "__metadata__"
-"""What a safetensors file has under this name is no tensor."""
+"""A key of safetensors files that is not a tensor's name."""
 
 
 def _tensor_name(name: str) -> str:
@@ -37,10 +38,10 @@ class GroupRecord(Record):
     """A group of a unit's parameters (state/unit.py): `numel` elements in flat buffers, alignment gaps included.
 
     Attributes:
-        group: its index in its unit.
+        group: index of the group in its unit.
         dtype: of the weights.
-        master: how the fp32 master is kept beside them.
-        moments: how exp_avg and exp_avg_sq are kept.
+        master: the form of the fp32 master.
+        moments: the form of exp_avg and exp_avg_sq.
     """
 
     unit: Name
@@ -80,10 +81,11 @@ class ParameterRecord(Record):
 
 
 class ModelRecord(Record):
-    """What a reader of the states must know of the model.
+    """The facts about the model that a reader of the states needs.
 
     Attributes:
-        class_name: of the model; `config` and `generation_config`: as transformers writes them, None for other models.
+        class_name: of the model.
+        config, generation_config: as transformers writes them; None for other models.
     """
 
     class_name: Name
@@ -101,7 +103,9 @@ class ModelRecord(Record):
         for parameter in self.parameters:
             key = parameter.unit, parameter.group
             if key not in ends:
-                raise ValueError(f"'{parameter.name}' is in a group that is not there, {parameter.group} of {key[0]!r}")
+                raise ValueError(
+                    f"'{parameter.name}' is in group {parameter.group} of {key[0]!r}, which does not exist"
+                )
             if parameter.numel > COUNT_MAX or parameter.offset != ends[key]:
                 raise ValueError(f"'{parameter.name}' is not where it belongs in its group, at {ends[key]}")
             ends[key] += round_up(parameter.numel, ELEMENT_ALIGNMENT)
@@ -112,7 +116,7 @@ class ModelRecord(Record):
         return self
 
     def names(self) -> Iterable[str]:
-        """Of all parameters; those of tied ones, too."""
+        """All names of all parameters; a tied parameter has several."""
         for parameter in self.parameters:
             yield parameter.name
             yield from parameter.aliases
@@ -250,10 +254,10 @@ class Body(Record):
 
     Attributes:
         optimizers: in the order they were made.
-        tracked: by name, the state_dict of what was given to infinity.track.
-        buffers: the model's persistent ones.
-        rng: random number generators at the top of the loop; `rng_before_forward`: when the next forward began, None
-            when none has.
+        tracked: the state_dicts of the objects given to infinity.track, by name.
+        buffers: the model's persistent buffers.
+        rng: states of the random number generators at the top of the training loop.
+        rng_before_forward: their states when the next forward pass began; None if none had begun.
     """
 
     optimizers: list[OptimizerRecord]
@@ -265,7 +269,7 @@ class Body(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> Body:
-        """What the optimizers and buffers name goes with the model's parameters."""
+        """Optimizers and buffers must fit the model's parameters."""
         trainable = {(group.unit, group.group) for group in self.model.groups if group.trainable}
         known = {each.name: (each.unit, each.group) in trainable for each in self.model.parameters}
         require_unique((name for each in self.optimizers for name in each.state), "the optimizer's state of")

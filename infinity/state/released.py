@@ -1,29 +1,30 @@
-"""The class that a parameter has while its values are not to be read.
+"""The class of a parameter while its values must not be read.
 
 [Note: never a silent NaN]
-The storage of a released parameter holds one NaN, and torch computes with it without a word. So, while nobody may read
-a parameter, its `__class__` is a subclass of `nn.Parameter` whose `__torch_function__` sees every use of it from
-Python:
+The storage of a released parameter holds one NaN, with which torch would compute without an error. So a released
+parameter's `__class__` is a subclass of `nn.Parameter`, whose `__torch_function__` is called for every use of the
+parameter from Python:
 
     metadata (shape, dtype, device, grad, requires_grad, hooks, …)            answered
-    `.data`                                                                   raises: writes through it cannot be seen
-    anything else, in the model's forward, a backward or infinity.gathered    the values are brought, then the call runs
+    `.data`                                                                   raises: writes through it go unnoticed
+    anything else, in the model's forward, a backward or infinity.gathered    the values are fetched, then the call runs
     anything else, elsewhere                                                  raises, and says what to do
 
-What writes to a parameter that was brought raises, too: the change would be lost with the unit's slot.
+Writing to a parameter that was fetched raises, too: the change would be lost with the unit's slot.
 
-A unit that is still on the device after its forward is closed in the same way, so a script does not depend on what
-happened to fit.
+Parameters of a unit that is still on the device after its forward get this class as well, so that a script behaves the
+same whether or not the weights fit.
 
-Some entries to torch's C++ do not ask the class of their argument. What writes there, or asks for an address that it
-could write to (to_dlpack, most C++ extensions), gets an error of torch's from the placeholder's storage. What only
+Some entries to torch's C++ code do not look at the class of their argument. Code that writes, or asks for an address
+that it could write to (to_dlpack, most C++ extensions), gets an error of torch from the placeholder's storage. Code
+that only
 reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p), x.new_tensor(p), and
 torch.as_tensor and torch.asarray to another dtype; p.as_subclass and torch.Tensor._make_subclass; torch.func's and
 torch.vmap's transforms with p as their argument; `other.data = p` and other.set_(p); p as a gradient given to
 backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
 
-What a module writes through `.data` of its own weight in its own forward is not seen either; where the weights live in
-the store it is lost.
+A write of a module through `.data` of its own weight in its own forward is not noticed either. It is lost if the
+weights rest in the store.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def in_backward() -> bool:
 
 
 class Lender(Protocol):
-    """Who can bring the values of released parameters."""
+    """An object that can fetch the values of released parameters."""
 
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """They have their values, and their own class, in this context.
+        """In this context the parameters have their values and their own class.
 
         Raises:
-            ReleasedParameterError: they may not be read now; says that `use` was tried.
+            ReleasedParameterError: the parameters must not be read now; the message names `use`, what was tried.
         """
 
     def name_of(self, parameter: nn.Parameter) -> str: ...
@@ -99,7 +100,7 @@ def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 
 
 def released_class(lender: Lender) -> type[ReleasedParameter]:
-    """The class for the parameters of one offloaded model, which it does not keep alive."""
+    """The class for the released parameters of one offloaded model. It does not keep the model alive."""
 
     class Released(ReleasedParameter):
         _lender = weakref.ref(lender)
@@ -111,7 +112,7 @@ def lender_of(parameter: ReleasedParameter) -> Lender:
     """Raises ReleasedParameterError when the model is gone."""
     lender = type(parameter)._lender()
     if lender is None:
-        raise ReleasedParameterError("the values of this parameter are gone, with the offloaded model it belonged to")
+        raise ReleasedParameterError("the values of this parameter are gone: its offloaded model no longer exists")
     return lender
 
 
@@ -137,7 +138,7 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """As the user wrote it: an attribute's getter is named after the attribute."""
+    """A function's name as the user wrote it: the getter of an attribute has the attribute's name."""
     name = str(getattr(func, "__name__", func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return f".{attribute}" if attribute and name in ("__get__", "__set__") else name
@@ -151,7 +152,7 @@ def _refuse_data(func: Callable[..., Any], parameter: ReleasedParameter, *value:
         return  # as Module.to() does when it changes nothing
     raise ReleasedParameterError(
         f"`.data` of parameter '{lender_of(parameter).name_of(parameter)}' is not there: its values are in the store, "
-        "and what is written through `.data` cannot be seen. Inside the forward use the parameter itself (or "
+        "and writes through `.data` would go unnoticed. Inside the forward use the parameter itself (or "
         "`.detach()`); elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
     )
 
@@ -165,7 +166,7 @@ def _refuse_copy(func: Callable[..., Any], parameter: ReleasedParameter, *args: 
 
 
 def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    """`.to()` and its like: harmless where nothing changes."""
+    """`.to()` and its like: answered with the parameter itself if nothing would change."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         converted = func(probe, *args, **kwargs)
@@ -177,7 +178,7 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-    """torch.autograd.grad: released parameters are good as what is differentiated by."""
+    """torch.autograd.grad: a released parameter may be an input, with respect to which outputs are differentiated."""
     if any(isinstance(leaf, ReleasedParameter) for leaf in tree_leaves((outputs, grad_outputs))):
         return _with_values(func, outputs, inputs, grad_outputs, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -197,7 +198,7 @@ def _layout(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, 
 
 
 def _as_pattern(func: Callable[..., Any], tensor: torch.Tensor, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    """`x.to(parameter)` and its like ask for its dtype, device or shape only."""
+    """`x.to(parameter)` and its like need only the parameter's dtype, device or shape."""
     if not isinstance(parameter, ReleasedParameter):
         return _with_values(func, tensor, parameter, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -213,7 +214,7 @@ def _describe(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any
 
 
 def _found(names: str, *owners: Any) -> list[Callable[..., Any]]:
-    """Functions by name, those that this torch has."""
+    """The functions with these names that this version of torch has."""
     return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
 
 
@@ -247,7 +248,7 @@ _METADATA = frozenset(
         torch._has_compatible_shallow_copy_type,
     ]
 )
-"""What says nothing of the values."""
+"""Functions that do not read the values."""
 
 _PATTERN_USES = frozenset(_found("to type_as expand_as view_as reshape_as", torch.Tensor))
 

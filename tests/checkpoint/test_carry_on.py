@@ -410,7 +410,7 @@ def test_a_copy_without_checksums_is_read_and_a_line_says_so(
     (copy / "SHA256SUMS").unlink()
     with caplog.at_level("WARNING", "infinity"):
         infinity.close(infinity.load_pretrained(copy, config("other"), from_checkpoint=True))
-    assert f"{copy} has no SHA256SUMS: an older infinity exported it" in caplog.text
+    assert f"{copy} has no SHA256SUMS, because an older infinity exported it" in caplog.text
 
 
 def test_a_list_that_was_cut_does_not_pass_for_a_shorter_one(copy: Path, config: Config) -> None:
@@ -428,7 +428,7 @@ def test_a_list_that_was_cut_does_not_pass_for_a_shorter_one(copy: Path, config:
 def test_what_was_changed_on_purpose_is_taken_out_of_the_list(copy: Path, config: Config) -> None:
     (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
     (copy / "README.md").write_text("mine")
-    with pytest.raises(infinity.ResumeError, match="config.json is damaged.*take out of SHA256SUMS"):
+    with pytest.raises(infinity.ResumeError, match="config.json is damaged.*take its line out of SHA256SUMS"):
         infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
     lines = (copy / "SHA256SUMS").read_text().splitlines(keepends=True)
     (copy / "SHA256SUMS").write_text("".join(line for line in lines if "  config.json" not in line))

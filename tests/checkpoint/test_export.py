@@ -16,7 +16,9 @@ import torch
 import transformers as hf
 
 import infinity
-from infinity.io.directory import SWAP_NAME, generations_in
+from infinity.cli.main import main
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.durable import ASIDE
 from infinity.io.manifest import read_manifest
 from tests.checkpoint.runs import MODELS, STEPS, Config, begin, example, go_on, stored, tensors_in, train
 from tests.conftest import states_of, weights_of
@@ -129,7 +131,7 @@ def test_a_step_that_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
 def test_a_directory_with_something_in_it_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(infinity.InfinityError, match="out is there and not empty"):
+    with pytest.raises(infinity.InfinityError, match="out exists and is not empty"):
         infinity.export_checkpoint(run, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["notes.txt"]
 
@@ -153,7 +155,9 @@ def test_a_store_in_use_is_refused(config: Config, tmp_path: Path, opened: list[
 
 
 def test_an_export_leaves_the_run_as_it_was(run: Path, config: Config, tmp_path: Path, opened: list[Any]) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "infinity.lock"}
+    (run / f"{HEADER_NAME}{ASIDE}").write_text("of a run that was killed")
+    before = {path.name: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
     infinity.export_checkpoint(run, tmp_path / "out")
-    assert before == {path.name: path.stat().st_mtime_ns for path in run.iterdir() if path.name != "infinity.lock"}
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    assert before == {path.name: path.stat().st_mtime_ns for path in (run, *run.iterdir())}
     opened.append(infinity.resume(llama(layers=2)[0].bfloat16(), config("swap", keep=2)))

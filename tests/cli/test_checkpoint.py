@@ -163,7 +163,7 @@ def test_a_swap_file_with_another_name_is_not_written_to(tmp_path: Path) -> None
     shutil.copytree(tmp_path / "swap", tmp_path / "backup", copy_function=os.link)
     before = subject.read_bytes()
     assert main(["checkpoint", "verify", str(tmp_path / "swap")]) == 0
-    with pytest.raises(ResumeError, match="has 2 names .hard links., and what is under the others would change"):
+    with pytest.raises(ResumeError, match="has 2 names .hard links., and this run would change the file"):
         infinity.resume(build(), settings)
     assert subject.read_bytes() == before
     shutil.copy(subject, tmp_path / "own")
@@ -194,7 +194,7 @@ def test_what_is_no_file_ends_every_command_at_once(name: str, put: Any, disks: 
 def test_two_names_of_a_directory_are_one(tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     (tmp_path / "link").symlink_to("swap")
-    with pytest.raises(infinity.ConfigError, match="are the same directory|is named twice"):
+    with pytest.raises(infinity.ConfigError, match="are the same directory"):
         infinity.offload(build(), config(tmp_path / "swap", tmp_path / "link" / ".." / "link"))
 
 

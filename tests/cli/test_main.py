@@ -185,7 +185,7 @@ WORKS = "print('a line', flush=True); print('another', flush=True); open('done',
 def in_outlets(ending: str, *, go_on: bool, tmp_path: Path, **how: Any) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys\nfrom infinity.cli.streams import outlets\n"
-        f"with outlets(go_on={go_on}) as out:\n    out.of_a_run = True; {WORKS}\n{ending}"
+        f"with outlets(go_on={go_on}) as out:\n    out.begin_run(); {WORKS}\n{ending}"
     )
     return subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path, **how)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,13 @@ from infinity.errors import InfinityError
 from infinity.io import store
 from tests.conftest import states_of, weights_of
 from tests.models import llama
+from tests.sampling import number
 
 STEPS = 2
+CASES = number(50, 1000, "INFINITY_HOSTILE")
+PARTS = 4
+Case = tuple[str, Path, Path, int]
+"""The kind of model, its run, a directory for the case alone, and the number of the case."""
 Values = dict[str, torch.Tensor]
 
 
@@ -71,6 +76,13 @@ def make_run(kind: str, root: Path, paths: list[Path]) -> None:
     infinity.close(model)
     for step in range(1, STEPS + 1):
         infinity.export_checkpoint(paths, root / f"copy-{step}", step=step)
+
+
+def cases_of(part: int, runs: Mapping[str, Path], work: Path) -> list[Case]:
+    """Every PARTS-th case; the runs take turns."""
+    kinds = list(runs)
+    numbers = range(part, CASES, PARTS)
+    return [(kind := kinds[each // PARTS % len(kinds)], runs[kind], work / str(each), each) for each in numbers]
 
 
 def tensors_of(copy: Path) -> Values:

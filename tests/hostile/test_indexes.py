@@ -16,13 +16,8 @@ from infinity.checkpoint.portable import STATE_NAME, SUMS_NAME
 from tests.hostile.conftest import Runs
 from tests.hostile.limits import failures
 from tests.hostile.mutations import JSON_VALUES, mutate_document, mutate_json, mutated
-from tests.hostile.stores import STEPS, carry_on, config, require_same_run, typed
-from tests.sampling import number, seed
-
-CASES = number(50, 1000, "INFINITY_HOSTILE")
-_PARTS = 4
-
-Case = tuple[str, str, str, int]
+from tests.hostile.stores import PARTS, STEPS, Case, carry_on, cases_of, config, require_same_run, typed
+from tests.sampling import seed
 
 
 def mutate_tensors(path: Path, draw: random.Random) -> None:
@@ -55,7 +50,7 @@ def mutate(copy: Path, draw: random.Random) -> None:
 
 
 def check(case: Case) -> None:
-    kind, root, work, number_of = case[0], Path(case[1]), Path(case[2]), case[3]
+    kind, root, work, number_of = case
     draw = random.Random(f"{seed('INFINITY_HOSTILE_SEED')} indexes {number_of}")
     copy = work / "copy"
     shutil.copytree(root / f"copy-{draw.randint(1, STEPS)}", copy)
@@ -75,12 +70,6 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_a_copy_of_nobody_is_the_runs_bits_or_a_typed_error(part: int, runs: Runs, tmp_path: Path) -> None:
-    kinds = list(runs)
-    cases = [
-        (kind, str(runs[kind]), str(tmp_path / str(each)), each)
-        for each in range(part, CASES, _PARTS)
-        for kind in [kinds[each // _PARTS % len(kinds)]]
-    ]
-    assert failures(check, cases, tmp_path) == []
+    assert failures(check, cases_of(part, runs, tmp_path), tmp_path) == []

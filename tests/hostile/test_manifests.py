@@ -13,17 +13,12 @@ from infinity.io.directory import generations_in
 from tests.hostile.conftest import Runs
 from tests.hostile.limits import failures
 from tests.hostile.mutations import mutate_document
-from tests.hostile.stores import copied, put_through
-from tests.sampling import number, seed
-
-CASES = number(50, 1000, "INFINITY_HOSTILE")
-_PARTS = 4
-
-Case = tuple[str, str, str, int]
+from tests.hostile.stores import PARTS, Case, cases_of, copied, put_through
+from tests.sampling import seed
 
 
 def check(case: Case) -> None:
-    kind, root, work, number_of = case[0], Path(case[1]), Path(case[2]), case[3]
+    kind, root, work, number_of = case
     draw = random.Random(f"{seed('INFINITY_HOSTILE_SEED')} manifests {number_of}")
     paths = copied([root / "a", root / "b"], work)
     newest, *older = generations_in(paths[0]).values()
@@ -34,12 +29,6 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_a_manifest_of_nobody_is_the_runs_bits_or_a_typed_error(part: int, runs: Runs, tmp_path: Path) -> None:
-    kinds = list(runs)
-    cases = [
-        (kind, str(runs[kind]), str(tmp_path / str(each)), each)
-        for each in range(part, CASES, _PARTS)
-        for kind in [kinds[each // _PARTS % len(kinds)]]
-    ]
-    assert failures(check, cases, tmp_path) == []
+    assert failures(check, cases_of(part, runs, tmp_path), tmp_path) == []

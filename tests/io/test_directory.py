@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError, StoreLockedError
-from infinity.io.directory import LOCK_NAME, SwapDirectory
+from infinity.io.directory import LOCK_NAME, ReadDirectory, StoreDirectory, SwapDirectory
 from tests.test_files import bound_socket
 
 
@@ -22,6 +22,24 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
         SwapDirectory(tmp_path / "swap")
     first.close()
     SwapDirectory(tmp_path / "swap").close()
+
+
+def test_several_may_read_a_directory_but_none_while_a_run_has_it(tmp_path: Path) -> None:
+    run = SwapDirectory(tmp_path)
+    with pytest.raises(StoreLockedError, match=rf"in use by a run \(process {os.getpid()}\)"):
+        ReadDirectory(tmp_path)
+    run.close(keep=True)
+    readers = [ReadDirectory(tmp_path), ReadDirectory(tmp_path)]
+    for reader in readers:
+        with pytest.raises(StoreLockedError, match="being read by another process"):
+            SwapDirectory(tmp_path)
+        reader.close()
+    SwapDirectory(tmp_path).close(keep=True)
+
+
+def test_a_directory_without_a_lock_file_is_read_without_one(tmp_path: Path) -> None:
+    ReadDirectory(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_made_for_the_run_goes_with_it(tmp_path: Path) -> None:
@@ -61,8 +79,11 @@ def test_a_killed_run_leaves_no_lock_and_its_file_is_replaced(tmp_path: Path) ->
     directory.close()
 
 
-def test_an_orphaned_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
-    directory = SwapDirectory(tmp_path / "swap")
+@pytest.mark.parametrize("kind", [SwapDirectory, ReadDirectory])
+def test_an_orphaned_worker_does_not_hold_the_lock(kind: type[StoreDirectory], tmp_path: Path) -> None:
+    (tmp_path / "swap").mkdir()
+    SwapDirectory(tmp_path / "swap").close(keep=True)
+    directory = kind(tmp_path / "swap")
     ready, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -104,8 +125,9 @@ def device(path: Path) -> None:
 @pytest.mark.parametrize("put", [symlink, to_nothing, device, os.mkfifo, bound_socket, Path.mkdir])
 def test_a_lock_that_is_no_regular_file_is_refused_and_stays(put: Any, tmp_path: Path) -> None:
     put(tmp_path / LOCK_NAME)
-    with pytest.raises(ConfigError, match="infinity.lock is no file of its own.*Remove it"):
-        SwapDirectory(tmp_path)
+    for kind in (SwapDirectory, ReadDirectory):
+        with pytest.raises(ConfigError, match="infinity.lock is no file of its own.*Remove it"):
+            kind(tmp_path)
     assert os.path.lexists(tmp_path / LOCK_NAME)
     assert not (tmp_path / "nothing").exists()
     assert not (tmp_path / "precious").exists() or (tmp_path / "precious").read_text() == "precious"

@@ -33,7 +33,7 @@ def test_the_steps_and_their_order(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync", "replace"])
 def test_a_failure_is_raised_and_leaves_what_was_there(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -322,7 +322,7 @@ def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
 
 @pytest.mark.parametrize(
     ("kept", "advice"),
-    [(False, "it was made without.*Put back a copy"), (True, "it has them.*set nvme.checksums: true")],
+    [(False, "was made without.*Put back a copy"), (True, "has checksums.*set nvme.checksums: true")],
     ids=["not kept", "not checked"],
 )
 def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, advice: str, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, advice: s
     infinity.close(infinity.resume(build(), settings))
     flip(path / HEADER_NAME)
     before = headers([path])
-    with pytest.raises(ResumeError, match=f"only checksums can tell.*{advice}"):
+    with pytest.raises(ResumeError, match=f"only checksums can show.*{advice}"):
         infinity.resume(build(), settings)
     assert headers([path]) == before
     if kept:
@@ -424,7 +424,7 @@ def test_a_copied_part_is_not_joined_with_the_originals_other_parts(made: Run, d
     for disk in disks:
         for act in (["verify"], ["export", "--output", str(disk.parent / "out")]):
             assert main(["checkpoint", act[0], str(disk), *act[1:]]) == 2
-            assert "it is a copy, or was moved" in capsys.readouterr().err
+            assert "the directory was copied or moved" in capsys.readouterr().err
         with pytest.raises(ResumeError, match="Name the directories of all 2 parts"):
             _saved_config({"config": config(*original)}, Namespace(resume=str(disk)))
     assert main(["checkpoint", "verify", *map(str, disks)]) == 0

@@ -34,7 +34,7 @@ def test_a_profile_that_cannot_be_read_is_ignored_with_a_warning(
     path.write_text(content, encoding="latin-1")
     with caplog.at_level(logging.WARNING, "infinity"):
         assert load_profiles(path) == {}
-    assert "run infinity-bench to make it anew" in caplog.text
+    assert "run infinity-bench to make a new one" in caplog.text
     save_profile(tmp_path, measured(1e9, tmp_path), path)
     assert len(load_profiles(path)) == 1
 

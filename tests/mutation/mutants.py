@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "fsync of a manifest before its rename",
         "infinity/io/durable.py",
-        "                os.fsync(descriptor)\n        finally:\n            os.close(descriptor)\n        with act(",
-        "                pass\n        finally:\n            os.close(descriptor)\n        with act(",
+        '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
+        '            with act("fsync", aside):\n                pass\n',
         (_DURABLE,),
     ),
     Mutant(
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "all of a generation is checked before it is resumed",
         "infinity/io/generations.py",
-        "        damage = list(verify(self._store, self._extents, manifest, memory))\n",
-        "        list(verify(self._store, self._extents, manifest, memory))\n        damage: list[Damage] = []\n",
+        "            _require_undamaged(list(verify(store, extents, manifest, memory)))\n",
+        "            list(verify(store, extents, manifest, memory))\n",
         (_CORRUPTION,),
     ),
     Mutant(

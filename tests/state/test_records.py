@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "shape other": (model("parameters", 0, "shape", [4, 300]), "'block.down' is not where it belongs in its group, at"),
     "offset between": (model("parameters", 1, "offset", 513), "'block.down' is not where it belongs"),
     "offset of another": (model("parameters", 1, "offset", 0), "'block.down' is not where it belongs"),
-    "group not there": (model("parameters", 0, "group", 7), "'block.up' is in a group that is not there, 7 of 'block'"),
+    "group not there": (model("parameters", 0, "group", 7), "'block.up' is in group 7 of 'block', which does not"),
     "name twice": (model("parameters", 1, "name", "block.up"), "the parameter 'block.up' twice"),
     "alias of another": (model("parameters", 0, "aliases", ["scale"]), "the parameter 'scale' twice"),
     "name of metadata": (model("parameters", 0, "name", "__metadata__"), "cannot be the name of a tensor"),

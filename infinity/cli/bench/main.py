@@ -170,7 +170,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _survey(arguments: list[str]) -> None:
-    options = build_parser().parse_args(arguments)
+    options: argparse.Namespace = build_parser().parse_args(arguments)
     _require_use(options)
     options.faults = []
     with interruptible_imports():

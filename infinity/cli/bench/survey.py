@@ -30,6 +30,7 @@ from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
 from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
+from infinity.files import require_different
 from infinity.io.devices import describe_disk, describe_machine
 from infinity.io.profile import DiskProfile, save_profile
 from infinity.sizes import format_bytes, round_up
@@ -207,8 +208,8 @@ def _written(points: list[Point], sustained: Sustained | None, file_bytes: int, 
 
 
 def require_directories(paths: Sequence[Path]) -> list[Path]:
-    """Each absolute. Raises BenchError unless all are directories that may be written to; ConfigError for one that is
-    named twice."""
+    """Each path, absolute. Raises BenchError unless all are directories that may be written to; ConfigError where two
+    are the same."""
     found: list[Path] = []
     for given in paths:
         path = given.expanduser().absolute()
@@ -216,7 +217,9 @@ def require_directories(paths: Sequence[Path]) -> list[Path]:
             raise BenchError(f"--path {path}: not a directory")
         if not os.access(path, os.W_OK):
             raise BenchError(f"--path {path}: not writable")
-        if any(path.samefile(other) for other in found):
-            raise ConfigError(f"--path {path} is named twice: each disk is measured once")
         found.append(path)
+    try:
+        require_different(found)
+    except ValueError as error:
+        raise ConfigError(f"--path: {error}") from None
     return found

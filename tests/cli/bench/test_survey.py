@@ -177,7 +177,7 @@ def test_wrong_data_end_the_command_with_a_code(
     [
         (["--path", "/nonexistent/place"], "not a directory"),
         (["--path", "{}", "--size", "1000TiB"], "less than 5 % of the disk free"),
-        (["--path", "{}", "--path", "{}", "{}/."], "is named twice"),
+        (["--path", "{}", "--path", "{}", "{}/."], "are the same directory"),
         (["--path", "{}", "--vs-fio", "--rounds", "0"], "at least 1"),
         (["--path", "{}", "--size", "0"], "--size: must be between 16.00 MiB and"),
         (["--path", "{}", "--size", "1"], "--size: must be between 16.00 MiB and"),

@@ -1,0 +1,176 @@
+"""What users name, frozen: the public names with their parameters, the keys of the swap config with their defaults, and
+the options of the command line. A change of a list below is a change that every user sees."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+import infinity
+from infinity.cli import main as infinity_main
+from infinity.cli.bench import main as bench_main
+
+NAMES = {
+    "SGD": (
+        "(params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, maximize=False,"
+        " max_grad_norm=None, seed=0, accumulation_steps=None, **torchs)"
+    ),
+    "Adagrad": (
+        "(params, lr=0.01, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *, "
+        "maximize=False, max_grad_norm=None, seed=0, accumulation_steps=None, **torchs)"
+    ),
+    "Adam": (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, *, "
+        "maximize=False, max_grad_norm=None, seed=0, accumulation_steps=None, **torchs)"
+    ),
+    "AdamW": (
+        "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, amsgrad=False, *, "
+        "maximize=False, max_grad_norm=None, seed=0, accumulation_steps=None, **torchs)"
+    ),
+    "ConfigError": "(InfinityError, ValueError)",
+    "DamagedFileError": "(ManifestError)",
+    "DirtyStoreError": "(ResumeError)",
+    "ForkError": "(InfinityError)",
+    "InfinityError": "(Exception)",
+    "Lion": (
+        "(params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, max_grad_norm=None, "
+        "seed=0, accumulation_steps=None, **torchs)"
+    ),
+    "ManifestError": "(ResumeError)",
+    "ModelError": "(InfinityError)",
+    "NewerVersionError": "(ManifestError)",
+    "NonFiniteGradientError": "(InfinityError)",
+    "NotAvailableError": "(ConfigError)",
+    "PlanError": "(InfinityError)",
+    "ReleasedParameterError": "(ModelError)",
+    "ResumeError": "(InfinityError)",
+    "StaleWeightsError": "(ModelError)",
+    "Statistics": (
+        "(numel, trainable_numel, state_bytes, read_bytes, written_bytes, weight_bytes_read, io_busy_s, "
+        "stall_s, device_idle_s, adam_s, steps, updates, committed, cached_bytes, cached_weight_bytes, "
+        "arena_bytes, slot_bytes, engine, device, plan)"
+    ),
+    "StoreLockedError": "(InfinityError)",
+    "StoreNotEmptyError": "(InfinityError)",
+    "SwapCorruptionError": "(SwapIOError)",
+    "SwapIOError": "(InfinityError, OSError)",
+    "SwapTimeoutError": "(SwapIOError)",
+    "close": "(model, *, discard=False)",
+    "commit": "(model)",
+    "export_checkpoint": "(store_directory, out, *, step=None, config=None, max_shard_size='5GB', also=None)",
+    "gathered": "(model, *modules, write=False)",
+    "load_config": "(source)",
+    "load_pretrained": (
+        "(path, config=None, *, dtype=torch.bfloat16, model_class=None, device=None, optimizer='adamw', "
+        "accumulation_steps=None, resume=False, from_checkpoint=False, **kwargs)"
+    ),
+    "no_sync": "(model)",
+    "offload": (
+        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, source=None, faults=())"
+    ),
+    "offload_from_checkpoint": (
+        "(model, directory, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, faults=())"
+    ),
+    "resume": (
+        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, step=None, faults=())"
+    ),
+    "save_pretrained": "(model, directory, *, max_shard_size='5GB')",
+    "state_dict": "(model)",
+    "statistics": "(model)",
+    "synchronize": "(model)",
+    "trace": "(model, path)",
+    "track": "(*objects, model=None, **named)",
+}
+KEYS: dict[str, object] = {
+    "weights": "auto",
+    "optimizer": "auto",
+    "gradients": "auto",
+    "activations": "auto",
+    "memory.device": None,
+    "memory.host": None,
+    "nvme.paths": [],
+    "nvme.engine": "auto",
+    "nvme.block": None,
+    "nvme.in_flight": None,
+    "nvme.queue_depth": 128,
+    "nvme.deadline_s": 300.0,
+    "nvme.checksums": True,
+    "update.tile": None,
+    "update.threads": None,
+    "overlap": "auto",
+    "commit_every": 0,
+    "keep": 1,
+    "master": "split16",
+    "moments": "fp32",
+}
+OPTIONS = {
+    "infinity finetune": (
+        "--model --data --config --output --from-checkpoint --resume --steps --batch-size "
+        "--gradient-accumulation --sequence-length --dtype --optimizer --lr --schedule --warmup-steps "
+        "--weight-decay --max-grad-norm --no-loss-scale --seed --threads --verify-output --verbose --trace "
+        "--trace-steps"
+    ),
+    "infinity checkpoint list": "directory --verbose",
+    "infinity checkpoint verify": "directory --verbose --step",
+    "infinity checkpoint export": "directory --verbose --step --output",
+    "infinity checkpoint remove": "directory --verbose",
+    "infinity checkpoint": "",
+    "infinity": "--version",
+    "infinity-bench": (
+        "--version --path --size --engine --json --plot --sustained --limit-s --vs-fio --rounds --fio-bytes "
+        "--block --depth"
+    ),
+    "infinity-bench step": (
+        "--model --config --dtype --optimizer --steps --micro-batches --tflops --rated-tb --cpu --json"
+    ),
+    "infinity-bench adam": "--numel --threads --isa --rounds --json",
+    "infinity-bench compare": "before after",
+}
+
+
+def signature(value: Any) -> str:
+    """Parameters and their defaults, without types; of an exception its base classes."""
+    if isinstance(value, type) and issubclass(value, BaseException):
+        return f"({', '.join(base.__name__ for base in value.__bases__)})"
+    parameters = inspect.signature(value).parameters.values()
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    return str(inspect.Signature(bare))
+
+
+def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field.get_default(call_default_factory=True)
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Of each command its options and its arguments, in their order."""
+    named: list[str] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from options(command)
+        elif not isinstance(action, argparse._HelpAction):
+            named.append("/".join(action.option_strings) or action.dest)
+    yield parser.prog, " ".join(named)
+
+
+def test_the_public_names_and_their_parameters_are_these() -> None:
+    public = {name: getattr(infinity, name) for name in infinity.__all__ if name != "SwapConfig"}
+    assert {name: signature(value) for name, value in public.items()} == NAMES
+
+
+def test_the_keys_of_the_swap_config_and_their_defaults_are_these() -> None:
+    assert dict(keys(infinity.SwapConfig)) == KEYS
+
+
+def test_the_options_of_the_command_line_are_these() -> None:
+    made = [infinity_main.build_parser(), bench_main.build_parser(), bench_main.build_step_parser()]
+    made += [bench_main.build_adam_parser(), bench_main.build_compare_parser()]
+    assert dict(found for parser in made for found in options(parser)) == OPTIONS
