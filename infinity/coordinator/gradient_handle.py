@@ -51,6 +51,11 @@ class GradientHandle(torch.Tensor):
         handle._spec = spec
         return handle
 
+    def renewed(self) -> GradientHandle:
+        """The same handle, for another gradient of the parameter."""
+        self.inverse_scale = 1.0
+        return self
+
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """float32 for a float16 gradient: GradScaler.unscale_ refuses those, as what is small would be lost. Here it is

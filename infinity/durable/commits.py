@@ -174,15 +174,9 @@ class Commits:
         self.tracking.forward_begins()
 
     def rewind(self) -> None:
-        """Before the first forward of a resumed run: whatever was drawn to get here was not drawn there."""
-        if self.resumed is None or self.resumed.rewound:
-            return
-        self.resumed.rewound = True
-        if self.resumed.body.rng_before_forward is not None:
-            rng.restore(self.resumed.body.rng_before_forward)
-        if self.resumed.unclaimed:
-            unclaimed = ", ".join(sorted(self.resumed.unclaimed))
-            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)
+        """Before the first forward of a resumed run (Resumed.rewind)."""
+        if self.resumed is not None:
+            self.resumed.rewind()
 
     def step_begins(self) -> None:
         """Something will be written. A commit that a forward has frozen is finished; one that no forward has, gives

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
+from infinity.durable import rng
 from infinity.durable.tracked import Stateful, is_data
 from infinity.errors import ResumeError
 from infinity.state.records import Body, OptimizerRecord
+
+logger = logging.getLogger(__name__)
 
 
 class Resumed:
@@ -14,7 +19,7 @@ class Resumed:
         self.step = step
         self.body = body
         self.unclaimed = set(body.tracked)
-        self.rewound = False
+        self._rewound = False
         self.with_hyperparameters: set[int] = set()
 
     def give_back(self, name: str, item: Stateful) -> None:
@@ -37,3 +42,15 @@ class Resumed:
     def optimizer(self, index: int) -> OptimizerRecord | None:
         """None for an optimizer the run had not made yet."""
         return self.body.optimizers[index] if index < len(self.body.optimizers) else None
+
+    def rewind(self) -> None:
+        """Before the first forward: random numbers that this process drew while it loaded were not drawn by the run.
+        Once."""
+        if self._rewound:
+            return
+        self._rewound = True
+        if self.body.rng_before_forward is not None:
+            rng.restore(self.body.rng_before_forward)
+        if self.unclaimed:
+            unclaimed = ", ".join(sorted(self.unclaimed))
+            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)

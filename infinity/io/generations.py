@@ -190,7 +190,7 @@ class Generations:
             self._require_fitting(manifest)
             check(manifest)
             for extent, record in zip(self._extents, manifest.extents, strict=True):
-                extent.slot = record.slot
+                extent.turn_to(record.slot)
             return manifest, self._extents
 
         before = [extent.slot for extent in self._extents]
@@ -199,7 +199,7 @@ class Generations:
             self._store.write_rebuilt_headers(self._extents)
         except BaseException:
             for extent, slot in zip(self._extents, before, strict=True):
-                extent.slot = slot
+                extent.turn_to(slot)
             raise
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         self._keep_with(manifest, found)

@@ -55,6 +55,10 @@ class Extent:
     def offset(self) -> int:
         return self.offsets[self.slot]
 
+    def turn_to(self, slot: int) -> None:
+        """This slot holds the newest values from now on."""
+        self.slot = slot
+
 
 class ExtentMap:
     """Lays out extents before the file exists, so that the file's size is known and can be reserved.

@@ -303,8 +303,7 @@ class ParameterHooks(Guard):
                 "last backward pass before the step."
             )
         self._coordinator.land(self._place, gradient, accumulate=before is not None)
-        self._handle.inverse_scale = 1.0
-        parameter.grad = self._handle
+        parameter.grad = self._handle.renewed()
         self._coordinator.landed(self._place)
 
 

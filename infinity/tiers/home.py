@@ -52,7 +52,8 @@ class Home:
 
     def written(self, copy: int) -> None:
         """A copy of the extent has all new bytes: this copy counts from now on."""
-        self.stored().slot, self.dirty = copy, False
+        self.stored().turn_to(copy)
+        self.dirty = False
 
     def move(self, lease: Lease) -> None:
         """The state rests in other memory from now on."""
