@@ -168,15 +168,19 @@ class Coordinator(Rooms):
         for index in indices:
             self._bring(self.units[index])
 
-    @transition
     def require(self, index: int) -> torch.Tensor:
         """The slot of unit `index`, uint8 on the device, with its weights in it."""
         unit = self.units[index]
-        if unit.weights.residency is not Residency.RESIDENT:
-            self._bring(unit)
-        slot = unit.weights.require_slot()
-        slot.wait()  # the stream that asks may be another than the one it was brought for
-        return slot.tensor
+        with self._lock:
+            if unit.weights.residency is not Residency.RESIDENT:
+                self._require_absent(unit)
+            slot = unit.weights.require_slot()
+            slot.wait()  # the stream that asks may be another than the one it was brought for
+            return slot.tensor
+
+    @transition
+    def _require_absent(self, unit: OffloadedUnit) -> None:
+        self._bring(unit)
 
     @transition
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
@@ -231,7 +235,7 @@ class Coordinator(Rooms):
     @transition
     def drop_gradients(self, places: Iterable[Place]) -> None:
         """Forget gradients, and what was begun with them."""
-        if self.updates.any_speculative:
+        if self.updates.speculative:
             self._early.undo(
                 "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
             )

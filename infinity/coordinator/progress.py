@@ -83,7 +83,7 @@ class Progress:
             yield
 
     def _advance_commit(self) -> None:
-        if self._commits.under_way and not self._updates.any_decided:
+        if self._commits.under_way and self._updates.oldest_decided is None:
             with self.committing():
                 self._commits.written()
                 if self._commits.ready:

@@ -26,6 +26,8 @@ from infinity.state.moments import KEPT, Moment, OptimizerName
 from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
+_FIXED = (bool, int, float, str, tuple, type(None))  # hyperparameters that nobody can change in place
+
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
     """The param groups of an optimizer: offloaded parameters of one model, each of them once.
@@ -48,6 +50,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self.accumulation_steps = accumulation_steps
         self._coordinator: Coordinator | None = None
         self._places: dict[nn.Parameter, Place] = {}
+        self._in_range: list[dict[str, Any]] | None = None  # the hyperparameters that were checked last
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
         super().__init__(groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
         self._require_in_range()
@@ -176,8 +179,14 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         """Raises ConfigError for what a scheduler or the user has set since."""
         max_grad_norm_of(self.max_grad_norm)
         require_accumulation_steps(self.accumulation_steps)
+        named = ("params", "param_names")
+        now = [{key: value for key, value in group.items() if key not in named} for group in self.param_groups]
+        fixed = all(isinstance(value, _FIXED) for group in now for value in group.values())
+        if fixed and now == self._in_range:
+            return
         for index, group in enumerate(self.param_groups):
             self._check(index, group)
+        self._in_range = now if fixed else None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ReleasedParameterError(

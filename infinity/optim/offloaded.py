@@ -123,24 +123,24 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
         """Parameters with a gradient, in the order of the groups."""
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
+            every = [(parameter, group, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         active = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                place = self._places[parameter]
-                gradient = parameter.grad
-                if gradient is None:
-                    if place.group.trainable:
-                        self.coordinator.drop_gradient(place)
-                    continue
-                if not place.group.trainable:
-                    raise ModelError(
-                        f"parameter '{place.spec.name}' was frozen when the model was offloaded, and has a gradient "
-                        "now; set requires_grad before infinity.offload"
-                    )
-                if not isinstance(gradient, GradientHandle):  # set by hand
-                    self.coordinator.land(place, gradient, accumulate=False)
-                    parameter.grad = self.coordinator.handle(parameter, place)
-                active.append((parameter, place, group))
+        for parameter, group, gradient in every:
+            place = self._places[parameter]
+            if gradient is None:
+                if place.group.trainable:
+                    self.coordinator.drop_gradient(place)
+                continue
+            if not place.group.trainable:
+                raise ModelError(
+                    f"parameter '{place.spec.name}' was frozen when the model was offloaded, and has a gradient "
+                    "now; set requires_grad before infinity.offload"
+                )
+            if not isinstance(gradient, GradientHandle):  # set by hand
+                self.coordinator.land(place, gradient, accumulate=False)
+                parameter.grad = self.coordinator.handle(parameter, place)
+            active.append((parameter, place, group))
         return active
 
     def _clip_factor(self) -> float:
@@ -205,12 +205,16 @@ class OffloadedOptimizer(GroupedOptimizer):
         segments: dict[tuple[int, int], list[SegmentRequest]] = {}
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
+        shared: dict[int, tuple[dict[str, Any], dict[str, Moment]]] = {}  # by param group
         for parameter, place, group in active:
-            segment, after[parameter] = self._segment(parameter, place, group)
+            if id(group) not in shared:
+                shared[id(group)] = self._options(group), self.moments(group)
+            options, moments = shared[id(group)]
+            segment, after[parameter] = self._segment(parameter, place, options, moments)
             if place.spec.numel:
                 where = place.unit.index, place.group_index
                 segments.setdefault(where, []).append(segment)
-                used.setdefault(where, set()).update(self.moments(group).values())
+                used.setdefault(where, set()).update(moments.values())
         requests = {
             where: GroupUpdate(
                 tuple(sorted(found, key=lambda segment: segment.begin)), frozenset(used[where]), grad_scale
@@ -219,20 +223,18 @@ class OffloadedOptimizer(GroupedOptimizer):
         }
         return requests, after
 
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """What is the same for every parameter of a param group."""
+        return self.hyperparameters(group) | {"maximize": bool(group["maximize"]), "seed": int(group["seed"])}
+
     def _segment(
-        self, parameter: nn.Parameter, place: Place, group: dict[str, Any]
+        self, parameter: nn.Parameter, place: Place, shared: dict[str, Any], used: dict[str, Moment]
     ) -> tuple[SegmentRequest, dict[str, Any]]:
         """What the next step of a parameter is, and its state after that."""
         state = self.state.get(parameter, {})  # asking makes none: a speculative update may come to nothing
-        step, used = state.get("step", 0) + 1, self.moments(group)
+        step = state.get("step", 0) + 1
         begun: dict[str, bool] = state.get("begun", {})
-        options = self.hyperparameters(group) | {
-            "maximize": bool(group["maximize"]),
-            "step": step,
-            "index": place.spec.index,
-            "seed": int(group["seed"]),
-            "fresh": not used.keys() <= begun.keys(),
-        }
+        options = shared | {"step": step, "index": place.spec.index, "fresh": not used.keys() <= begun.keys()}
         begin = place.spec.offset
         segment = SegmentRequest(begin, begin + place.spec.numel, tuple(options.items()))
         return segment, {"step": step, "begun": begun | dict.fromkeys(used, True)}
@@ -309,8 +311,9 @@ class OffloadedOptimizer(GroupedOptimizer):
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""
         self.coordinator.drop_gradients(self._places.values())
-        for parameter in self._places:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._places:
+                parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""

@@ -37,6 +37,14 @@ class ParameterSpec:
     offset: int
     index: int
 
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the parameter, which is contiguous there."""
+        steps = [1]
+        for size in reversed(self.shape[1:]):
+            steps.append(steps[-1] * size)
+        return tuple(reversed(steps)) if len(self.shape) else ()
+
 
 @dataclass(frozen=True)
 class Group:

@@ -6,7 +6,7 @@ backward or a gathering brings it to where that ends, or to its eviction.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -63,11 +63,20 @@ class ParameterViews:
     def show(self, slot: Slot) -> None:
         """The parameters are views of a slot."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for name, parameter in self.named.items():
+            for name, value in self._values_in(slot):
                 if name not in self.gathered:
-                    parameter.data = self.value_in(slot, name)
+                    parameter = self.named[name]
+                    parameter.data = value
                     self._marks[name] = _mark(parameter)
         self._expect(slot)
+
+    def _values_in(self, slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
+        """As value_in, of every parameter: one view of each group, and one of it for each parameter."""
+        for group in self._unit.groups:
+            flat = slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)
+            begin = flat.storage_offset()
+            for spec in group.specs:
+                yield spec.name, flat.as_strided(spec.shape, spec.stride, begin + spec.offset)
 
     def hide(self) -> None:
         """The parameters are placeholders, and may not be read."""

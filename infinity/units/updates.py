@@ -20,7 +20,8 @@ _SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates m
 
 
 class Updates:
-    """Invariant: `_under_way` are the units with an update, in the order in which the updates began.
+    """Invariant: `_under_way` are the units with an update, in the order in which the updates began; those whose update
+    is decided come first.
 
     Attributes:
         shadows: memory for the new weights of speculative updates.
@@ -42,12 +43,10 @@ class Updates:
         return [unit for unit in self._under_way.values() if unit.decided is not None]
 
     @property
-    def any_decided(self) -> bool:
-        return any(unit.decided is not None for unit in self._under_way.values())
-
-    @property
-    def any_speculative(self) -> bool:
-        return any(unit.speculative is not None for unit in self._under_way.values())
+    def oldest_decided(self) -> OffloadedUnit | None:
+        """The decided update that began first: speculative ones begin after all that are decided."""
+        oldest = next(iter(self._under_way.values()), None)
+        return None if oldest is None or oldest.decided is None else oldest
 
     # -- speculation --------------------------------------------------------------------------------------------------
 
@@ -203,9 +202,7 @@ class Updates:
 
     def land_done(self) -> None:
         """Land the updates that are done, in the order in which they began, up to the first that is not."""
-        for unit in self.decided:
-            if unit.update is None or not unit.update.reached("written"):
-                return
+        while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
             self.land(unit)
 
     def land_all(self) -> None:
@@ -214,10 +211,11 @@ class Updates:
             self.land(unit)
 
     def require_well(self) -> None:
-        """Raises SwapIOError when a decided update is known to have failed."""
-        for unit in self.decided:
-            if unit.update is not None:
-                unit.update.require_well()
+        """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
+        when it has landed."""
+        unit = self.oldest_decided
+        if unit is not None and unit.update is not None:
+            unit.update.require_well()
 
 
 def _wait_canceled(transfers: Iterable[UpdateTransfer]) -> SwapIOError | None:
