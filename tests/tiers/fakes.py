@@ -17,7 +17,7 @@ from infinity.io.store import Extent
 from infinity.sizes import PAGE_BYTES
 
 few = settings(
-    max_examples=25,
+    max_examples=50,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
