@@ -171,6 +171,17 @@ def test_a_commit_goes_on_when_the_last_update_has_landed() -> None:
     assert model.log[-1] == "finish"
 
 
+def test_a_commit_that_is_frozen_is_not_finished_before_it_is_synced() -> None:
+    model = Model()
+    model.progress.begin_commit(2)
+    model.freeze()
+    model.progress.carry_on()
+    assert "finish" not in model.log
+    model.synced = True
+    model.progress.carry_on()
+    assert model.log[-1] == "finish"
+
+
 def test_a_commit_is_begun_when_it_is_due() -> None:
     model = Model()
     model.progress.begin_commit(1)

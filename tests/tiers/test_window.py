@@ -193,6 +193,29 @@ def test_what_others_brought_first_leaves_first() -> None:
     assert [spill._where for spill in (first, second, third)] == [_Where.HERE, _Where.AWAY, _Where.HERE]
 
 
+@pytest.mark.parametrize("coming", [False, True])
+def test_whoever_needs_gradients_that_were_lost_is_told_until_they_are_forgotten(coming: bool) -> None:
+    landing, store, (spill, other) = window(1, 1, 1)
+    spill.bring()
+    spill.leave()
+    if coming:
+        spill.gone()
+        spill.announce()
+    store.under_way[0].fate = Failure()
+    with pytest.raises(SwapIOError):
+        other.bring()  # the first who waits for it
+    other.bring()
+    for _ in range(2):
+        for needs in (spill.bring, spill.stream):
+            with pytest.raises(SwapIOError):
+                needs()
+    spill.announce()
+    landing.clear()
+    assert landing.space.free_bytes == PAGE_BYTES
+    spill.forget()
+    spill.bring()
+
+
 def test_what_was_only_read_is_not_written_again() -> None:
     _, store, (spill,) = window(1, 1)
     spill.bring()

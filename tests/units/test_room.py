@@ -419,6 +419,25 @@ def test_a_prefetch_sends_nobody_away_who_is_needed_before() -> None:
     assert len(pool.fetches) == fetched
 
 
+@pytest.mark.parametrize("why", ["used", "held", "viewed", "resident"])
+def test_who_is_needed_does_not_go_though_its_next_use_is_the_farthest(why: str) -> None:
+    room, _ = alone(budget=2, sizes=(1, 1, 1, 1))
+    first = STAYS if why == "resident" else 0
+    room.begin_pass(training=False)  # in the order of the indices, but for the unit that is resident
+    brought(room, first)
+    unit = room.units[first]
+    slot: Any = unit.weights.slot
+    if why == "used":
+        unit.weights.use()
+    elif why == "held":
+        room.hold([first])
+    slot.viewed = why == "viewed"
+    for index in (1, 2):
+        brought(room, index)
+        assert unit.weights.slot is slot
+        assert room.units[index].weights.residency is Residency.RESIDENT
+
+
 def test_a_fetch_that_is_under_way_is_carried_on() -> None:
     room, pool = alone()
     brought(room, 0)

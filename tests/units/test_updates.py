@@ -67,6 +67,12 @@ class UpdatesMachine(RuleBasedStateMachine):
     # -- what may happen ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.updates.any_decided)
+    @rule(lr=LR)
+    def a_backward_brings_all_gradients(self, lr: float) -> None:
+        for index in reversed(range(COUNT)):
+            self.speculate(index, lr)
+
+    @precondition(lambda self: not self.updates.any_decided)
     @rule(index=st.integers(0, COUNT - 1), lr=LR)
     def speculate(self, index: int, lr: float) -> None:
         unit = self.units[index]
@@ -83,6 +89,18 @@ class UpdatesMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.pipeline.under_way))
         if job.fate is None:
             job.advance()
+
+    @rule(count=st.integers(1, 3))
+    def the_pipeline_begins(self, count: int) -> None:
+        for job in self.pipeline.under_way[:count]:
+            job.begun = True
+
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data())
+    def an_update_is_done(self, data: Any) -> None:
+        for job in _jobs(self.units[data.draw(st.sampled_from(self.begun))].update):
+            if job.fate is None:
+                job.reach(job)
 
     @rule(indices=st.sets(st.integers(0, COUNT - 1)), fails=st.booleans())
     def undo(self, indices: set[int], fails: bool) -> None:
@@ -106,9 +124,13 @@ class UpdatesMachine(RuleBasedStateMachine):
         requested=st.dictionaries(st.integers(0, COUNT - 1), LR),
         order=st.permutations(range(COUNT)),
         committed=st.booleans(),
+        agrees=st.booleans(),
     )
-    def decide(self, requested: dict[int, float], order: list[int], committed: bool) -> None:
+    def decide(self, requested: dict[int, float], order: list[int], committed: bool, agrees: bool = False) -> None:
         requests = {index: wanted(self.units[index].unit, lr) for index, lr in requested.items()}
+        for unit in self.updates.speculative if agrees else ():
+            assert unit.update is not None
+            requests[unit.index] = dict(unit.update.wanted)
         speculated = {unit.index: unit.update for unit in self.updates.speculative}
         goes_on = {
             index
