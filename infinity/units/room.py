@@ -257,8 +257,6 @@ class Room:
         """Take the slot of a unit that nobody works in."""
         slot = unit.weights.leave()
         del self._present[unit.index]
-        if slot is None:
-            return
         del self._at[slot.tensor.untyped_storage()._cdata]
         if slot.outstanding():
             self._viewed.append(slot)

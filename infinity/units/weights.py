@@ -122,14 +122,14 @@ class Weights:
         self._to(Residency.RESIDENT)
         self._views.show(self.require_slot())
 
-    def leave(self) -> Slot | None:
+    def leave(self) -> Slot:
         """Give the slot up, which nobody works in. Returns it, for whoever frees it."""
+        slot = self.require_slot()
         if self.residency is Residency.RESIDENT:
             self._views.hide()
         self._to(Residency.RELEASED)
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            slot.expect(0)
+        self.slot = None
+        slot.expect(0)
         return slot
 
     def bump(self) -> None:

@@ -370,4 +370,25 @@ MUTANTS = [
         "        if False:\n",
         (_RELEASED, "-k", "outside"),
     ),
+    Mutant(
+        "nothing of an update that was undone is in flight",
+        "infinity/units/updates.py",
+        "            failure = _wait_canceled(transfers)\n",
+        "            failure = None\n",
+        ("tests/units/test_updates.py",),
+    ),
+    Mutant(
+        "gradients that were lost are missed until they are forgotten",
+        "infinity/tiers/window.py",
+        "            self._failure = error\n            self._release(_Where.EMPTY)\n",
+        "            self._release(_Where.EMPTY)\n",
+        ("tests/tiers/test_window.py",),
+    ),
+    Mutant(
+        "a unit that somebody holds views of does not go",
+        "infinity/units/room.py",
+        " if not self.units[index].weights.referred_to()), None)\n",
+        "), None)\n",
+        ("tests/units/test_room.py", "-k", "does_not_go"),
+    ),
 ]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from infinity.units.trace import Trace
+from tests.tiers.fakes import few
 
 
 def visit(trace: Trace, units: list[int]) -> None:
@@ -44,3 +48,51 @@ def test_an_iteration_without_visits_changes_nothing() -> None:
     trace = Trace([0, 1])
     trace.close()
     assert trace.order == (0, 1)
+
+
+class Naive:
+    """A trace that searches."""
+
+    def __init__(self, order: list[int]) -> None:
+        self.order, self.position, self.seen = order, 0, list[int]()
+
+    def _find(self, unit: int, start: int) -> int | None:
+        return self.order.index(unit, start) if unit in self.order[start:] else None
+
+    def visit(self, unit: int) -> None:
+        if self.seen[-1:] == [unit]:
+            return
+        self.seen.append(unit)
+        for start in (self.position, 0):
+            found = self._find(unit, start)
+            if found is not None:
+                self.position = found + 1
+                return
+
+    def close(self) -> None:
+        self.order, self.seen, self.position = self.seen or self.order, [], 0
+
+    def next_use(self, unit: int) -> int:
+        """Of the rest of this iteration, and the next one."""
+        following = self.order[self.position :] + self.order
+        return following.index(unit) if unit in following else 2 * len(self.order) + 1
+
+
+UNITS = st.integers(0, 4)
+
+
+@few
+@given(st.lists(UNITS), st.lists(st.none() | UNITS, max_size=40))
+def test_it_expects_what_a_search_of_the_last_iteration_finds(order: list[int], visits: list[int | None]) -> None:
+    trace, naive = Trace(order), Naive(order)
+    for unit in visits:
+        if unit is None:
+            trace.close(), naive.close()
+        else:
+            trace.visit(unit), naive.visit(unit)
+        assert list(trace.order) == naive.order
+        assert list(trace.upcoming()) == naive.order[naive.position :]
+        for each in range(6):
+            assert trace.next_use(each) == naive.next_use(each)
+            known = each in naive.order
+            assert trace.first_use(each) == (naive.order.index(each) if known else len(naive.order))

@@ -1,0 +1,254 @@
+"""What lies below the rooms, as a test wants it: requests that end when the test says, well or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from infinity import _native
+from infinity.io.arena import PinnedArena, Space
+from infinity.io.engine import Transfer
+from infinity.io.store import Extent
+from infinity.sizes import PAGE_BYTES
+
+few = settings(
+    max_examples=50,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+"""Of every machine of the tests: all of them together take seconds."""
+
+_memory = PinnedArena(64 * PAGE_BYTES)
+
+
+def pages(count: int) -> Space:
+    """A space of its own; of the same memory as that of any test before."""
+    return Space(_memory.native, 0, count * PAGE_BYTES)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """As _native.Failure."""
+
+    kind: str = "io"
+    operation: str = "write"
+    path: str = "/swap"
+    offset: int = 0
+    nbytes: int = PAGE_BYTES
+    errno: int = 5
+    cause: str = "the test said so"
+
+
+CANCELED = Failure("canceled")
+TIMEOUT = Failure("timeout")
+
+
+class Future:
+    """A request as _native.IOFuture. It ends when `end` is called, or when somebody waits for it: then as `fate` says.
+
+    Attributes:
+        waits: how often somebody waited for it before it had ended.
+    """
+
+    def __init__(self, at_end: Callable[[Failure | None], None] = lambda _: None) -> None:
+        self.fate: Failure | None = None
+        self.waits = 0
+        self._at_end = at_end
+        self._ended = False
+        self._failure: Failure | None = None
+
+    def end(self, failure: Failure | None = None) -> None:
+        if not self._ended:
+            self._ended, self._failure = True, failure
+            self._at_end(failure)
+
+    def done(self) -> bool:
+        return self._ended
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.waits += not self._ended
+        self.end(self.fate)
+        return True
+
+    def failure(self) -> Any:
+        if not self._ended:
+            raise RuntimeError("not done")
+        return self._failure
+
+
+class _Part(Future):
+    """A milestone of an update."""
+
+    def __init__(self, whole: UpdateFuture) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self.done():
+            self._whole.waits += 1
+            if self._whole.fate is not None:
+                self._whole.end(self._whole.fate)
+            else:
+                self._whole.reach(self)
+        return True
+
+
+class UpdateFuture(Future):
+    """As _native.UpdateFuture: computed, then weights, then all of it; what fails fails in all that has not ended.
+
+    Attributes:
+        job: what the pipeline was given.
+        begun: it cannot be withdrawn any more.
+    """
+
+    def __init__(self, **job: Any) -> None:
+        super().__init__()
+        self.job = job
+        self.begun = False
+        self.finite = True
+        self.computed, self.weights = _Part(self), _Part(self)
+
+    def reach(self, part: Future) -> None:
+        """All goes well up to a part, or to the end."""
+        self.begun = True
+        for each in (self.computed, self.weights, self):
+            Future.end(each)
+            if each is part:
+                return
+
+    def advance(self) -> None:
+        """The next milestone."""
+        self.reach(next(each for each in (self.computed, self.weights, self) if each is self or not each.done()))
+
+    def end(self, failure: Failure | None = None) -> None:
+        if not self.done():
+            for part in (self.computed, self.weights):
+                Future.end(part, failure)
+            super().end(failure)
+
+
+@dataclass
+class Stream:
+    """As _native.StateStream, and readable."""
+
+    memory: Any = None
+    file: Any = None
+    offset: int = 0
+    write_offset: int | None = None
+    source: Any = None
+    current: bool = True
+
+
+def imitate_streams(patch: pytest.MonkeyPatch) -> None:
+    """Have what is handed to the native pipeline readable."""
+    patch.setattr(_native, "StateStream", Stream)
+
+
+class Store:
+    """A store whose transfers take effect when they end: memory that was used for something else before shows."""
+
+    file = "the swap file"
+    checksums = True
+
+    def __init__(self) -> None:
+        self.stored: dict[tuple[str, int], bytes] = {}
+        self.under_way: list[Future] = []
+        self.syncs: list[Future] = []
+        self.ended: Callable[[Extent, Failure | None], None] = lambda extent, failure: None
+
+    def _start(self, extent: Extent, act: Callable[[], None]) -> Transfer:
+        def end(failure: Failure | None) -> None:
+            self.under_way.remove(future)
+            if failure is None:
+                act()
+            self.ended(extent, failure)
+
+        future = Future(end)
+        self.under_way.append(future)
+        return transfer(future, extent.unit, extent.state)
+
+    def read(
+        self,
+        extent: Extent,
+        into: memoryview,
+        *,
+        io_class: str = "weights",
+        slot: int | None = None,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        def act() -> None:
+            if after is not None:
+                after.result()
+            there = self.stored.get(self._key(extent, slot), b"")
+            into[: len(there)] = there[: len(into)]
+
+        return self._start(extent, act)
+
+    def write(self, extent: Extent, data: memoryview, *, io_class: str, slot: int | None = None) -> Transfer:
+        def act() -> None:
+            self.stored[self._key(extent, slot)] = bytes(data)
+
+        return self._start(extent, act)
+
+    def sync(self) -> Transfer:
+        self.syncs.append(Future())
+        return transfer(self.syncs[-1])
+
+    @staticmethod
+    def _key(extent: Extent, slot: int | None) -> tuple[str, int]:
+        return f"{extent.unit}.{extent.group}.{extent.state}", extent.slot if slot is None else slot
+
+    def is_scratch(self, path: str, offset: int) -> bool:
+        return False
+
+
+def transfer(future: Future, unit: str = "", state: str = "") -> Transfer:
+    native: Any = future
+    return Transfer(native, unit, state, 1)
+
+
+def extent(unit: str, state: str, *, group: int = 0, count: int = 1, slots: int = 2) -> Extent:
+    return Extent(unit, group, state, tuple(PAGE_BYTES * count * slot for slot in range(slots)), PAGE_BYTES * count)
+
+
+@dataclass
+class Generations:
+    """What a commit asks of the generations.
+
+    Attributes:
+        made: (step, body) of each that was made.
+        failure: of the next that is made.
+    """
+
+    made: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    failure: BaseException | None = None
+    settled: int = 0
+
+    @property
+    def newest(self) -> int | None:
+        return self.made[-1][0] if self.made else None
+
+    def destination(self, extent: Extent) -> int:
+        return (extent.slot + 1) % len(extent.offsets)
+
+    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.made.append((step, body))
+
+    def settle(self) -> None:
+        self.settled += 1
+
+
+@contextmanager
+def nobody_waits(*futures: Future) -> Iterator[None]:
+    """Fails when somebody waits for one of these in the context."""
+    before = [future.waits for future in futures]
+    yield
+    assert [future.waits for future in futures] == before

@@ -1,0 +1,253 @@
+"""Units without a model: small ones, with homes in a small arena, over a pipeline and a device that are imitated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.base.timeline import Timeline
+from infinity.io.arena import Space
+from infinity.io.store import Extent
+from infinity.sizes import PAGE_BYTES
+from infinity.state.released import released_class
+from infinity.state.request import GroupUpdate, SegmentRequest
+from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
+from infinity.units.arrivals import Arrivals
+from infinity.units.health import Health
+from infinity.units.shadows import Shadows
+from infinity.units.unit import OffloadedUnit
+from infinity.units.update import UpdateTransfer
+from tests.tiers.fakes import CANCELED, Store, UpdateFuture, extent
+
+NUMEL = PAGE_BYTES // 4
+"""Of a group with one page of fp32 weights."""
+
+
+def unit_of(index: int, groups: Sequence[int] = (1,), *, resident: bool = False) -> Unit:
+    """A unit of fp32 groups of so many pages, each with two parameters."""
+    made, offset = [], 0
+    for number, count in enumerate(groups):
+        half = NUMEL * count // 2
+        specs = tuple(
+            ParameterSpec(f"{index}.{number}.{part}", torch.Size([half]), half, half * part, 0) for part in (0, 1)
+        )
+        made.append(Group(torch.float32, True, "fp32", specs, 2 * half, offset, PAGE_BYTES * count))
+        offset += PAGE_BYTES * count
+    return Unit(index, str(index), tuple(made), offset, resident)
+
+
+def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:
+    """Args: weights, states: RAM that they rest in; None: the store. kept: what rests in RAM has an extent, too."""
+
+    def home(state: str, group: int, space: Space | None) -> Home:
+        lease = None if space is None else space.lease(PAGE_BYTES * size(group), state)
+        return Home(lease, 0, PAGE_BYTES * size(group), place(state, group, space))
+
+    def place(state: str, group: int, space: Space | None) -> Extent | None:
+        return extent(unit.name, state, group=group, count=size(group)) if space is None or kept else None
+
+    def size(group: int) -> int:
+        return unit.groups[group].weight_bytes // PAGE_BYTES
+
+    lease = None if weights is None else weights.lease(unit.weight_bytes, "weights")
+    of_weights = tuple(
+        Home(lease, group.weight_offset, group.weight_bytes, place("weight", index, weights))
+        for index, group in enumerate(unit.groups)
+    )
+    return UnitHomes(
+        WeightsHome(lease, of_weights, unit.weight_bytes),
+        {
+            index: GroupStates(
+                "weight", "fp32", None, home("exp_avg", index, states), home("exp_avg_sq", index, states), None, None
+            )
+            for index in range(len(unit.groups))
+        },
+    )
+
+
+class Nobody:
+    """Who lends nothing."""
+
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Any:
+        raise AssertionError(f"{use} of a parameter that is released")
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return "a parameter"
+
+
+NOBODY = Nobody()
+RELEASED = released_class(NOBODY)
+
+
+def parameters_of(unit: Unit) -> dict[str, nn.Parameter]:
+    return {
+        spec.name: nn.Parameter(torch.zeros(spec.shape, dtype=group.dtype))
+        for group in unit.groups
+        for spec in group.specs
+    }
+
+
+class Gradients:
+    """As UnitGradients, in RAM."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.in_ram = True
+        self.finite = True
+        self.arrivals = Arrivals([spec.name for group in unit.groups for spec in group.specs])
+        self.groups = {
+            index: SimpleNamespace(dtype=torch.float32, stream=lambda index=index: f"gradients of {unit.name}.{index}")
+            for index in range(len(unit.groups))
+        }
+
+
+class Pipeline:
+    """As _native.UpdatePipeline: jobs are under way until the test, or who waits for them, ends them."""
+
+    held_tiles_max = 2
+
+    def __init__(self) -> None:
+        self.jobs: list[UpdateFuture] = []
+        self.held: list[UpdateFuture] = []
+        self.canceled: list[UpdateFuture] = []
+        self.lent: list[Any] = []
+        self.lost = False  # a device was given up: what is lent does not come back
+
+    def submit(self, **job: Any) -> UpdateFuture:
+        if job["held"] is not None:
+            self.held.remove(job["held"])
+        self.jobs.append(UpdateFuture(**job))
+        return self.jobs[-1]
+
+    def hold(self, **job: Any) -> UpdateFuture:
+        self.held.append(UpdateFuture(**job))
+        return self.held[-1]
+
+    def cancel(self, job: UpdateFuture) -> None:
+        if job in self.held:
+            self.held.remove(job)
+        self.canceled.append(job)
+        job.fate = job.fate or CANCELED
+
+    def withdraw(self, job: UpdateFuture) -> bool:
+        if not job.begun:
+            job.end(CANCELED)
+        return not job.begun
+
+    def lend(self, memory: memoryview) -> None:
+        self.lent.append(memory)
+
+    def reclaim(self, memory: memoryview) -> bool:
+        self.lent.pop()
+        return not self.lost
+
+    @property
+    def under_way(self) -> list[UpdateFuture]:
+        return [job for job in self.jobs if not job.done()]
+
+
+class Device:
+    """As CpuDevice, or one with memory of its own."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, shares_memory: bool = True) -> None:
+        self.shares_memory = shares_memory
+
+    def idle_begins(self) -> None:
+        return
+
+    def idle_ends(self) -> None:
+        return
+
+
+def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
+    """Without generations: every extent has a spare slot."""
+    return SimpleNamespace(
+        plan=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, tile_numel=NUMEL, commit_every=0, stored=()),
+        pipeline=Pipeline(),
+        device=Device(shares_memory=shares_memory),
+        store=Store(),
+        require_store=Store,
+        generations=None,
+        destination=lambda extent: extent.slot,
+        spare_slot=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.slot), None),
+    )
+
+
+def no_shadows(pipeline: Pipeline) -> Shadows:
+    native: Any = pipeline
+    space: Any = None
+    return Shadows(space, native, 0, [])
+
+
+def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | None = None) -> OffloadedUnit:
+    gradients: Any = Gradients(unit)
+    made = OffloadedUnit(unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(), shadows)
+    made.views.adopt(torch.device("cpu"))
+    return made
+
+
+def wanted(unit: Unit, lr: float = 1.0) -> dict[int, GroupUpdate]:
+    """What a step wants of all groups of a unit."""
+    return {
+        index: GroupUpdate((SegmentRequest(0, group.numel, (("lr", lr), ("step", 1))),), None, 1.0)
+        for index, group in enumerate(unit.groups)
+    }
+
+
+def under_way(future: UpdateFuture, moves: Sequence[tuple[Home, int | None]] = ()) -> UpdateTransfer:
+    native: Any = future
+    return UpdateTransfer(native, "a unit", "optimizer states", 1, None, tuple(moves))
+
+
+def slot_of(content: float, nbytes: int) -> Slot:
+    return Slot(torch.full((nbytes // 4,), content).view(torch.uint8))
+
+
+class Slot:
+    """As HostSlot, of memory of its own. Attributes: viewed: somebody holds views of it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.viewed = False
+        self.expected: int | None = None
+        self.freed = False
+
+    def wait(self) -> None:
+        return
+
+    def outstanding(self) -> bool:
+        return self.viewed
+
+    def expect(self, views: int) -> None:
+        self.expected = views
+
+    def free(self) -> None:
+        assert not self.freed
+        self.freed = True
+
+
+class Fetch:
+    """Weights on their way. Attributes: fate: what finish raises; None: it goes well."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.fate: BaseException | None = None
+        self.waits = 0
+        self.advanced = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def advance(self) -> None:
+        self.advanced += 1
+
+    def finish(self) -> Slot:
+        if self.fate is not None:
+            raise self.fate
+        return self.slot

@@ -1,0 +1,207 @@
+"""Gradients of a unit, alone: they land, add up in fp32 over micro-batches, and their norm and finiteness are exact."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from infinity import _native
+from infinity.errors import PlanError
+from infinity.sizes import PAGE_BYTES
+from infinity.state.unit import Place, Unit
+from infinity.tiers.accelerator import CpuDevice
+from infinity.tiers.window import Landing
+from infinity.units.gradients import Gradients, GroupGradients, UnitGradients
+from tests.tiers.fakes import Failure, Store, extent, few, pages
+from tests.units.fakes import unit_of
+
+INFINITE = float("inf")
+
+
+def bf16_unit(index: int = 0) -> Unit:
+    """A group of one page of bf16 weights, with two parameters."""
+    unit = unit_of(index)
+    group = unit.groups[0]
+    specs = tuple(
+        replace(spec, shape=torch.Size([PAGE_BYTES // 4]), numel=PAGE_BYTES // 4, offset=PAGE_BYTES // 4 * part)
+        for part, spec in enumerate(group.specs)
+    )
+    return replace(unit, groups=(replace(group, dtype=torch.bfloat16, specs=specs, numel=PAGE_BYTES // 2),))
+
+
+UNIT = bf16_unit()
+SPECS = UNIT.groups[0].specs
+
+
+@functools.cache
+def pool() -> _native.ThreadPool:
+    return _native.ThreadPool(1)
+
+
+def group_of(unit: Unit = UNIT, *, home: int = 0, window: int = 0) -> GroupGradients:
+    """Args: home, window: pages of RAM they wait in, and land in where they spill."""
+    landing, native = None, Store()
+    if window:
+        store: Any = native
+        landing = Landing(pages(window), store)
+    lease = pages(home).lease(home * PAGE_BYTES, "gradients") if home else None
+    place = extent(unit.name, "grad", count=2, slots=1) if window else None
+    return GroupGradients(unit, unit.groups[0], lease, place, landing, CpuDevice(), pool())
+
+
+def gradient(value: float) -> torch.Tensor:
+    return torch.full(SPECS[0].shape, value, dtype=torch.bfloat16)
+
+
+class GradientsMachine(RuleBasedStateMachine):
+    """Gradients of two parameters, in RAM, in the window, or grown out of RAM into the window."""
+
+    @initialize(home=st.integers(0, 2), spills=st.booleans())
+    def open(self, home: int, spills: bool) -> None:
+        self.spills = spills or home < 2  # there is always room to add up
+        self.group = group_of(home=home, window=2 if self.spills else 0)
+        self.sums: dict[str, float] = {}
+
+    @rule(which=st.integers(0, 1), value=st.sampled_from([1.0, -3.0, 0.00390625]), accumulate=st.booleans())
+    def land(self, which: int, value: float, accumulate: bool) -> None:
+        spec = SPECS[which]
+        adds = accumulate and spec.name in self.sums
+        self.group.land(spec, gradient(value), accumulate=accumulate)
+        self.sums[spec.name] = self.sums.get(spec.name, 0.0) * adds + value
+        assert self.group.dtype is torch.float32 or not adds
+
+    @rule()
+    def leave(self) -> None:
+        self.group.leave()
+
+    @rule()
+    def backward_begins(self) -> None:
+        self.group.backward_begins()
+
+    @rule(which=st.integers(0, 1))
+    def drop(self, which: int) -> None:
+        self.group.drop(SPECS[which].name)
+        self.sums.pop(SPECS[which].name, None)
+
+    @rule()
+    def forget(self) -> None:
+        self.group.forget()
+        self.sums.clear()
+
+    @precondition(lambda self: self.sums)
+    @rule()
+    def the_values_are_there(self) -> None:
+        flat = torch.frombuffer(self.group._view(), dtype=self.group.dtype)
+        for spec in SPECS:
+            if spec.name in self.sums:
+                assert (flat[spec.offset : spec.offset + spec.numel] == self.sums[spec.name]).all()
+
+    @invariant()
+    def what_is_present_and_its_norm_are_known(self) -> None:
+        assert self.group.present == self.sums.keys()
+        assert self.group.finite
+        for spec in SPECS:
+            if spec.name in self.sums:
+                assert self.group.sum_squares(spec) == spec.numel * self.sums[spec.name] ** 2
+
+    @invariant()
+    def what_spills_has_a_place_in_the_window_or_in_the_store(self) -> None:
+        assert not self.group.spilled or self.spills
+
+
+TestGradients = GradientsMachine.TestCase
+TestGradients.settings = few
+
+
+def test_one_micro_batch_costs_two_bytes_and_the_next_step_begins_in_fp32_after_two() -> None:
+    group = group_of(home=2)
+    seen = []
+    for accumulate in (False, True, False, False):
+        if not accumulate:
+            group.forget()
+        group.land(SPECS[0], gradient(1.0), accumulate=accumulate)
+        seen.append(group.dtype)
+    assert seen == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_a_second_gradient_without_room_for_fp32_says_what_to_do() -> None:
+    group = group_of(home=1)
+    group.land(SPECS[0], gradient(1.0), accumulate=True)
+    group.land(SPECS[0], gradient(2.0), accumulate=False)
+    with pytest.raises(PlanError, match=r"unit '0' \(8.00 KiB\), and memory.host has room for 4.00 KiB"):
+        group.land(SPECS[0], gradient(1.0), accumulate=True)
+
+
+@pytest.mark.parametrize("bad", [INFINITE, -INFINITE, float("nan")])
+def test_what_is_not_finite_is_named(bad: float) -> None:
+    group = group_of(home=1)
+    group.land(SPECS[0], gradient(1.0), accumulate=False)
+    broken = gradient(1.0)
+    broken[-1] = bad
+    group.land(SPECS[1], broken, accumulate=False)
+    assert [group.is_finite(spec) for spec in SPECS] == [True, False]
+    assert not group.finite
+    gradients = Gradients([UnitGradients(UNIT, {0: group})], None, CpuDevice())
+    places = [Place(UNIT, 0, spec) for spec in SPECS]
+    assert gradients.sum_squares(places[:1]) == (SPECS[0].numel, "")
+    assert gradients.sum_squares(places)[1] == SPECS[1].name
+    assert all(gradients.has(place) for place in places)
+    group.drop(SPECS[1].name)
+    assert group.finite
+    assert not gradients.has(places[1])
+
+
+@pytest.fixture
+def spilling() -> SimpleNamespace:
+    """Three units whose gradients land in a window that two of them fill."""
+    native = Store()
+    store: Any = native
+    landing = Landing(pages(4), store)
+    units, groups = [bf16_unit(index) for index in range(3)], []
+    for unit in units:
+        place = extent(unit.name, "grad", count=2, slots=1)
+        groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, CpuDevice(), pool()))
+    of_units = [UnitGradients(unit, {0: group}) for unit, group in zip(units, groups, strict=True)]
+    gradients = Gradients(of_units, landing, CpuDevice())
+    return SimpleNamespace(store=native, landing=landing, units=units, groups=groups, all=gradients, of_units=of_units)
+
+
+def test_gradients_leave_when_the_backward_of_another_unit_begins(spilling: SimpleNamespace) -> None:
+    for index in (2, 1):
+        spilling.groups[index].land(spilling.units[index].groups[0].specs[0], gradient(1.0), accumulate=False)
+    assert not spilling.store.under_way
+    spilling.all.backward_begins([1], [])
+    assert len(spilling.store.under_way) == 1
+    spilling.all.backward_begins([0], [1])
+    assert len(spilling.store.under_way) == 1
+    spilling.all.synchronize()
+    assert spilling.landing.space.free_bytes == spilling.landing.space.nbytes
+    assert set(spilling.store.stored) == {("1.0.grad", 0), ("2.0.grad", 0)}
+    assert not any(unit.in_ram for unit in spilling.of_units)
+
+
+def test_gradients_that_will_be_added_to_are_read_when_their_backward_begins(spilling: SimpleNamespace) -> None:
+    spec = spilling.units[2].groups[0].specs[0]
+    spilling.groups[2].land(spec, gradient(1.0), accumulate=False)
+    spilling.all.synchronize()
+    spilling.all.backward_begins([2], [])
+    assert len(spilling.store.under_way) == 1
+    spilling.groups[2].land(spec, gradient(2.0), accumulate=True)
+    assert spilling.groups[2].sum_squares(spec) == 9.0 * spec.numel
+
+
+def test_gradients_that_were_lost_are_told_when_the_step_needs_them(spilling: SimpleNamespace) -> None:
+    spilling.groups[2].land(spilling.units[2].groups[0].specs[0], gradient(1.0), accumulate=False)
+    spilling.all.backward_begins([1], [])
+    spilling.store.under_way[0].fate = Failure()
+    with pytest.raises(OSError, match="grad of unit '2' failed"):
+        spilling.all.synchronize()
+    spilling.groups[2].forget()
+    spilling.all.synchronize()

@@ -1,0 +1,84 @@
+"""States that are read ahead: as many as the staging holds, taken over by the updates that come, or dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from infinity.units.read_ahead import ReadAhead
+from tests.tiers.fakes import few, imitate_streams, pages
+from tests.units.fakes import homes_of, no_shadows, offloaded, resources, unit_of
+
+COUNT = 5
+GROUPS = (1, 2)
+"""Tiles of a unit, by group."""
+IN_RAM = 4
+"""The unit whose states are in RAM."""
+
+
+class ReadAheadMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        imitate_streams(self.patch)
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @initialize(held_max=st.integers(0, 9))
+    def offload(self, held_max: int) -> None:
+        self.below = resources()
+        self.pipeline: Any = self.below.pipeline
+        self.pipeline.held_tiles_max = self.held_max = held_max
+        shadows, space = no_shadows(self.pipeline), pages(6)
+        self.units = [
+            offloaded(unit, homes_of(unit, states=space if unit.index == IN_RAM else None), shadows)
+            for unit in (unit_of(index, GROUPS) for index in range(COUNT))
+        ]
+        self.ahead = ReadAhead(self.below)
+
+    def _held(self) -> list[int]:
+        return [unit.index for unit in self.units if unit.ahead]
+
+    @rule(order=st.permutations(range(COUNT)))
+    def begin(self, order: list[int]) -> None:
+        before, room = self._held(), self.held_max
+        room -= sum(GROUPS) * len(before)
+        self.ahead.begin((self.units[index] for index in order), 1)
+        expected = list(before)
+        for index in order:
+            if room > 0 and index != IN_RAM and index not in before:
+                expected.append(index)
+                room -= sum(GROUPS)
+        assert set(self._held()) == set(expected)
+
+    @rule(index=st.integers(0, COUNT - 1), groups=st.sets(st.sampled_from([0, 1])))
+    def take(self, index: int, groups: set[int]) -> None:
+        before = dict(self.units[index].ahead)
+        taken = self.ahead.take(self.units[index], groups)
+        assert not self.units[index].ahead
+        assert [taken.get(group) for group in groups] == [before.get(group) for group in groups]
+        for group, job in before.items():
+            assert (job in self.pipeline.canceled) == (group not in groups)
+            if group in groups:
+                self.pipeline.held.remove(job)  # an update took it over
+
+    @rule(but=st.sets(st.integers(0, COUNT - 1)))
+    def drop(self, but: set[int]) -> None:
+        before = self._held()
+        self.ahead.drop(but=but)
+        assert self._held() == [index for index in before if index in but]
+
+    @invariant()
+    def every_held_job_belongs_to_a_unit_that_is_ahead(self) -> None:
+        held = [job for unit in self.units for job in unit.ahead.values()]
+        assert {id(job) for job in held} == {id(job) for job in self.pipeline.held}
+        assert set(self.ahead._units) == set(self._held())
+        assert all(len(unit.ahead) in (0, len(GROUPS)) for unit in self.units)
+
+
+TestReadAhead = ReadAheadMachine.TestCase
+TestReadAhead.settings = few

@@ -1,0 +1,92 @@
+"""Shadows: what is free, in use and lent adds up to what the plan has for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from infinity.io.arena import Lease
+from infinity.sizes import PAGE_BYTES
+from infinity.units.shadows import Shadows
+from tests.tiers.fakes import few, pages
+from tests.units.fakes import Pipeline
+
+PAGES = 6
+SIZES = [2 * PAGE_BYTES, PAGE_BYTES, 3 * PAGE_BYTES]
+
+
+def shadows_of(pipeline: Any) -> Shadows:
+    return Shadows(pages(PAGES), pipeline, PAGES * PAGE_BYTES, SIZES)
+
+
+class ShadowsMachine(RuleBasedStateMachine):
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = Pipeline()
+        self.shadows = shadows_of(self.pipeline)
+        self.used: list[Lease] = []
+        self.lost_bytes = 0
+
+    @rule(target=leases, nbytes=st.sampled_from([*SIZES, (PAGES + 1) * PAGE_BYTES]))
+    def lease(self, nbytes: int) -> Any:
+        lease = self.shadows.try_lease(nbytes)
+        if lease is None:
+            return multiple()
+        assert lease.nbytes == nbytes
+        self.used.append(lease)
+        return lease
+
+    @rule(lease=consumes(leases))
+    def give_back(self, lease: Lease) -> None:
+        self.used.remove(lease)
+        self.shadows.give_back(lease)
+
+    @rule()
+    def lend(self) -> None:
+        self.shadows.lend()
+        assert self.shadows.free_bytes < min(SIZES) or self.shadows.lent_bytes
+
+    @rule(lost=st.booleans())
+    def reclaim(self, lost: bool) -> None:
+        self.pipeline.lost = lost
+        if lost:
+            self.lost_bytes += self.shadows.lent_bytes
+        self.shadows.reclaim()
+        assert not self.shadows.lent_bytes
+
+    @invariant()
+    def the_bytes_add_up(self) -> None:
+        used = sum(lease.nbytes for lease in self.used)
+        free, lent = self.shadows.free_bytes, self.shadows.lent_bytes
+        assert free + used + lent + self.lost_bytes == PAGES * PAGE_BYTES
+        assert self.shadows._space.free_bytes == free
+
+    @invariant()
+    def the_staging_has_what_is_lent(self) -> None:
+        assert sum(view.nbytes for view in self.pipeline.lent) == self.shadows.lent_bytes
+
+
+TestShadows = ShadowsMachine.TestCase
+TestShadows.settings = few
+
+
+def test_what_is_lent_is_what_weights_will_need() -> None:
+    pipeline = Pipeline()
+    shadows = shadows_of(pipeline)
+    assert shadows.try_lease(PAGE_BYTES) is not None
+    shadows.lend()
+    assert [view.nbytes for view in pipeline.lent] == SIZES[:2]
+    shadows.reclaim()
+    assert shadows.free_bytes == 5 * PAGE_BYTES
+
+
+def test_there_is_no_shadow_where_the_plan_has_none_though_the_space_has_room() -> None:
+    native: Any = Pipeline()
+    shadows = Shadows(pages(4), native, PAGE_BYTES, [])
+    assert shadows.try_lease(2 * PAGE_BYTES) is None
+    assert shadows.try_lease(PAGE_BYTES) is not None
+    assert shadows.try_lease(PAGE_BYTES) is None

@@ -1,0 +1,283 @@
+"""One unit and its update: begun, decided, applied, landed or undone in any order that is allowed, and no other.
+
+What counts meanwhile is what counted before; from the landing on it is what was written. Memory adds up, gradients stay
+where they are, and a decided update that fails is told to the health of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from infinity.errors import SwapIOError
+from infinity.sizes import PAGE_BYTES
+from infinity.tiers.home import Home
+from infinity.units.health import Health
+from infinity.units.shadows import Shadows
+from infinity.units.unit import OffloadedUnit
+from infinity.units.update import UnitUpdate, UpdateState, WeightsPlace
+from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, nobody_waits, pages
+from tests.units.fakes import Pipeline, homes_of, offloaded, under_way, unit_of, wanted
+
+GROUPS = (1, 2)
+PAGES = sum(GROUPS)
+OLD, NEW = 1, 2
+
+
+class UnitMachine(RuleBasedStateMachine):
+    @initialize(in_ram=st.booleans())
+    def offload(self, in_ram: bool) -> None:
+        pipeline: Any = Pipeline()
+        self.in_ram = in_ram
+        self.space = pages(2 * PAGES)
+        self.shadows = Shadows(self.space, pipeline, PAGES * PAGE_BYTES if in_ram else 0, [])
+        self.health = Health()
+        self.homes = homes_of(unit_of(0, GROUPS), self.space if in_ram else None)
+        self.unit = offloaded(unit_of(0, GROUPS), self.homes, self.shadows, self.health)
+        self.gradients: Any = dict(self.unit.gradients.groups)
+        self.futures: list[UpdateFuture] = []
+        self._fill(self.homes.weights.lease, OLD)
+
+    @staticmethod
+    def _fill(lease: Any, value: int) -> None:
+        if lease is not None:
+            lease.view()[:] = bytes([value]) * lease.nbytes
+
+    @property
+    def update(self) -> UnitUpdate:
+        assert self.unit.update is not None
+        return self.unit.update
+
+    def _state(self) -> UpdateState | None:
+        return None if self.unit.update is None else self.unit.update.state
+
+    def _failed(self) -> bool:
+        return any(future.done() and future.failure() not in (None, CANCELED) for future in self.futures)
+
+    # -- what may happen ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.unit.update is None)
+    @rule(speculative=st.booleans(), held=st.booleans())
+    def begin(self, speculative: bool, held: bool) -> None:
+        shadow = self.shadows.try_lease(PAGES * PAGE_BYTES) if speculative and self.in_ram else None
+        self._fill(shadow, NEW)
+        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if held and not self.in_ram else None
+        update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
+        self.futures = [UpdateFuture(), UpdateFuture()]
+        self.before = [(home, self._copy(home)) for home in self.homes]
+        for group, future in enumerate(self.futures):
+            homes = [self.homes.weights.groups[group], *self.homes.states[group].homes()]
+            moves = [(home, None if home.in_memory else 1 - home.stored().slot) for home in homes]
+            update.transfers[group] = under_way(future, moves)
+        self.unit.begin_update(update)
+
+    @staticmethod
+    def _copy(home: Home) -> int | None:
+        return None if home.in_memory else home.stored().slot
+
+    @precondition(lambda self: self._state() is UpdateState.SPECULATIVE)
+    @rule(viewed=st.booleans())
+    def decide(self, viewed: bool) -> None:
+        self.update.to(UpdateState.DECIDED)
+        if viewed and self.in_ram:
+            self.update.keep_memory()
+
+    @precondition(lambda self: self.unit.update is not None)
+    @rule(group=st.integers(0, len(GROUPS) - 1))
+    def a_milestone_is_reached(self, group: int) -> None:
+        if not self.futures[group].done():
+            self.futures[group].advance()
+
+    @precondition(lambda self: self.unit.update is not None)
+    @rule(group=st.integers(0, len(GROUPS) - 1), late=st.booleans())
+    def a_group_fails(self, group: int, late: bool) -> None:
+        if late:
+            self.futures[group].fate = Failure()
+        else:
+            self.futures[group].end(Failure())
+
+    @rule()
+    def apply(self) -> None:
+        state = self._state()
+        if self._told(self.unit.apply_update):
+            assert self._state() is (UpdateState.APPLIED if state is UpdateState.DECIDED else state)
+
+    @rule()
+    def await_slot(self) -> None:
+        if self._told(self.unit.await_slot):
+            assert self.unit.at_rest
+            assert not self.unit.writes_from_slot()
+
+    @precondition(lambda self: self.unit.decided is not None)
+    @rule()
+    def land(self) -> None:
+        update = self.update
+        if self._told(self.unit.land_update):
+            assert update.state is UpdateState.LANDED
+            assert self.unit.update is None
+            for home, before in self.before:
+                assert self._copy(home) == (None if before is None else 1 - before)
+                assert home.dirty == home.in_memory
+                home.read()
+            lease = self.homes.weights.lease
+            assert lease is None or set(bytes(lease.view())) == {OLD if update.place.shadow is None else NEW}
+            self._fill(lease, OLD)
+
+    def _told(self, act: Any) -> bool:
+        """Whether it went well. It did not where a decided update failed, which the health of the model knows."""
+        try:
+            act()
+        except SwapIOError as error:
+            assert self._failed()
+            assert self._state() in (UpdateState.DECIDED, UpdateState.APPLIED)
+            assert self.health.failure is not None
+            assert self.health.failure is error or isinstance(self.health.failure, SwapIOError)
+            return False
+        return True
+
+    @precondition(lambda self: self.unit.update is None or self.unit.update.is_speculative)
+    @rule()
+    def undo(self) -> None:
+        for future in self.futures:
+            future.end(CANCELED)
+        self.unit.undo_update()
+        assert self.unit.update is None
+        assert self.health.failure is None or self._failed()
+
+    # -- what may not -------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.unit.update is not None)
+    @rule()
+    def a_second_update_is_refused(self) -> None:
+        before = self.update
+        with pytest.raises(AssertionError, match="has an update under way already"):
+            self.unit.begin_update(before)
+        assert self.unit.update is before
+
+    @precondition(lambda self: self.unit.decided is None)
+    @rule()
+    def what_is_not_decided_does_not_land(self) -> None:
+        with pytest.raises(AssertionError, match="has no decided update"):
+            self.unit.land_update()
+
+    @precondition(lambda self: self.unit.decided is not None)
+    @rule()
+    def what_is_decided_is_not_undone(self) -> None:
+        with pytest.raises(AssertionError, match="cannot go from"):
+            self.unit.undo_update()
+
+    # -- what stays ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def one_update_is_speculative_or_decided(self) -> None:
+        both = (self.unit.speculative, self.unit.decided)
+        assert [each for each in both if each is not None] == ([] if self.unit.update is None else [self.unit.update])
+
+    @invariant()
+    def the_store_counts_as_before_until_the_landing(self) -> None:
+        for home, before in self.before if self.unit.update is not None else ():
+            assert self._copy(home) == before
+            assert not home.dirty
+
+    @invariant()
+    def weights_in_ram_are_the_old_ones_until_they_are_applied(self) -> None:
+        lease = self.homes.weights.lease
+        if lease is None:
+            return
+        applied = self._state() is UpdateState.APPLIED and self.update.place.shadow is not None
+        assert set(bytes(lease.view())) == {NEW if applied else OLD}
+        assert all(home.lease is lease for home in self.homes.weights.groups)
+
+    @invariant()
+    def the_bytes_of_the_shadows_add_up(self) -> None:
+        update, nbytes = self.unit.update, PAGES * PAGE_BYTES
+        used = update is not None and update.place.shadow is not None
+        if used and update is not None and update.state is UpdateState.APPLIED:
+            used = update.viewed
+        assert self.shadows.free_bytes == (nbytes if self.in_ram and not used else 0)
+        weights = nbytes if self.in_ram else 0
+        assert self.space.free_bytes == 2 * nbytes - weights - used * nbytes
+
+    @invariant()
+    def gradients_stay_where_they_are(self) -> None:
+        assert self.unit.gradients.groups == self.gradients
+
+    @invariant()
+    def asking_waits_for_nothing(self) -> None:
+        with nobody_waits(*self.futures, *(future.computed for future in self.futures)):
+            decided = self.unit.decided
+            assert self.unit.at_rest == (decided is None or decided.reached("weights"))
+            self.unit.reads_slot(), self.unit.writes_from_slot()
+            assert (self.unit.weights_under_way() == {}) == (decided is None)
+
+
+TestUnit = UnitMachine.TestCase
+TestUnit.settings = few
+
+
+def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
+    future = UpdateFuture()
+    update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(speculative=speculative), committed=False)
+    update.transfers[0] = under_way(future, [(unit.homes.weights.groups[0], 1)])
+    unit.begin_update(update)
+    return future
+
+
+def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, Health]:
+    native: Any = Pipeline()
+    space, health = pages(2), Health()
+    shadows = Shadows(space, native, 0, [])
+    homes = homes_of(unit_of(0), space if in_ram else None, kept=True)
+    return offloaded(unit_of(0), homes, shadows, health), health
+
+
+@pytest.mark.parametrize("act", ["apply_update", "await_slot", "land_update"])
+def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
+    unit, health = small()
+    begun(unit).fate = Failure()
+    with pytest.raises(SwapIOError) as caught:
+        getattr(unit, act)()
+    assert health.failure is caught.value
+    assert unit.homes.weights.groups[0].stored().slot == 0
+
+
+def test_what_was_computed_is_applied_though_the_store_fails_later() -> None:
+    unit, health = small()
+    future = begun(unit)
+    future.advance()
+    future.end(Failure())
+    unit.apply_update()
+    assert health.failure is None
+    with pytest.raises(SwapIOError):
+        unit.land_update()
+    assert health.failure is not None
+
+
+def test_weights_in_ram_are_fetched_once_they_are_computed_and_those_in_the_store_at_once() -> None:
+    for in_ram in (False, True):
+        unit, _ = small(in_ram=in_ram)
+        assert unit.can_be_fetched()
+        future = begun(unit)
+        with nobody_waits(future):
+            assert unit.can_be_fetched() is not in_ram
+            future.advance()
+            assert unit.can_be_fetched()
+        assert (unit.update is not None and unit.update.state is UpdateState.APPLIED) == in_ram
+
+
+def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
+    unit, _ = small()
+    assert unit.weights_under_way() == {}
+    future = begun(unit)
+    (slot, transfer) = unit.weights_under_way()[0]
+    assert slot == 1
+    future.advance()
+    assert not transfer.done()
+    future.advance()
+    assert transfer.done()
+    unit.land_update()
+    begun(unit, speculative=True)
+    assert unit.weights_under_way() == {}

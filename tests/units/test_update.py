@@ -1,0 +1,201 @@
+"""One update under way: the states of the note and no others, its milestones, and where its new values go."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from infinity.base.timeline import JobTag
+from infinity.errors import SwapIOError
+from infinity.sizes import PAGE_BYTES
+from infinity.tiers.home import UnitHomes
+from infinity.units.update import (
+    UnitUpdate,
+    UpdateState,
+    UpdateTransfer,
+    WeightsPlace,
+    hold_update,
+    submit_update,
+)
+from tests.tiers.fakes import Failure, Store, UpdateFuture, imitate_streams, nobody_waits, pages
+from tests.units.fakes import Gradients, Pipeline, homes_of, resources, under_way, unit_of, wanted
+
+SPECULATIVE, DECIDED, APPLIED, LANDED, UNDONE = UpdateState
+NOTE = {(SPECULATIVE, DECIDED), (SPECULATIVE, UNDONE), (DECIDED, APPLIED), (APPLIED, LANDED)}
+WAY = {SPECULATIVE: [], DECIDED: [DECIDED], UNDONE: [UNDONE]}
+WAY |= {APPLIED: [DECIDED, APPLIED], LANDED: [DECIDED, APPLIED, LANDED]}
+UNIT = unit_of(0)
+
+
+def update(*futures: UpdateFuture, place: WeightsPlace | None = None) -> UnitUpdate:
+    made = UnitUpdate("a", wanted(UNIT), place or WeightsPlace(), committed=False)
+    made.transfers = {index: under_way(future) for index, future in enumerate(futures)}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [*itertools.product(UpdateState, UpdateState)], ids=lambda each: each.value
+)
+def test_every_transition_of_the_note_and_no_other(before: UpdateState, after: UpdateState) -> None:
+    made = update(place=WeightsPlace(speculative=True))
+    for state in WAY[before]:
+        made.to(state)
+    if (before, after) in NOTE:
+        made.to(after)
+        assert made.state is after
+    else:
+        with pytest.raises(AssertionError, match="the update of 'a' cannot go from"):
+            made.to(after)
+        assert made.state is before
+
+
+def test_an_update_is_speculative_or_decided_from_its_beginning() -> None:
+    assert update(place=WeightsPlace(speculative=True)).is_speculative
+    assert update().state is DECIDED
+
+
+def test_a_milestone_is_reached_when_every_group_has_reached_it_well_or_not() -> None:
+    first, second = UpdateFuture(), UpdateFuture()
+    made = update(first, second)
+    first.advance()
+    assert not made.reached("computed")
+    second.end(Failure())
+    with nobody_waits(first, second):
+        assert made.reached("computed")
+        assert not made.reached("weights")
+    made.wait("weights")
+    assert made.reached("weights")
+    assert not made.reached("written")
+    made.wait("written")
+    assert made.reached("written")
+
+
+def test_an_update_reads_its_slot_until_it_is_computed_and_writes_from_it_until_the_weights_are_there() -> None:
+    slot = pages(1).lease(PAGE_BYTES, "a slot")
+    early, late, elsewhere = UpdateFuture(), UpdateFuture(), UpdateFuture()
+    speculative = update(early, place=WeightsPlace(slot=slot, speculative=True))
+    decided = update(late, place=WeightsPlace(slot=slot))
+    without = update(elsewhere)
+    assert (speculative.reads_slot(), speculative.writes_from_slot()) == (True, False)
+    assert (decided.reads_slot(), decided.writes_from_slot()) == (False, True)
+    assert (without.reads_slot(), without.writes_from_slot()) == (False, False)
+    early.advance(), late.advance()
+    assert (speculative.reads_slot(), decided.writes_from_slot()) == (False, True)
+    late.advance()
+    assert not decided.writes_from_slot()
+
+
+def test_a_failure_is_told_once_it_is_known() -> None:
+    future = UpdateFuture()
+    made = update(UpdateFuture(), future)
+    with nobody_waits(future):
+        made.require_well()
+    future.end(Failure())
+    with pytest.raises(SwapIOError, match="optimizer states of unit 'a unit' failed at step 1"):
+        made.require_well()
+
+
+def test_landing_turns_each_state_to_what_was_written() -> None:
+    homes = homes_of(UNIT, pages(1))
+    states = homes.states[0]
+    transfer = under_way(UpdateFuture(), [(homes.weights.groups[0], None), (states.homes()[0], 1)])
+    assert transfer.slot_of(states.homes()[0]) == 1
+    assert transfer.slot_of(states.homes()[1]) is None
+    transfer.land()
+    assert homes.weights.groups[0].dirty
+    assert [home.stored().slot for home in states.homes()] == [1, 0]
+
+
+# -- how a group is handed to the pipeline ----------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _readable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    imitate_streams(monkeypatch)
+
+
+def submit(homes: UnitHomes, place: WeightsPlace, *, committed: bool = False, **options: Any) -> UpdateTransfer:
+    gradients: Any = Gradients(UNIT).groups[0]
+    request = replace(wanted(UNIT)[0], **options)
+    return submit_update(resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, held=None)
+
+
+def job(transfer: UpdateTransfer) -> dict[str, Any]:
+    future: Any = transfer.future
+    made: dict[str, Any] = future.job
+    return made
+
+
+def test_a_speculative_update_writes_beside_what_is_current() -> None:
+    homes = homes_of(UNIT)
+    slot = pages(1).lease(PAGE_BYTES, "a slot")
+    transfer = submit(homes, WeightsPlace(slot=slot, speculative=True))
+    made = job(transfer)
+    for state in ("weight", "exp_avg", "exp_avg_sq"):
+        stream = made[state]
+        assert (stream.file, stream.offset, stream.write_offset, stream.memory) == (Store.file, 0, PAGE_BYTES, None)
+    assert made["weight"].source == slot.view()
+    assert made["first"]
+    assert made["whole"]
+    assert {move for _, move in transfer.moves} == {1}
+    assert JobTag.unpack(made["tag"]) == JobTag(7, 0, 0)
+
+
+def test_a_decided_update_may_overwrite() -> None:
+    slot = pages(1).lease(PAGE_BYTES, "a slot")
+    made = job(submit(homes_of(UNIT), WeightsPlace(slot=slot)))
+    assert (made["weight"].memory, made["weight"].source) == (slot.view(), None)
+    assert {made[state].write_offset for state in ("weight", "exp_avg", "exp_avg_sq")} == {0}
+    assert (made["first"], made["whole"], made["grad"]) == (False, False, "gradients of 0.0")
+
+
+def test_new_weights_in_ram_go_to_the_shadow_and_the_current_ones_stay() -> None:
+    space = pages(2)
+    homes = homes_of(UNIT, space)
+    shadow = space.lease(PAGE_BYTES, "a shadow")
+    transfer = submit(homes, WeightsPlace(speculative=True, shadow=shadow))
+    weight = job(transfer)["weight"]
+    assert (weight.memory, weight.source, weight.file) == (shadow.view(), homes.weights.groups[0].view(), None)
+    assert (homes.weights.groups[0], None) in transfer.moves
+    with pytest.raises(AssertionError, match="needs other memory"):
+        submit(homes, WeightsPlace(speculative=True))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -> None:
+    space = pages(3)
+    homes = homes_of(UNIT, space, space, kept=True)
+    transfer = submit(homes, WeightsPlace(), committed=committed)
+    exp_avg, home = job(transfer)["exp_avg"], homes.states[0].homes()[0]
+    assert exp_avg.memory == home.view()
+    assert exp_avg.file == (Store.file if committed else None)
+    assert (home, 0 if committed else None) in transfer.moves
+    with pytest.raises(AssertionError, match="an early update of a state in RAM"):
+        submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
+
+
+def test_a_speculative_update_needs_a_spare_slot_of_every_state() -> None:
+    homes = homes_of(UNIT)
+    homes.states[0].homes()[1].stored().offsets = (0,)
+    with pytest.raises(AssertionError, match="no spare slot for exp_avg_sq"):
+        submit(homes, WeightsPlace(speculative=True))
+
+
+def test_moments_that_no_rule_uses_are_not_moved() -> None:
+    transfer = submit(homes_of(UNIT), WeightsPlace(), moments=frozenset({"exp_avg"}))
+    assert job(transfer)["exp_avg_sq"] is None
+    assert len(transfer.moves) == 2
+
+
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_states_are_held_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
+    below = resources(shares_memory=shares_memory)
+    hold_update(below, UNIT, homes_of(UNIT), 0, step=2)
+    pipeline: Pipeline = below.pipeline
+    held = pipeline.held[0].job
+    assert (held["weight"] is None) == shares_memory
+    assert held["exp_avg"].file == held["exp_avg_sq"].file == Store.file
+    assert held["residual"] is None

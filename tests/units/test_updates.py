@@ -1,0 +1,331 @@
+"""The updates of a model over a pipeline that is imitated: speculated, undone, decided and landed in any order.
+
+What is decided is what the step wants, of the units it wants it of; nothing is in flight after undoing; each state
+counts as before until its unit landed; memory for new weights adds up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from infinity.errors import SwapIOError
+from infinity.sizes import PAGE_BYTES
+from infinity.tiers.accelerator import HostSlot
+from infinity.units.shadows import Shadows
+from infinity.units.unit import OffloadedUnit
+from infinity.units.update import UnitRequest, UnitUpdate
+from infinity.units.updates import Updates
+from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, imitate_streams, pages
+from tests.units.fakes import Fetch, homes_of, offloaded, resources, unit_of, wanted
+
+COUNT = 5
+IN_RAM = (3, 4)
+"""Their weights; they share the memory for one shadow of two pages."""
+LR = st.sampled_from([1.0, 2.0])
+
+
+class UpdatesMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        imitate_streams(self.patch)
+        self.below = resources()
+        self.pipeline = self.below.pipeline
+        space = pages(6)
+        self.shadows = Shadows(space, self.pipeline, 2 * PAGE_BYTES, [2 * PAGE_BYTES])
+        self.units = [self._unit(index, space) for index in range(COUNT)]
+        self.updates = Updates(self.below, self.shadows)
+        self.begun: list[int] = []  # units, as their updates began
+        self.committed = False
+        for index in (0, 1):  # others were not fetched
+            self._fetch(self.units[index])
+
+    def _unit(self, index: int, space: Any) -> OffloadedUnit:
+        unit = unit_of(index, (1, 1))
+        return offloaded(unit, homes_of(unit, space if index in IN_RAM else None, kept=True), self.shadows)
+
+    @staticmethod
+    def _fetch(unit: OffloadedUnit) -> None:
+        lease = pages(2).lease(unit.unit.weight_bytes, "a slot")
+        slot: Any = HostSlot(lease.tensor(), lease)
+        fetch: Any = Fetch(slot)
+        unit.weights.begin_fetch(fetch)
+        unit.weights.finish_fetch()
+
+    def _waits(self) -> int:
+        return sum(job.waits for job in self.pipeline.jobs)
+
+    def _forget(self, gone: Sequence[int]) -> None:
+        self.begun = [index for index in self.begun if index not in gone]
+
+    # -- what may happen ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.updates.any_decided)
+    @rule(lr=LR)
+    def a_backward_brings_all_gradients(self, lr: float) -> None:
+        for index in reversed(range(COUNT)):
+            self.speculate(index, lr)
+
+    @precondition(lambda self: not self.updates.any_decided)
+    @rule(index=st.integers(0, COUNT - 1), lr=LR)
+    def speculate(self, index: int, lr: float) -> None:
+        unit = self.units[index]
+        if not self.updates.can_speculate(unit):
+            assert unit.update is not None or (index in IN_RAM and self.shadows.free_bytes < unit.homes.weights.nbytes)
+            return
+        assert self.updates.speculate(unit, wanted(unit.unit, lr), 1, committed=self.committed)
+        assert unit.speculative is not None
+        self.begun.append(index)
+
+    @precondition(lambda self: self.pipeline.under_way)
+    @rule(data=st.data())
+    def a_milestone_is_reached(self, data: Any) -> None:
+        job = data.draw(st.sampled_from(self.pipeline.under_way))
+        if job.fate is None:
+            job.advance()
+
+    @rule(count=st.integers(1, 3))
+    def the_pipeline_begins(self, count: int) -> None:
+        for job in self.pipeline.under_way[:count]:
+            job.begun = True
+
+    @precondition(lambda self: self.begun)
+    @rule(data=st.data())
+    def an_update_is_done(self, data: Any) -> None:
+        for job in _jobs(self.units[data.draw(st.sampled_from(self.begun))].update):
+            if job.fate is None:
+                job.reach(job)
+
+    @rule(indices=st.sets(st.integers(0, COUNT - 1)), fails=st.booleans())
+    def undo(self, indices: set[int], fails: bool) -> None:
+        dropped = [self.units[index] for index in sorted(indices) if self.units[index].speculative is not None]
+        jobs = [job for unit in dropped for job in _jobs(unit.update)]
+        running = [job for job in jobs if not job.done()]
+        for job in running[:1] if fails else ():
+            job.fate = Failure()
+        failed = False
+        try:
+            self.updates.undo([self.units[index] for index in sorted(indices)])
+        except SwapIOError:
+            failed = True
+        assert failed == (fails and bool(running))
+        assert all(job.done() for job in jobs)
+        assert [unit.update for unit in dropped] == [None] * len(dropped)
+        self._forget([unit.index for unit in dropped])
+
+    @precondition(lambda self: not self.updates.any_decided)
+    @rule(
+        requested=st.dictionaries(st.integers(0, COUNT - 1), LR),
+        order=st.permutations(range(COUNT)),
+        committed=st.booleans(),
+        agrees=st.booleans(),
+    )
+    def decide(self, requested: dict[int, float], order: list[int], committed: bool, agrees: bool = False) -> None:
+        requests = {index: wanted(self.units[index].unit, lr) for index, lr in requested.items()}
+        for unit in self.updates.speculative if agrees else ():
+            assert unit.update is not None
+            requests[unit.index] = dict(unit.update.wanted)
+        speculated = {unit.index: unit.update for unit in self.updates.speculative}
+        goes_on = {
+            index
+            for index, update in speculated.items()
+            if self._is_right(update, requests.get(index), committed) and all(job.begun for job in _jobs(update))
+        }
+        earlier = len(self.pipeline.jobs)
+        decided = self.updates.decide(requests, [self.units[index] for index in order], 1, committed=committed)
+        self.begun = [index for index in self.begun if index in goes_on]
+        self.begun += [index for index in order if index in requests and index not in goes_on]
+        assert [unit.index for unit in decided] == self.begun
+        assert not self.updates.any_speculative
+        for unit in decided:
+            assert unit.decided is not None
+            assert unit.decided.wanted == requests[unit.index]
+            assert unit.decided.committed == committed
+            assert (unit.decided is speculated.get(unit.index)) == (unit.index in goes_on)
+            assert unit.decided.place.speculative == (unit.index in goes_on)
+        later = [job for job in self.pipeline.jobs[:earlier] if not job.done()]
+        assert later == [job for unit in decided if unit.index in goes_on for job in _jobs(unit.update) if job in later]
+        assert not self.pipeline.held
+
+    @staticmethod
+    def _is_right(update: UnitUpdate | None, requested: UnitRequest | None, committed: bool) -> bool:
+        return update is not None and update.wanted == requested and update.committed == committed
+
+    @precondition(lambda self: self.updates.any_decided)
+    @rule(data=st.data())
+    def land(self, data: Any) -> None:
+        unit = data.draw(st.sampled_from(self.updates.decided))
+        written = self._written(unit)
+        self.updates.land(unit)
+        self._landed(unit, written)
+
+    @staticmethod
+    def _written(unit: OffloadedUnit) -> list[Any]:
+        assert unit.update is not None
+        return [move for transfer in unit.update.transfers.values() for move in transfer.moves]
+
+    def _landed(self, unit: OffloadedUnit, written: list[Any]) -> None:
+        assert unit.update is None
+        assert all(home.dirty if slot is None else home.stored().slot == slot for home, slot in written)
+        self._forget([unit.index])
+
+    @rule()
+    def land_what_is_done(self) -> None:
+        before, waits = [(unit, self._written(unit), unit.update) for unit in self.updates.decided], self._waits()
+        self.updates.land_done()
+        assert self._waits() == waits
+        stops = False
+        for unit, written, update in before:
+            stops = stops or not update.reached("written")
+            if stops:
+                assert unit.update is update
+            else:
+                self._landed(unit, written)
+
+    @rule()
+    def land_all(self) -> None:
+        self.updates.land_all()
+        self._forget([index for index in self.begun if self.units[index].update is None])
+        assert not self.updates.any_decided
+
+    @precondition(lambda self: not self.updates.any_decided)
+    @rule(order=st.permutations(range(COUNT)))
+    def read_ahead(self, order: list[int]) -> None:
+        self.updates.read_ahead((self.units[index] for index in order), 1)
+
+    @rule()
+    def nobody_reads_a_slot_after_waiting_for_it(self) -> None:
+        self.updates.wait_for_readers()
+        assert not any(unit.reads_slot() for unit in self.units)
+
+    # -- what stays ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_units_with_an_update_are_under_way_as_they_began(self) -> None:
+        assert list(self.updates._under_way) == self.begun
+        assert {unit.index for unit in self.units if unit.update is not None} == set(self.begun)
+
+    @invariant()
+    def what_is_in_flight_belongs_to_an_update(self) -> None:
+        running = {id(job) for unit in self.units for job in _jobs(unit.update)}
+        assert {id(job) for job in self.pipeline.under_way} <= running
+
+    @invariant()
+    def the_bytes_of_the_shadows_add_up(self) -> None:
+        used = 0
+        for unit in self.units:
+            shadow = None if unit.update is None else unit.update.place.shadow
+            if shadow is not None and unit.homes.weights.lease is not shadow:
+                used += shadow.nbytes
+        assert self.shadows.free_bytes + used == 2 * PAGE_BYTES
+
+    @invariant()
+    def what_updates_keep_of_the_slots_is_a_share(self) -> None:
+        held = [unit for unit in self.updates.speculative if unit.reads_slot()]
+        assert sum(unit.unit.weight_bytes for unit in held) * 4 <= self.below.plan.slot_bytes
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+
+def _jobs(update: UnitUpdate | None) -> list[UpdateFuture]:
+    futures: list[Any] = [] if update is None else [transfer.future for transfer in update.transfers.values()]
+    return futures
+
+
+TestUpdates = UpdatesMachine.TestCase
+TestUpdates.settings = few
+
+
+@pytest.fixture
+def machine() -> Any:
+    machine = UpdatesMachine()
+    yield machine
+    machine.teardown()
+
+
+def test_newest_updates_are_canceled_first(machine: UpdatesMachine) -> None:
+    for index in (0, 2, 1):
+        machine.speculate(index, 1.0)
+    jobs = list(machine.pipeline.jobs)
+    machine.updates.undo(machine.updates.speculative)
+    assert machine.pipeline.canceled == [*jobs[4:], *jobs[2:4], *jobs[:2]]
+
+
+def test_a_failure_while_undoing_is_told_when_everything_was_undone(machine: UpdatesMachine) -> None:
+    for index in (0, 1, 2):
+        machine.speculate(index, 1.0)
+    machine.pipeline.jobs[2].fate = Failure()
+    with pytest.raises(SwapIOError):
+        machine.updates.undo(machine.updates.speculative)
+    assert all(job.done() for job in machine.pipeline.jobs)
+    assert not machine.updates.any_speculative
+
+
+def test_what_speculation_needs(machine: UpdatesMachine) -> None:
+    updates, unit = machine.updates, machine.units[0]
+    assert updates.can_speculate(unit)
+    gradients: Any = unit.gradients
+    gradients.in_ram = False
+    assert not updates.can_speculate(unit)
+    gradients.in_ram = True
+    spare = machine.below.spare_slot
+    machine.below.spare_slot = lambda extent: None if extent.state == "weight" else spare(extent)
+    assert not updates.can_speculate(unit)
+    assert updates.can_speculate(machine.units[3])  # its weights are in RAM
+    resting = offloaded(unit_of(9), homes_of(unit_of(9), states=pages(2)), machine.shadows)
+    machine.below.spare_slot = spare
+    assert not updates.can_speculate(resting)
+
+
+def test_a_part_of_a_unit_in_ram_is_not_speculated(machine: UpdatesMachine) -> None:
+    unit = machine.units[3]
+    part = {0: wanted(unit.unit)[0]}
+    assert not machine.updates.speculate(unit, part, 1, committed=False)
+    assert unit.update is None
+    assert machine.shadows.free_bytes == 2 * PAGE_BYTES
+
+
+def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) -> None:
+    machine.speculate(2, 1.0)
+    machine.pipeline.jobs[0].end(Failure())
+    machine.updates.require_well()  # what is speculative may be undone
+    with pytest.raises(SwapIOError):
+        machine.updates.undo(machine.updates.speculative)
+    machine.begun.clear()
+    machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
+    machine.updates.require_well()
+    machine.pipeline.jobs[-1].end(Failure())
+    with pytest.raises(SwapIOError):
+        machine.updates.require_well()
+
+
+def test_weights_that_are_not_finite_are_told_when_they_land(
+    machine: UpdatesMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
+    machine.pipeline.jobs[1].finite = False
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        machine.updates.land_all()
+    assert [record.message.split(" is not")[0] for record in caplog.records] == [
+        "step 1: a weight or a moment of unit '0'"
+    ]
+
+
+def test_shadows_come_back_when_updates_speculate_again(machine: UpdatesMachine) -> None:
+    machine.shadows.lend()
+    machine.read_ahead(list(range(COUNT)))
+    machine.decide({0: 1.0}, list(range(COUNT)), False)
+    machine.read_ahead([1])
+    machine.updates.reclaim_shadows()
+    assert machine.shadows.free_bytes == 2 * PAGE_BYTES
+    assert all(job.computed.done() for job in machine.pipeline.jobs)
+    assert not any(job.done() for job in machine.pipeline.jobs)
+    assert not machine.pipeline.held
+    assert machine.pipeline.canceled[-1].fate is CANCELED
