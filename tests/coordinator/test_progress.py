@@ -48,8 +48,8 @@ class Model:
     # -- as Updates ---------------------------------------------------------------------------------------------------
 
     @property
-    def any_decided(self) -> bool:
-        return bool(self.running)
+    def oldest_decided(self) -> str | None:
+        return "a unit" if self.running else None
 
     def land_done(self) -> None:
         while self.running[:1] == [True]:

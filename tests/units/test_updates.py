@@ -66,13 +66,13 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     # -- what may happen ----------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: not self.updates.any_decided)
+    @precondition(lambda self: self.updates.oldest_decided is None)
     @rule(lr=LR)
     def a_backward_brings_all_gradients(self, lr: float) -> None:
         for index in reversed(range(COUNT)):
             self.speculate(index, lr)
 
-    @precondition(lambda self: not self.updates.any_decided)
+    @precondition(lambda self: self.updates.oldest_decided is None)
     @rule(index=st.integers(0, COUNT - 1), lr=LR)
     def speculate(self, index: int, lr: float) -> None:
         unit = self.units[index]
@@ -119,7 +119,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         assert [unit.update for unit in dropped] == [None] * len(dropped)
         self._forget([unit.index for unit in dropped])
 
-    @precondition(lambda self: not self.updates.any_decided)
+    @precondition(lambda self: self.updates.oldest_decided is None)
     @rule(
         requested=st.dictionaries(st.integers(0, COUNT - 1), LR),
         order=st.permutations(range(COUNT)),
@@ -142,7 +142,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         self.begun = [index for index in self.begun if index in goes_on]
         self.begun += [index for index in order if index in requests and index not in goes_on]
         assert [unit.index for unit in decided] == self.begun
-        assert not self.updates.any_speculative
+        assert not self.updates.speculative
         for unit in decided:
             assert unit.decided is not None
             assert unit.decided.wanted == requests[unit.index]
@@ -157,7 +157,7 @@ class UpdatesMachine(RuleBasedStateMachine):
     def _is_right(update: UnitUpdate | None, requested: UnitRequest | None, committed: bool) -> bool:
         return update is not None and update.wanted == requested and update.committed == committed
 
-    @precondition(lambda self: self.updates.any_decided)
+    @precondition(lambda self: self.updates.oldest_decided is not None)
     @rule(data=st.data())
     def land(self, data: Any) -> None:
         unit = data.draw(st.sampled_from(self.updates.decided))
@@ -192,9 +192,9 @@ class UpdatesMachine(RuleBasedStateMachine):
     def land_all(self) -> None:
         self.updates.land_all()
         self._forget([index for index in self.begun if self.units[index].update is None])
-        assert not self.updates.any_decided
+        assert self.updates.oldest_decided is None
 
-    @precondition(lambda self: not self.updates.any_decided)
+    @precondition(lambda self: self.updates.oldest_decided is None)
     @rule(order=st.permutations(range(COUNT)))
     def read_ahead(self, order: list[int]) -> None:
         self.updates.read_ahead((self.units[index] for index in order), 1)
@@ -265,7 +265,7 @@ def test_a_failure_while_undoing_is_told_when_everything_was_undone(machine: Upd
     with pytest.raises(SwapIOError):
         machine.updates.undo(machine.updates.speculative)
     assert all(job.done() for job in machine.pipeline.jobs)
-    assert not machine.updates.any_speculative
+    assert not machine.updates.speculative
 
 
 def test_what_speculation_needs(machine: UpdatesMachine) -> None:
@@ -301,7 +301,7 @@ def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) ->
     machine.begun.clear()
     machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
     machine.updates.require_well()
-    machine.pipeline.jobs[-1].end(Failure())
+    machine.pipeline.jobs[1].end(Failure())  # of the one that began first
     with pytest.raises(SwapIOError):
         machine.updates.require_well()
 
