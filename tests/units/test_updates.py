@@ -301,7 +301,10 @@ def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) ->
     machine.begun.clear()
     machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
     machine.updates.require_well()
-    machine.pipeline.jobs[1].end(Failure())  # of the one that began first
+    oldest = machine.updates.oldest_decided
+    assert oldest is not None and oldest.update is not None
+    first = next(iter(oldest.update.transfers.values())).future
+    next(job for job in machine.pipeline.jobs if job is first).end(Failure())
     with pytest.raises(SwapIOError):
         machine.updates.require_well()
 
