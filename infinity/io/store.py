@@ -22,7 +22,7 @@ from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
 from infinity.io.profile import profile_of
-from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -52,25 +52,6 @@ class Extent:
     @property
     def offset(self) -> int:
         return self.offsets[self.slot]
-
-
-class ExtentMap:
-    """Hands out extents before the file exists, so that its size is known and reserved at once.
-
-    Args:
-        start: bytes of the file that are given away already.
-    """
-
-    def __init__(self, start: int = 0) -> None:
-        self.nbytes = start
-        self.extents: list[Extent] = []
-
-    def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, slots: int = 1) -> Extent:
-        nbytes = round_up(nbytes, PAGE_BYTES)
-        offsets = tuple(self.nbytes + index * nbytes for index in range(slots))
-        self.nbytes += slots * nbytes
-        self.extents.append(Extent(unit, group, state, offsets, nbytes))
-        return self.extents[-1]
 
 
 Mode = Literal["in place", "generations", "resume"]
