@@ -26,8 +26,8 @@ def describe(plan: Plan) -> str:
     weights, optimizer, form = placement.weights, placement.optimizer, placement.form
     predicted = "" if forecast.io_s is None else f", {forecast.io_s:.2f} s at the measured rate"
     per_parameter = forecast.step_bytes / max(layout.trainable_numel, 1)
-    weights_share = _share(layout.weight_ram_bytes, len(weights.in_ram), len(layout.units))
-    states_share = _share(layout.state_ram_bytes, len(optimizer.in_ram), layout.trained_count)
+    weights_share = _share(layout.arena.weights, len(weights.in_ram), len(layout.units))
+    states_share = _share(layout.arena.states, len(optimizer.in_ram), layout.trained_count)
     return "\n".join(
         [
             f"{layout.numel / 1e6:.1f} M parameters, {layout.trainable_numel / 1e6:.1f} M trained, on {plan.device}",
@@ -60,7 +60,7 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
         passes = "" if placement.form.gradient_fp32 else "of one backward pass "
         held = f"{passes}those of {len(placement.gradients.in_ram)} of {layout.trained_count} units in RAM"
         accumulation += f"; {held}, and a window of {format_bytes(budgets.landing_bytes)}"
-    size = format_bytes(layout.gradient_ram_bytes + budgets.landing_bytes)
+    size = format_bytes(layout.arena.gradients + budgets.landing_bytes)
     fp32 = "fp32, " if placement.form.gradient_fp32 else ""
     return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
 

@@ -9,14 +9,14 @@ another share of them in RAM. A store that exists is opened by this order: chang
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import Placement, Resting
-from infinity.plan.problem import GroupBytes, Problem, UnitBytes
+from infinity.plan.problem import Problem, UnitBytes
 from infinity.plan.spilling import GradientPlacement
 from infinity.state.dtypes import master_format
 from infinity.state.unit import Group, Unit
@@ -43,43 +43,39 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where the states of a group lie.
+    """Where the weights and the optimizer's states of a group lie.
 
     Attributes:
         master: how the master of its weights is kept.
-        states: of the optimizer, by name: those that the group has.
-        gradient: of 0 bytes where the group is frozen.
+        states: by name, those that the group has; none where it is frozen.
     """
 
     group: Group
     master: _native.MasterName
     weight: StateLayout
     states: Mapping[str, StateLayout]
-    gradient: StateLayout
-
-    def kept(self) -> list[StateLayout]:
-        """What generations have of the group: everything but its gradients."""
-        return [self.weight, *self.states.values()]
 
 
 @dataclass(frozen=True)
 class UnitLayout:
+    """Where everything of a unit lies.
+
+    Attributes:
+        gradients: of each group, in the order of the groups; of 0 bytes where it is frozen.
+    """
+
     unit: Unit
     groups: tuple[GroupLayout, ...]
+    gradients: tuple[StateLayout, ...]
 
     @property
     def weight_lease_bytes(self) -> int:
         """Of the one lease that the weights of all groups rest in; 0 where they do not rest in RAM."""
         return sum(group.weight.lease_bytes for group in self.groups)
 
-    @property
-    def state_lease_bytes(self) -> int:
-        """Of the optimizer states."""
-        return sum(state.lease_bytes for group in self.groups for state in group.states.values())
-
-    @property
-    def gradient_lease_bytes(self) -> int:
-        return sum(group.gradient.lease_bytes for group in self.groups)
+    def kept(self) -> list[StateLayout]:
+        """What generations have of the unit: everything but its gradients."""
+        return [state for group in self.groups for state in (group.weight, *group.states.values())]
 
 
 @dataclass(frozen=True)
@@ -108,11 +104,11 @@ class SwapBytes:
 
 @dataclass(frozen=True)
 class ArenaBytes:
-    """Bytes of the arena, in the order in which they are leased.
+    """Bytes of the arena.
 
     Attributes:
-        weights: for weights that rest in RAM, and their shadows.
-        states: for optimizer states and gradients that rest in RAM, each in a lease of its own.
+        weights, states, gradients: of those that rest in RAM; `states` are the optimizer's.
+        shadows: for the new weights of updates that speculate.
         landing: for the window that gradients land in.
         staging: for the update's tiles, those that are read ahead included.
         transfers: not leased for good: weights are fetched into it, or read into it on their way to a GPU.
@@ -120,14 +116,22 @@ class ArenaBytes:
 
     weights: int
     states: int
+    gradients: int
+    shadows: int
     landing: int
     staging: int
     transfers: int
 
     @property
+    def weights_and_shadows(self) -> int:
+        """They share one lease: when an update is applied, its shadow becomes the home of the weights."""
+        return self.weights + self.shadows
+
+    @property
     def nbytes(self) -> int:
         """Exact size of the one pinned allocation."""
-        return self.weights + self.states + self.landing + self.staging + self.transfers
+        resting = self.weights_and_shadows + self.states + self.gradients
+        return resting + self.landing + self.staging + self.transfers
 
 
 @dataclass(frozen=True)
@@ -172,21 +176,6 @@ class Layout:
         """Of the optimizer, for the whole model, in whatever tier."""
         return sum(state.nbytes for unit in self.units for group in unit.groups for state in group.states.values())
 
-    @cached_property
-    def weight_ram_bytes(self) -> int:
-        """Of weights that rest in RAM."""
-        return sum(unit.weight_lease_bytes for unit in self.units)
-
-    @cached_property
-    def state_ram_bytes(self) -> int:
-        """Of optimizer states that rest in RAM."""
-        return sum(unit.state_lease_bytes for unit in self.units)
-
-    @cached_property
-    def gradient_ram_bytes(self) -> int:
-        """Of gradients that wait in RAM."""
-        return sum(unit.gradient_lease_bytes for unit in self.units)
-
 
 class _SwapFile:
     """Hands out room in the swap file, from its start on."""
@@ -204,13 +193,11 @@ class _SwapFile:
 def lay_out(problem: Problem, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
     """Decide every extent and every lease."""
     file = _SwapFile()
-    kept = [_lay_out_kept(unit, problem, placement, file) for unit in problem.units]
+    kept = [_lay_out_groups(unit, problem, placement, file) for unit in problem.units]
     kept_bytes = file.nbytes
-    units = tuple(
-        UnitLayout(unit.unit, _with_gradients(unit, groups, gradients, file))
-        for unit, groups in zip(problem.units, kept, strict=True)
-    )
-    stored = [state.nbytes for groups in kept for group in groups for state in group.kept() if state.offsets]
+    spilled = [_lay_out_gradients(unit, gradients, file) for unit in problem.units]
+    units = tuple(map(UnitLayout, (unit.unit for unit in problem.units), kept, spilled))
+    stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
     swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
     return Layout(
         units=units,
@@ -221,9 +208,9 @@ def lay_out(problem: Problem, placement: Placement, gradients: GradientPlacement
     )
 
 
-def _lay_out_kept(unit: UnitBytes, problem: Problem, placement: Placement, file: _SwapFile) -> list[GroupLayout]:
-    """What generations have of a unit: everything but its gradients."""
-
+def _lay_out_groups(
+    unit: UnitBytes, problem: Problem, placement: Placement, file: _SwapFile
+) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: Resting, *, changes: bool = True) -> StateLayout:
         in_ram = unit.index in resting.in_ram
         copies = problem.copies(changes=changes, in_ram=in_ram)
@@ -232,35 +219,34 @@ def _lay_out_kept(unit: UnitBytes, problem: Problem, placement: Placement, file:
         return StateLayout(nbytes, file.add(nbytes, copies), nbytes if in_ram else 0)
 
     weights = [state(group.weight, placement.weights, changes=group.group.trainable) for group in unit.groups]
-    return [
+    return tuple(
         GroupLayout(
             group=group.group,
             master=master_format(group.group.dtype, placement.form.master),
             weight=weight,
             states={name: state(nbytes, placement.optimizer) for name, nbytes in group.states.items()},
-            gradient=StateLayout(0, (), 0),  # laid out behind all units
         )
         for group, weight in zip(unit.groups, weights, strict=True)
-    ]
+    )
 
 
-def _with_gradients(
-    unit: UnitBytes, layouts: Sequence[GroupLayout], gradients: GradientPlacement, file: _SwapFile
-) -> tuple[GroupLayout, ...]:
-    def gradient(group: GroupBytes) -> StateLayout:
+def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _SwapFile) -> tuple[StateLayout, ...]:
+    layouts = []
+    for group in unit.groups:
         scratch = gradients.scratch_bytes(unit, group)
         offsets = file.add(scratch, 1 if scratch else 0)
-        return StateLayout(group.gradient_fp32, offsets, gradients.lease_bytes(unit, group))
-
-    pairs = zip(unit.groups, layouts, strict=True)
-    return tuple(replace(layout, gradient=gradient(group)) for group, layout in pairs)
+        layouts.append(StateLayout(group.gradient_fp32, offsets, gradients.lease_bytes(unit, group)))
+    return tuple(layouts)
 
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
     slots_are_here = budgets.limits.shares_memory and placement.weights.tier == "nvme"
+    weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
-        weights=sum(unit.weight_lease_bytes for unit in units) + budgets.shadow_bytes,
-        states=sum(unit.state_lease_bytes + unit.gradient_lease_bytes for unit in units),
+        weights=weights,
+        states=sum(state.lease_bytes for unit in units for state in unit.kept()) - weights,
+        gradients=sum(gradient.lease_bytes for unit in units for gradient in unit.gradients),
+        shadows=budgets.shadow_bytes,
         landing=budgets.landing_bytes,
         staging=budgets.staging.nbytes + budgets.staging.ahead_bytes,
         transfers=budgets.slot_bytes if slots_are_here else budgets.upload_bytes,

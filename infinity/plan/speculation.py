@@ -29,16 +29,12 @@ class Reserved:
 
     Attributes:
         shadow_bytes: host memory for new weights.
-        checksum_bytes: host memory for the checksums of second copies.
+        host_bytes: host memory for all this: the shadows, and the checksums of second copies.
     """
 
     updates: UpdateTiming
     shadow_bytes: int = 0
-    checksum_bytes: int = 0
-
-    @property
-    def host_bytes(self) -> int:
-        return self.shadow_bytes + self.checksum_bytes
+    host_bytes: int = 0
 
 
 def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
@@ -72,7 +68,7 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
         return _none(reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
-    return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, checksums)
+    return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
 
 
 def _none(reason: str) -> Reserved:

@@ -15,7 +15,7 @@ from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
 from infinity.io.store import Extent, Mode, SwapStore
-from infinity.plan.layout import GroupLayout, StateLayout, UnitLayout
+from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.state.unit import Unit
 from infinity.tiers.accelerator import Device, open_device, pin
@@ -59,7 +59,7 @@ class Resources:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
             # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
             # the memory for fetched weights must not be broken up.
-            self.weights_ram = self.arena.lease(arena.weights, "weights in RAM").space()
+            self.weights_ram = self.arena.lease(arena.weights_and_shadows, "weights in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
@@ -143,8 +143,8 @@ class Resources:
         )
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
-        trained = [(index, group) for index, group in enumerate(layout.groups) if group.states]
-        states = {index: self._open_states(layout.unit, index, group) for index, group in trained}
+        trained = [index for index, group in enumerate(layout.groups) if group.states]
+        states = {index: self._open_states(layout, index) for index in trained}
         return UnitHomes(self._open_weights(layout), states)
 
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
@@ -162,20 +162,21 @@ class Resources:
         )
         return WeightsHome(lease, groups, unit.weight_bytes)
 
-    def _open_states(self, unit: Unit, index: int, layout: GroupLayout) -> GroupStates:
+    def _open_states(self, layout: UnitLayout, index: int) -> GroupStates:
+        unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]
+
         def leased(state: str, place: StateLayout) -> Lease | None:
             return self.arena.lease(place.lease_bytes, f"{state} of '{unit.name}'") if place.lease_bytes else None
 
         def home(state: str) -> Home | None:
-            place = layout.states.get(state)
+            place = group.states.get(state)
             if place is None:
                 return None
             return Home(leased(state, place), 0, place.nbytes, _extent(unit, index, state, place))
 
-        gradient = layout.gradient
         return GroupStates(
-            master=layout.master,
-            moments=layout.group.moments,
+            master=group.master,
+            moments=group.group.moments,
             gradient=leased("gradients", gradient),
             residual=home("residual"),
             exp_avg=home("exp_avg"),

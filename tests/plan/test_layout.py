@@ -86,7 +86,7 @@ def test_extents_fill_the_swap_file_and_leases_the_arena(
     except (PlanError, ConfigError):
         return
     layout, budgets = made.layout, made.budgets
-    gradients = [group.gradient for unit in layout.units for group in unit.groups]
+    gradients = [gradient for unit in layout.units for gradient in unit.gradients]
     copies = [(offset, state.nbytes) for state in kept(layout) + gradients for offset in state.offsets]
     end = 0
     for offset, nbytes in copies:
@@ -116,7 +116,7 @@ def test_every_state_has_an_extent_or_a_lease_and_the_copies_that_its_config_ask
     placement, every = made.placement, config["commit_every"]
     for unit in made.layout.units:
         index, spare = unit.unit.index, unit.unit.index in placement.updates.spare_units
-        for group in unit.groups:
+        for group, gradient in zip(unit.groups, unit.gradients, strict=True):
             trained = group.group.trainable
             held = (index in placement.weights.in_ram, index in placement.optimizer.in_ram)
             for state, in_ram in [(group.weight, held[0])] + [(state, held[1]) for state in group.states.values()]:
@@ -124,10 +124,10 @@ def test_every_state_has_an_extent_or_a_lease_and_the_copies_that_its_config_ask
                 in_place = 0 if in_ram else 1 + (spare and trained)
                 assert len(state.offsets) == ((config["keep"] + 1 if trained else 1) if every else in_place)
             if trained:
-                assert group.gradient.offsets or group.gradient.lease_bytes
-                assert bool(group.gradient.lease_bytes) == (index in placement.gradients.in_ram)
+                assert gradient.offsets or gradient.lease_bytes
+                assert bool(gradient.lease_bytes) == (index in placement.gradients.in_ram)
             else:
-                assert (group.states, group.gradient.nbytes) == ({}, 0)
+                assert (group.states, gradient.nbytes) == ({}, 0)
 
 
 def test_the_order_in_the_swap_file_is_the_one_that_stores_were_written_in() -> None:
@@ -140,8 +140,8 @@ def test_the_order_in_the_swap_file_is_the_one_that_stores_were_written_in() -> 
     found = {
         (each.unit.index, index, name): [offset // PAGE_BYTES for offset in state.offsets]
         for each in layout.units
-        for index, group in enumerate(each.groups)
-        for name, state in {"weight": group.weight, **group.states, "grad": group.gradient}.items()
+        for index, (group, gradient) in enumerate(zip(each.groups, each.gradients, strict=True))
+        for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()
         if state.offsets
     }
     first = {

@@ -76,8 +76,8 @@ def test_weights_come_before_states_and_gradients_before_both() -> None:
     assert made.form.gradient_fp32
     tight = plan(LEAST - PAGE_BYTES)
     assert not tight.placement.form.gradient_fp32
-    assert tight.layout.gradient_ram_bytes == 2 * NUMEL
-    assert tight.layout.weight_ram_bytes  # the room that fp32 gradients left
+    assert tight.layout.arena.gradients == 2 * NUMEL
+    assert tight.layout.arena.weights  # the room that fp32 gradients left
 
 
 @pytest.mark.parametrize("every", [0, 1, 4])
@@ -86,7 +86,7 @@ def test_bytes_follow_what_is_in_ram(extra: int, every: int) -> None:
     made = plan(LEAST + extra, commit_every=every)
     weights = sum(2 * NUMELS[index] for index in made.placement.weights.in_ram)
     states = sum(STATES[index] for index in made.placement.optimizer.in_ram)
-    assert (made.layout.weight_ram_bytes, made.layout.state_ram_bytes) == (weights, states)
+    assert (made.layout.arena.weights, made.layout.arena.states) == (weights, states)
     assert made.forecast.read_bytes == 3 * (2 * NUMEL - weights) + 10 * NUMEL - states
     committed = (weights + states) // every if every else 0
     assert made.forecast.written_bytes == 2 * NUMEL - weights + 10 * NUMEL - states + committed
@@ -94,7 +94,7 @@ def test_bytes_follow_what_is_in_ram(extra: int, every: int) -> None:
     assert made.host_bytes <= made.budgets.limits.host
     slots = made.budgets.slot_bytes if made.placement.weights.tier == "nvme" else 0
     staging = made.budgets.staging.nbytes
-    assert made.layout.arena.nbytes == weights + states + made.layout.gradient_ram_bytes + staging + slots
+    assert made.layout.arena.nbytes == weights + states + made.layout.arena.gradients + staging + slots
 
 
 def test_int8_moments_let_more_units_fit() -> None:

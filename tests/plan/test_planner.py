@@ -40,8 +40,8 @@ def test_states_are_counted_to_the_byte() -> None:
     assert made.layout.weight_bytes == 2 * NUMEL
     assert made.layout.state_bytes == 10 * NUMEL
     assert made.layout.swap.nbytes == 12 * NUMEL
-    assert made.layout.gradient_ram_bytes == 4 * NUMEL
-    assert plan(**NVME, memory={"device": "16MiB", "host": "64MiB"}).layout.gradient_ram_bytes == 2 * NUMEL
+    assert made.layout.arena.gradients == 4 * NUMEL
+    assert plan(**NVME, memory={"device": "16MiB", "host": "64MiB"}).layout.arena.gradients == 2 * NUMEL
     assert plan(torch.float32, **NVME, memory={"device": "32MiB", "host": "1GiB"}).layout.state_bytes == 8 * NUMEL
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_reserved_for_early_updates_that_a_gpu_does_not_make(overlap:
 def test_states_in_ram_take_the_room_that_early_updates_would_want_on_the_cpu() -> None:
     config = {"weights": "host", "optimizer": "auto", "memory": {"device": "64MiB", "host": "220MiB"}}
     on_gpu, on_cpu = plan(device="cuda", overlap="auto", **config), plan(overlap="auto", **config)
-    assert on_gpu.layout.state_ram_bytes > on_cpu.layout.state_ram_bytes
+    assert on_gpu.layout.arena.states > on_cpu.layout.arena.states
 
 
 def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def test_what_spills_is_counted() -> None:
     made = plan(1 << 30, **NVME, gradients="nvme")
     assert made.placement.gradients.tier == "nvme"
     assert made.placement.gradients.in_ram == frozenset()
-    assert made.layout.gradient_ram_bytes == 0
+    assert made.layout.arena.gradients == 0
     assert made.budgets.landing_bytes == 4 * LARGEST_TWO
     held = plan(1 << 30, **NVME, gradients="host")
     assert made.layout.swap.nbytes == held.layout.swap.nbytes + 4 * NUMEL
@@ -79,10 +79,10 @@ def test_some_of_the_gradients_stay_in_ram_the_largest_first() -> None:
         native = 2 * (first * NUMELS[0] + small * NUMELS[-1])
         made = plan(fixed + native, **NVME)
         assert made.placement.gradients.in_ram == {*range(first), *range(8, 8 + small)}
-        assert made.layout.gradient_ram_bytes == native
+        assert made.layout.arena.gradients == native
         assert made.budgets.landing_bytes == 4 * LARGEST_TWO
         assert made.forecast.read_bytes - plan(1 << 30, **NVME).forecast.read_bytes == 2 * NUMEL - native
-        assert plan(fixed + native - 1, **NVME).layout.gradient_ram_bytes == native - 2 * NUMELS[-1]
+        assert plan(fixed + native - 1, **NVME).layout.arena.gradients == native - 2 * NUMELS[-1]
 
 
 def test_for_several_passes_gradients_wait_in_ram_in_fp32_or_not_at_all() -> None:
@@ -92,7 +92,7 @@ def test_for_several_passes_gradients_wait_in_ram_in_fp32_or_not_at_all() -> Non
     room = 4 * (2 * NUMELS[0] + NUMELS[-1])
     made = plan(fixed + room, 4, **NVME)
     assert made.placement.gradients.in_ram == {0, 1, 8}
-    assert made.layout.gradient_ram_bytes == room
+    assert made.layout.arena.gradients == room
     assert made.layout.swap.nbytes == plan(1 << 30, **NVME).layout.swap.nbytes + 4 * NUMEL - room
     spilled = made.forecast.written_bytes - plan(1 << 30, 4, **NVME).forecast.written_bytes
     assert spilled == 4 * (4 * NUMEL - room)

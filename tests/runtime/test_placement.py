@@ -93,7 +93,7 @@ def test_any_share_in_ram_ends_in_the_same_bits(name: str, dtype: Any, form: Any
     for host in shares(placed.least()):
         found = placed.train(host)
         assert_same(found, expected)
-        held.append((found[2].layout.weight_ram_bytes, found[2].layout.state_ram_bytes))
+        held.append((found[2].layout.arena.weights, found[2].layout.arena.states))
     assert held == sorted(held)
     assert held[0] == (0, 0)
     assert 0 < held[1][0] < held[-1][0] == expected[2].layout.weight_bytes
@@ -120,8 +120,8 @@ def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path
             assert read == forecast.read_bytes
         else:  # a unit that ends the forward and begins the backward is read once
             assert forecast.read_bytes - 2 * after.plan.layout.weight_bytes < read <= forecast.read_bytes
-        assert after.cached_bytes == after.plan.layout.state_ram_bytes
-        assert after.cached_weight_bytes == after.plan.layout.weight_ram_bytes
+        assert after.cached_bytes == after.plan.layout.arena.states
+        assert after.cached_weight_bytes == after.plan.layout.arena.weights
         infinity.close(model, discard=True)
 
 

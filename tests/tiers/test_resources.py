@@ -40,11 +40,11 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
     model[1][0].weight.requires_grad_(False)
     resources = registry.coordinator_of(offload(model, tier, **given)).resources
     layout = resources.plan.layout
-    groups = [(unit.unit.name, index, group) for unit in layout.units for index, group in enumerate(unit.groups)]
     planned = {
-        (unit, index, name): (state.offsets, state.nbytes)
-        for unit, index, group in groups
-        for name, state in {"weight": group.weight, **group.states, "grad": group.gradient}.items()
+        (unit.unit.name, index, name): (state.offsets, state.nbytes)
+        for unit in layout.units
+        for index, (group, gradient) in enumerate(zip(unit.groups, unit.gradients, strict=True))
+        for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()
         if state.offsets
     }
     found = {(each.unit, each.group, each.state): (each.offsets, each.nbytes) for each in resources.extents()}
@@ -52,4 +52,4 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
     assert (resources.store is not None) == (layout.swap.nbytes > 0) == bool(planned)
     assert resources.arena.nbytes == layout.arena.nbytes
     assert resources.arena.free_bytes == layout.arena.transfers
-    assert resources.weights_ram.nbytes == layout.arena.weights
+    assert resources.weights_ram.nbytes == layout.arena.weights_and_shadows
