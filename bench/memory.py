@@ -75,7 +75,7 @@ def train(arguments: argparse.Namespace) -> None:
     statistics = infinity.statistics(model)
     infinity.save_pretrained(model, arguments.work / "saved", max_shard_size="1GB")
     infinity.close(model)
-    budgets = statistics.plan.device_budget + statistics.plan.host_budget
+    budgets = statistics.plan.budgets.limits.device + statistics.plan.budgets.limits.host
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - baseline
     result = {
         "parameters": statistics.numel,

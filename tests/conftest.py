@@ -180,11 +180,11 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         for record in coordinator.units
         if record.homes.weights.lease is None and record.weights.residency is not Residency.RELEASED
     )
-    slots = plan.slot_bytes if plan.weights == "nvme" else 0
+    slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" else 0
     lent = coordinator.updates.shadows.lent_bytes
     assert resources.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)
-    assert resources.weights_ram.free_bytes + lent == plan.shadow_bytes
-    assert coordinator.updates.shadows.free_bytes + lent == plan.shadow_bytes
+    assert resources.weights_ram.free_bytes + lent == plan.budgets.shadow_bytes
+    assert coordinator.updates.shadows.free_bytes + lent == plan.budgets.shadow_bytes
     if resources.landing is not None:
         assert resources.landing.space.free_bytes == resources.landing.space.nbytes
     for home in resources.homes():

@@ -12,14 +12,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 
 from infinity.plan import planner
-from infinity.state.plan import Plan
 from infinity.tiers import resources
 from infinity.tiers.accelerator import CudaDevice
 
@@ -140,12 +139,6 @@ def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
     gpu = pretend(monkeypatch, lag=lag)
     monkeypatch.setattr(resources, "open_device", lambda device: gpu.device())
     monkeypatch.setattr(resources, "pin", lambda arena, device: "")
-    monkeypatch.setattr(Plan, "shares_memory", property(lambda plan: False))
-    real_budgets = planner._budgets
-
-    def budgets(*arguments: Any) -> Any:
-        found = real_budgets(*arguments)
-        return type(found)(device=found.device, host=found.host, on_cpu=False)
-
-    monkeypatch.setattr(planner, "_budgets", budgets)
+    real_limits = planner._limits
+    monkeypatch.setattr(planner, "_limits", lambda *arguments: replace(real_limits(*arguments), shares_memory=False))
     return gpu

@@ -133,8 +133,8 @@ def reserved_memory(steps: int = 6) -> dict[str, float]:
         plan = infinity.statistics(model).plan
         infinity.close(model)
     return {
-        "memory_device_mib": plan.device_budget / _MIB,
-        "slots_mib": plan.slot_bytes / _MIB,
+        "memory_device_mib": plan.budgets.limits.device / _MIB,
+        "slots_mib": plan.budgets.slot_bytes / _MIB,
         "reserved_mib": (torch.cuda.max_memory_reserved() - before) / _MIB,
     }
 

@@ -37,6 +37,7 @@ def setup(job: Job) -> Contender:
         max_grad_norm=work.max_grad_norm,
     )
     plan = infinity.statistics(model).plan
+    placement = plan.placement
 
     def step() -> float:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -53,7 +54,7 @@ def setup(job: Job) -> Contender:
 
     facts = {
         "package": str(Path(infinity.__file__).parent),
-        "numel": plan.numel,
+        "numel": plan.layout.numel,
         "host_bytes": plan.host_bytes,
         "state_bytes": infinity.statistics(model).state_bytes,
         "arena_bytes": infinity.statistics(model).arena_bytes,
@@ -61,13 +62,13 @@ def setup(job: Job) -> Contender:
         "versions": {"torch": torch.__version__, "infinity": infinity.__version__},
         "threads": torch.get_num_threads(),
         "plan": plan.describe(),
-        "describes": f"weights {plan.weights}, optimizer {plan.optimizer}, fp32 master (split16), {plan.moments} "
-        f"moments, overlap {job.options['overlap']}",
+        "describes": f"weights {placement.weights.tier}, optimizer {placement.optimizer.tier}, fp32 master (split16), "
+        f"{placement.form.moments} moments, overlap {job.options['overlap']}",
     }
     return Contender(
         step,
         settle,
-        replay if plan.swap_bytes else None,
+        replay if plan.layout.swap.nbytes else None,
         facts,
         lambda: _counters(infinity.statistics(model)),
         lambda: infinity.close(model),

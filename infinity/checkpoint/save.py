@@ -46,7 +46,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     target = Path(directory).expanduser().absolute()
     with written_aside(target, "saving to") as aside:
         parts = _Parts(model, coordinator)
-        write_weights(aside, parts.meta, parts.values, coordinator.plan.numel, max_shard_size)
+        write_weights(aside, parts.meta, parts.values, coordinator.plan.layout.numel, max_shard_size)
         write_configs(model, aside)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)

@@ -55,7 +55,7 @@ def finetune(options: argparse.Namespace) -> int:
         limits.require_fit(options.model, options.sequence_length, data.largest_token)
         model = _load_model(options, config, resuming=past is not None)
         try:
-            output.require_room(statistics(model).plan.weight_bytes)
+            output.require_room(statistics(model).plan.layout.weight_bytes)
             run = _Run(model, data, options, config)
             stopped = run.train()
             if stopped and config.commit_every:

@@ -178,7 +178,7 @@ def make_report(
         gradient_s=stalls["gradient"],
         update_s=stalls["step"] + stalls["update"],
         bytes_per_parameter=moved / max(after.trainable_numel, 1),
-        planned_bytes_per_parameter=after.plan.step_bytes / max(after.trainable_numel, 1),
+        planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.trainable_numel, 1),
         read_bytes=after.read_bytes,
         written_bytes=after.written_bytes,
         io_bound_s=busy,

@@ -17,7 +17,7 @@ from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.rooms import Optimizer, Rooms
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
-from infinity.state.plan import Plan
+from infinity.plan.plan import Plan
 from infinity.state.released import USE_GATHERED
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place

@@ -66,15 +66,15 @@ def open_coordinator(
         sites=found.sites,
     )
     logger.info("plan:\n%s", plan.describe())
-    if plan.arena_bytes > _LARGE_BYTES:
+    if plan.layout.arena.nbytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
-    if not plan.accumulates and any(
+    if not plan.placement.accumulates and any(
         group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
-    resources = Resources(found.units, plan, config, device, faults, resume=resume)
+    resources = Resources(plan, config.nvme, device, faults, resume=resume)
     optimizers = Optimizers[Optimizer]()
-    commits = Commits(resources, optimizers, describe(model, found, plan), buffers.reader(model))
+    commits = Commits(resources, optimizers, describe(model, found, config.master), buffers.reader(model))
     coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
     try:
         fill(coordinator)

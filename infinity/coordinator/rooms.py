@@ -73,7 +73,7 @@ class Rooms(ABC):
         ]
         self.passes = Passes([each.arrivals for each in gradients])
         self.updates = Updates(resources, shadows)
-        self.speculation = Speculation(resources.plan.overlap)
+        self.speculation = Speculation(resources.plan.placement.updates.overlap)
         self.room = Room(self.units, resources, self.updates, self.timeline)
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._early = EarlyUpdates(self.speculation, self.updates, self.passes, commits, self.progress)
@@ -88,5 +88,5 @@ class Rooms(ABC):
 
 
 def _open_shadows(units: Sequence[Unit], resources: Resources) -> Shadows:
-    sizes = [units[index].weight_bytes for index in sorted(resources.plan.weights_in_ram)]
-    return Shadows(resources.weights_ram, resources.pipeline, resources.plan.shadow_bytes, sizes)
+    sizes = [units[index].weight_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
+    return Shadows(resources.weights_ram, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

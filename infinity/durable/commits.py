@@ -83,7 +83,7 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._buffers = buffers
-        self._every = resources.plan.commit_every
+        self._every = resources.plan.placement.commit_every
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
@@ -298,5 +298,5 @@ def facts_of(resources: Resources) -> dict[str, Any]:
     return {
         "master": sorted({states.master for states in groups}),
         "moments": sorted({states.moments for states in groups}),
-        "stored": list(resources.plan.stored),
+        "stored": list(resources.plan.placement.form.stored),
     }

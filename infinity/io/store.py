@@ -23,7 +23,7 @@ from infinity.io.engine import Transfer, error_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
 from infinity.io.profile import profile_of
-from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -58,25 +58,6 @@ class Extent:
     def turn_to(self, slot: int) -> None:
         """This slot holds the newest values from now on."""
         self.slot = slot
-
-
-class ExtentMap:
-    """Lays out extents before the file exists, so that the file's size is known and can be reserved.
-
-    Args:
-        start: bytes at the beginning of the file that are already used.
-    """
-
-    def __init__(self, start: int = 0) -> None:
-        self.nbytes = start
-        self.extents: list[Extent] = []
-
-    def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, slots: int = 1) -> Extent:
-        nbytes = round_up(nbytes, PAGE_BYTES)
-        offsets = tuple(self.nbytes + index * nbytes for index in range(slots))
-        self.nbytes += slots * nbytes
-        self.extents.append(Extent(unit, group, state, offsets, nbytes))
-        return self.extents[-1]
 
 
 Mode = Literal["in place", "generations", "resume", "read"]

@@ -64,7 +64,7 @@ class Adagrad(OffloadedOptimizer):
 
     def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
         super()._require_room(coordinator, group)
-        if coordinator.plan.moments == "int8":
+        if coordinator.plan.placement.form.moments == "int8":
             raise ConfigError(
                 "moments: int8 does not go with Adagrad: its sum only grows, by less than 8 bits can show, and would "
                 "stand still. Set moments: bf16 or fp32."

@@ -145,7 +145,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise ConfigError(f"param group {index}: {error}") from None
 
     def _require_room(self, coordinator: Coordinator, group: dict[str, Any]) -> None:
-        missing = set(self.moments(group).values()) - set(coordinator.plan.stored)
+        missing = set(self.moments(group).values()) - set(coordinator.plan.placement.form.stored)
         if missing:
             name = type(self).__name__
             raise ModelError(

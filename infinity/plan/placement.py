@@ -1,95 +1,154 @@
 """Which units' weights and optimizer states rest in RAM.
 
-A step visits every unit once per pass, so a cache that evicts what was used longest ago would hold nothing when it is
-asked. What fits is therefore chosen once: whole units, the first of the forward first, because it is their update that
-the next forward waits for first. Weights before states: a byte of weights in RAM saves four of traffic, one of states
-two. Gradients come before both: what is cached never takes the room to add up micro-batches.
+A step visits every unit once per pass, so a cache that evicts what was used longest ago would have dropped each unit
+before its next use. What fits is therefore chosen once: whole units, the first of the forward first, because the next
+forward waits for their updates first. Weights come before states: a byte of weights in RAM saves four bytes of
+traffic, a byte of states two. Gradients come before both: weights and states never take the room that micro-batches
+need to add up.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from infinity.config import SwapConfig
-from infinity.plan.totals import Totals, as_far_as
+from infinity import _native
+from infinity.plan.problem import Problem, as_far_as
+from infinity.state.moments import Moment
 
 WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
 
+Overlap = Literal["auto", "during_backward", "before_forward", "off"]
+
 
 @dataclass(frozen=True)
-class Budgets:
-    """Bytes of the device and of host memory. Without a GPU (`on_cpu`) both are RAM."""
+class Resting:
+    """Where the units' weights, states or gradients rest between uses.
 
-    device: int
-    host: int
-    on_cpu: bool
+    Attributes:
+        tier: device, host or nvme; nvme where only some of the units rest in RAM.
+        in_ram: indices of the units whose rest in host memory.
+    """
+
+    tier: str
+    in_ram: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form that states are kept in.
+
+    Attributes:
+        master: of bf16 weights.
+        moments: of exp_avg and exp_avg_sq, where a parameter allows it.
+        stored: which of exp_avg and exp_avg_sq the optimizer keeps.
+        gradient_fp32: gradients that rest in RAM have room for fp32.
+    """
+
+    master: _native.MasterName
+    moments: _native.MomentsName
+    stored: tuple[Moment, ...]
+    gradient_fp32: bool
+
+
+@dataclass(frozen=True)
+class UpdateTiming:
+    """When updates run.
+
+    Attributes:
+        overlap: as the config has it; before_forward where no update can speculate.
+        reason: why some updates cannot speculate although the config asks for it; empty when all can.
+        spare_units: indices of the units whose states have a second copy to speculate with, although no generations
+            are kept.
+    """
+
+    overlap: Overlap
+    reason: str = ""
+    spare_units: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where weights and states rest.
+    """Where states rest, in which form, and when they change.
 
     Attributes:
-        weights, optimizer: tier (device | host | nvme) of what is not in RAM, or of all.
-        weights_in_ram, states_in_ram: indices of the units whose weights, or optimizer states, are in host memory.
-        upload_bytes: host memory that reads of weights land in before they are copied to a GPU.
-        host_bytes: what all this takes of host memory, checksums included.
+        optimizer: where residuals and moments rest.
+        activations: resolved (keep | recompute).
+        commit_every: steps between durable generations; 0: none, states are updated in place.
+        keep: generations that stay.
     """
 
-    weights: str
-    optimizer: str
-    weights_in_ram: frozenset[int]
-    states_in_ram: frozenset[int]
+    weights: Resting
+    optimizer: Resting
+    gradients: Resting
+    form: Form
+    updates: UpdateTiming
+    activations: str
+    commit_every: int
+    keep: int
+
+    @property
+    def accumulates(self) -> bool:
+        """Several backward passes may add up before a step."""
+        return self.form.gradient_fp32 or self.gradients.tier == "nvme"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where weights and states rest, and what it takes.
+
+    Attributes:
+        upload_bytes: host memory that weights are read into before they are copied to a GPU.
+        host_bytes: host memory for all this, checksums included.
+    """
+
+    weights: Resting
+    optimizer: Resting
     upload_bytes: int
     host_bytes: int
 
 
-def place(config: SwapConfig, totals: Totals, budgets: Budgets, room: int) -> Placement:
-    """Place weights and states. What the config leaves open takes no more than `room` bytes of host memory, with
-    whatever the config fixes; without nvme.paths everything that is open goes to RAM."""
-    given_states = totals.trained if config.optimizer == "host" else frozenset[int]()
-    weights, in_ram = _place_weights(config, totals, budgets, room, given_states)
-    upload = _upload_bytes(totals, budgets, in_ram)
-    optimizer: str = config.optimizer
-    states = given_states
-    if config.optimizer == "auto":
-        rest = room - _host_bytes(totals, weights, in_ram, states, budgets) - upload
-        optimizer, states = _place_states(config, totals, rest)
-    host_bytes = upload + _host_bytes(totals, weights, in_ram, states, budgets)
-    return Placement(weights, optimizer, in_ram, states, upload, host_bytes)
+def place(problem: Problem, room: int) -> Placed:
+    """Place weights and states. Where the config leaves the tier open, they take no more than `room` bytes of host
+    memory together with what the config fixes; without nvme.paths all of them go to RAM."""
+    fixed = problem.trained if problem.config.optimizer == "host" else frozenset[int]()
+    weights = _place_weights(problem, room, fixed)
+    upload = _upload_bytes(problem, weights.in_ram)
+    optimizer = Resting(problem.config.optimizer, fixed)
+    if problem.config.optimizer == "auto":
+        optimizer = _place_states(problem, room - _host_bytes(problem, weights, fixed) - upload)
+    return Placed(weights, optimizer, upload, upload + _host_bytes(problem, weights, optimizer.in_ram))
 
 
-def _place_weights(
-    config: SwapConfig, totals: Totals, budgets: Budgets, room: int, states: frozenset[int]
-) -> tuple[str, frozenset[int]]:
+def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -> Resting:
+    config, limits = problem.config, problem.limits
+    none = Resting("nvme", frozenset())
     if config.weights != "auto":
-        return config.weights, frozenset() if config.weights == "nvme" else totals.every
-    room -= _host_bytes(totals, "nvme", frozenset(), states, budgets)
-    if totals.cost(totals.weight) <= room or not config.nvme.paths:
-        on_device = not budgets.on_cpu and totals.weight <= budgets.device * WEIGHT_SHARE_OF_DEVICE
-        return "device" if on_device else "host", totals.every
-    room -= _upload_bytes(totals, budgets, frozenset())
-    return "nvme", as_far_as(((unit.index, totals.cost(unit.weight)) for unit in totals.of_units), room)
+        return none if config.weights == "nvme" else Resting(config.weights, problem.every)
+    room -= _host_bytes(problem, none, states_in_ram)
+    if problem.cost(problem.weight) <= room or not config.nvme.paths:
+        on_device = not limits.shares_memory and problem.weight <= limits.device * WEIGHT_SHARE_OF_DEVICE
+        return Resting("device" if on_device else "host", problem.every)
+    room -= _upload_bytes(problem, none.in_ram)
+    return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
 
 
-def _place_states(config: SwapConfig, totals: Totals, room: int) -> tuple[str, frozenset[int]]:
-    if totals.cost(totals.state) <= room or not config.nvme.paths:
-        return "host", totals.trained
-    trained = (unit for unit in totals.of_units if unit.state)
-    return "nvme", as_far_as(((unit.index, totals.cost(unit.state)) for unit in trained), room)
+def _place_states(problem: Problem, room: int) -> Resting:
+    if problem.cost(problem.state) <= room or not problem.config.nvme.paths:
+        return Resting("host", problem.trained)
+    trained = (unit for unit in problem.units if unit.state)
+    return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.state)) for unit in trained), room))
 
 
-def _upload_bytes(totals: Totals, budgets: Budgets, weights_in_ram: frozenset[int]) -> int:
-    """Two reads at once of the largest unit on NVMe."""
-    if budgets.on_cpu:
+def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
+    """Room to read the largest unit on NVMe twice at the same time."""
+    if problem.limits.shares_memory:
         return 0
-    return 2 * max((unit.weight for unit in totals.of_units if unit.index not in weights_in_ram), default=0)
+    return 2 * max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
 
 
-def _host_bytes(
-    totals: Totals, weights: str, weights_in_ram: frozenset[int], states_in_ram: frozenset[int], budgets: Budgets
-) -> int:
-    on_device = weights == "device" and budgets.on_cpu  # that is RAM too, of the other budget
-    held = 0 if on_device else totals.weight_of(weights_in_ram)
-    swap = totals.swap_bytes(weights_in_ram, states_in_ram)
-    return held + totals.state_of(states_in_ram) + totals.checksum_bytes(swap)
+def _host_bytes(problem: Problem, weights: Resting, states_in_ram: frozenset[int]) -> int:
+    of_device = weights.tier == "device" and problem.limits.shares_memory  # RAM of the other budget
+    held = 0 if of_device else problem.weight_of(weights.in_ram)
+    swap = problem.swap_bytes(weights.in_ram, states_in_ram)
+    return held + problem.state_of(states_in_ram) + problem.checksum_bytes(swap)

@@ -3,17 +3,20 @@
 A gradient that spills lands in a window of host memory, is written from there, and is read by the update; a second
 micro-batch reads it back into the window and adds to it. The window holds the two largest units, so that one lands
 while another is written. What waits in RAM in 16 bits grows to fp32 when a second micro-batch comes: that, too, goes
-through the window then, so every gradient without room for fp32 in RAM has a place in the store. Where several passes
-are expected before each step, what waits in RAM has room for fp32 at once: 16 bits would spare one pass its way only.
+through the window then, so every gradient without room for fp32 in RAM has room in the swap file. Where several passes
+are expected before each step, a gradient that waits in RAM has room for fp32 at once: 16 bits would keep it out of the
+swap file for the first pass only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
-from infinity.config import SwapConfig
-from infinity.plan.totals import Totals, UnitBytes, as_far_as
+import torch
+
+from infinity.plan.problem import GroupBytes, Problem, UnitBytes, as_far_as
 
 
 @dataclass(frozen=True)
@@ -22,68 +25,79 @@ class GradientPlacement:
 
     Attributes:
         in_ram: indices of the units whose gradients wait in RAM.
-        fp32: there is room for those in RAM in fp32.
-        ram_bytes: host memory for them.
-        landing_bytes: of the window that the others land in; 0 where none spills.
-        swap_bytes: their places in the store.
+        fp32: those in RAM have room for fp32.
+        window: there is a window, and room in the swap file for every gradient that has none for fp32 in RAM.
     """
 
+    problem: Problem
     in_ram: frozenset[int]
     fp32: bool
-    ram_bytes: int
-    landing_bytes: int = 0
-    swap_bytes: int = 0
+    window: bool
+
+    def lease_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
+        """RAM for the gradients of a group; 0 where they do not wait there."""
+        if unit.index not in self.in_ram:
+            return 0
+        return group.gradient_fp32 if self.fp32 else group.gradient_native
+
+    def scratch_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
+        """Room in the swap file for the gradients of a group, in fp32; 0 where RAM always has room for them."""
+        stays = unit.index in self.in_ram and (self.fp32 or group.group.dtype == torch.float32)
+        return 0 if stays or not self.window else group.gradient_fp32
+
+    @cached_property
+    def ram_bytes(self) -> int:
+        return sum(self.lease_bytes(unit, group) for unit in self.problem.units for group in unit.groups)
+
+    @cached_property
+    def _scratch(self) -> list[int]:
+        """Of each unit."""
+        return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.problem.units]
 
     @property
     def spills(self) -> bool:
-        return self.swap_bytes > 0
+        return any(self._scratch)
 
-    def host_bytes(self, totals: Totals) -> int:
+    @property
+    def landing_bytes(self) -> int:
+        """Of the window; 0 where nothing spills."""
+        return sum(sorted(self._scratch, reverse=True)[:2])
+
+    @property
+    def host_bytes(self) -> int:
         """Of host memory, checksums included."""
-        return self.ram_bytes + self.landing_bytes + totals.checksum_bytes(self.swap_bytes)
+        return self.ram_bytes + self.landing_bytes + self.problem.checksum_bytes(self.swap_bytes)
+
+    @property
+    def swap_bytes(self) -> int:
+        return sum(self._scratch)
 
 
-def gradient_placements(config: SwapConfig, totals: Totals, room: int) -> Iterator[GradientPlacement]:
-    """What may be tried, the best first.
+def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlacement]:
+    """The placements to try, the best first.
 
     Args:
         room: host memory for gradients where some spill.
     """
+    config = problem.config
     if config.gradients != "nvme":
-        yield GradientPlacement(totals.trained, True, totals.gradient_fp32)
+        yield GradientPlacement(problem, problem.trained, fp32=True, window=False)
     if config.gradients == "nvme":
-        yield _spilled(totals, frozenset())
-    elif config.gradients == "auto" and config.nvme.paths and totals.trained:
-        yield _spilled(totals, _as_many_as_fit(totals, room))
-    if config.gradients != "nvme" and totals.passes == 1:
-        yield GradientPlacement(totals.trained, False, totals.gradient_native)
+        yield _spilled(problem, frozenset())
+    elif config.gradients == "auto" and config.nvme.paths and problem.trained:
+        yield _spilled(problem, _as_many_as_fit(problem, room))
+    if config.gradients != "nvme" and problem.passes == 1:
+        yield GradientPlacement(problem, problem.trained, fp32=False, window=False)
 
 
-def _as_many_as_fit(totals: Totals, room: int) -> frozenset[int]:
-    """The largest units first: the window is the smaller for it."""
-    nothing = _spilled(totals, frozenset())
-    trained = (unit for unit in totals.of_units if unit.state)
+def _as_many_as_fit(problem: Problem, room: int) -> frozenset[int]:
+    """The largest units first: that makes the window smaller."""
+    nothing, everything = _spilled(problem, frozenset()), _spilled(problem, problem.trained)
+    trained = (unit for unit in problem.units if unit.state)
     ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)
-    costs = [(unit.index, _waiting(unit, totals)) for unit in ordered]
-    return as_far_as(costs, room - nothing.host_bytes(totals))
+    costs = [(unit.index, sum(everything.lease_bytes(unit, group) for group in unit.groups)) for unit in ordered]
+    return as_far_as(costs, room - nothing.host_bytes)
 
 
-def _waiting(unit: UnitBytes, totals: Totals) -> int:
-    """RAM for the gradients of a unit that wait there while others spill."""
-    return unit.gradient_fp32 if totals.passes > 1 else unit.gradient_native
-
-
-def _spilled(totals: Totals, in_ram: frozenset[int]) -> GradientPlacement:
-    growing = totals.passes == 1
-    places = [
-        unit.gradient_fp32 if unit.index not in in_ram else unit.gradient_growing if growing else 0
-        for unit in totals.of_units
-        if unit.state
-    ]
-    return GradientPlacement(
-        in_ram=in_ram,
-        fp32=totals.passes > 1,
-        ram_bytes=sum(_waiting(unit, totals) for unit in totals.of_units if unit.index in in_ram),
-        landing_bytes=sum(sorted(places, reverse=True)[:2]),
-        swap_bytes=sum(places),
-    )
+def _spilled(problem: Problem, in_ram: frozenset[int]) -> GradientPlacement:
+    return GradientPlacement(problem, in_ram, fp32=problem.passes > 1, window=True)

@@ -148,7 +148,7 @@ def _offload(
     )
     try:
         _move_buffers(model, target)
-        if coordinator.plan.activations == "recompute":
+        if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
         hooks = _install(model, found, coordinator)
     except BaseException:

@@ -8,7 +8,7 @@ from torch import nn
 
 from infinity.base.timeline import Cause
 from infinity.coordinator import registry
-from infinity.state.plan import Plan
+from infinity.plan.plan import Plan
 from infinity.units.speculation import Counts
 
 
@@ -80,9 +80,9 @@ def statistics(model: nn.Module) -> Statistics:
     moved = resources.engine.counters()
     update = resources.pipeline.counters()
     return Statistics(
-        numel=plan.numel,
-        trainable_numel=plan.trainable_numel,
-        state_bytes=plan.weight_bytes + plan.state_bytes,
+        numel=plan.layout.numel,
+        trainable_numel=plan.layout.trainable_numel,
+        state_bytes=plan.layout.weight_bytes + plan.layout.state_bytes,
         read_bytes=sum(value for key, value in moved.items() if key.startswith("read_bytes_")),
         written_bytes=sum(value for key, value in moved.items() if key.startswith("write_bytes_")),
         weight_bytes_read=moved["read_bytes_weights"],
@@ -93,10 +93,10 @@ def statistics(model: nn.Module) -> Statistics:
         steps=coordinator.steps,
         updates=replace(coordinator.speculation.counts),
         committed=coordinator.commits.newest,
-        cached_bytes=plan.state_ram_bytes,
-        cached_weight_bytes=plan.weight_ram_bytes,
+        cached_bytes=plan.layout.arena.states,
+        cached_weight_bytes=plan.layout.arena.weights,
         arena_bytes=resources.arena.nbytes,
-        slot_bytes=plan.slot_bytes,
+        slot_bytes=plan.budgets.slot_bytes,
         engine=resources.engine.name,
         device=resources.device.device.type,
         plan=plan,

@@ -1,1 +1,1 @@
-"""What there is to place: units and their layout, and the plan that places them."""
+"""What a unit is: its groups, the places of its parameters, and what is recorded of it."""

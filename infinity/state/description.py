@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import nn
 
+from infinity import _native
 from infinity.state.discover import Discovery
 from infinity.state.dtypes import master_format
-from infinity.state.plan import Plan
 from infinity.state.records import GroupRecord, ModelRecord, ParameterRecord
 
 
-def describe(model: nn.Module, found: Discovery, plan: Plan) -> ModelRecord:
-    """The model's class and configuration, and where each parameter lies."""
+def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> ModelRecord:
+    """The model's class and configuration, and where each parameter lies.
+
+    Args:
+        master: of bf16 weights, as the config has it.
+    """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -27,7 +31,7 @@ def describe(model: nn.Module, found: Discovery, plan: Plan) -> ModelRecord:
                     group=index,
                     dtype=dtype,
                     trainable=group.trainable,
-                    master=master_format(group.dtype, plan.master),
+                    master=master_format(group.dtype, master),
                     moments=group.moments,
                     numel=group.numel,
                 )

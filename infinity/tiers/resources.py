@@ -1,37 +1,32 @@
 """What exists once per offloaded model below the coordinator: engine, store, arena, compute threads, and the home of
-every state."""
+every state. All of it is opened as the plan's layout says."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from infinity import _native
-from infinity.config import SwapConfig
+from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
-from infinity.io.arena import PinnedArena, Space
+from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
-from infinity.io.manifest import sum_bytes
-from infinity.io.store import Extent, ExtentMap, Mode, SwapStore
-from infinity.state.dtypes import master_format, residual_itemsize
-from infinity.state.plan import Plan
-from infinity.state.unit import Group, Unit
+from infinity.io.store import Extent, Mode, SwapStore
+from infinity.plan.layout import StateLayout, UnitLayout
+from infinity.plan.plan import Plan
+from infinity.state.unit import Unit
 from infinity.tiers.accelerator import Device, open_device, pin
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.tiers.window import Landing
 
 logger = logging.getLogger(__name__)
 
-_EXTENT_RECORD_BYTES = 256
-_BODY_BYTES = 1 << 20
-
 
 class Resources:
-    """Built from a plan, in order: extents → engine and store → arena → homes. Closed in reverse.
+    """Opened in order: engine → store → arena → homes. Closed in reverse.
 
     Raises:
         SwapIOError, StoreLockedError, StoreNotEmptyError, ConfigError: the swap file cannot be made; nothing is left
@@ -41,9 +36,8 @@ class Resources:
 
     def __init__(
         self,
-        units: Sequence[Unit],
         plan: Plan,
-        config: SwapConfig,
+        nvme: NvmeConfig,
         device: torch.device,
         faults: Sequence[_native.Fault] = (),
         *,
@@ -51,51 +45,39 @@ class Resources:
     ) -> None:
         self.plan = plan
         self.device: Device = open_device(device)
-        layout = ExtentMap()
-        planned = [_plan_homes(unit, plan, layout) for unit in units]
-        scratch = ExtentMap(layout.nbytes)
-        spilled = {unit.index: _plan_gradients(unit, plan, scratch) for unit in units}
-        self.engine = open_engine(config.nvme, faults)
+        self.engine = open_engine(nvme, faults)
         self.store: SwapStore | None = None
         self.generations: Generations | None = None
+        arena, staging = plan.layout.arena, plan.budgets.staging
         try:
-            if scratch.nbytes:
-                mode: Mode = "resume" if resume else "generations" if plan.commit_every else "in place"
-                self.store = SwapStore(
-                    config.nvme.paths,
-                    layout.nbytes,
-                    self.engine,
-                    scratch_bytes=scratch.nbytes - layout.nbytes,
-                    checksums=config.nvme.checksums,
-                    mode=mode,
-                    spare_bytes=_manifests_bytes(layout, plan),
-                )
-            if self.store is not None and plan.commit_every:
-                self.generations = Generations(self.store, layout.extents, plan.keep)
+            if plan.layout.swap.nbytes:
+                self.store = self._open_store(nvme, resume=resume)
             node = -1 if self.store is None else self.store.numa_node
-            self.arena = PinnedArena(plan.arena_bytes, numa_node=node)
+            self.arena = PinnedArena(arena.nbytes, numa_node=node)
             refused = pin(self.arena, self.device)
             if refused:
                 logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
-            self.weights_ram = self._open_weights_ram()
-            self.units: list[UnitHomes] = []
-            for unit, (weights, groups) in zip(units, planned, strict=True):
-                extents = spilled[unit.index]
-                states = {
-                    index: self._open_states(unit, index, each, extents.get(index)) for index, each in groups.items()
-                }
-                self.units.append(UnitHomes(self._open_weights(unit, weights), states))
-            self.landing = self._open_landing()
-            self.staging = self.arena.lease(plan.staging_bytes + plan.ahead_bytes, "the update's tiles")
+            # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
+            # the memory for fetched weights must not be broken up.
+            self.weights_ram = self.arena.lease(arena.weights_and_shadows, "weights in RAM").space()
+            self.units = [self._open_unit(unit) for unit in plan.layout.units]
+            if self.store is not None and plan.placement.commit_every:
+                extents = [home.stored() for home in self.homes()]
+                self.generations = Generations(self.store, extents, plan.placement.keep)
+            self.landing: Landing | None = None
+            if arena.landing:
+                lease = self.arena.lease(arena.landing, "gradients on their way to the store")
+                self.landing = Landing(lease.space(), self.require_store())
+            self.staging = self.arena.lease(arena.staging, "the update's tiles")
             self._register()
-            self.pool = _open_pool(plan.threads, node)
+            self.pool = _open_pool(staging.threads, node)
             self.pipeline = _native.UpdatePipeline(
                 self.engine,
                 self.pool,
                 self.staging.view(),
-                plan.tile_numel,
-                plan.tile_bytes,
-                held_tiles_max=plan.ahead_bytes // plan.tile_bytes,
+                staging.tile_numel,
+                staging.tile_bytes,
+                held_tiles_max=staging.ahead_tiles,
             )
         except BaseException:
             self.engine.close()
@@ -147,50 +129,59 @@ class Resources:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
                 return
 
-    def _open_weights_ram(self) -> Space:
-        """For weights that live in RAM, and new ones beside them. Homes move about in it when these are taken in, so it
-        is apart from the memory for fetched weights: that must not be broken up."""
-        return self.arena.lease(self.plan.weight_ram_bytes + self.plan.shadow_bytes, "weights in RAM").space()
+    def _open_store(self, nvme: NvmeConfig, *, resume: bool) -> SwapStore:
+        layout = self.plan.layout
+        mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
+        return SwapStore(
+            nvme.paths,
+            layout.swap.kept,
+            self.engine,
+            scratch_bytes=layout.swap.scratch,
+            checksums=nvme.checksums,
+            mode=mode,
+            spare_bytes=layout.manifest_bytes,
+        )
 
-    def _open_weights(self, unit: Unit, extents: list[Extent | None]) -> WeightsHome:
-        lease = None
-        if unit.index in self.plan.weights_in_ram:
-            lease = self.weights_ram.lease(unit.weight_bytes, f"the weights of '{unit.name}'")
+    def _open_unit(self, layout: UnitLayout) -> UnitHomes:
+        trained = [index for index, group in enumerate(layout.groups) if group.states]
+        states = {index: self._open_states(layout, index) for index in trained}
+        return UnitHomes(self._open_weights(layout), states)
+
+    def _open_weights(self, layout: UnitLayout) -> WeightsHome:
+        unit, nbytes = layout.unit, layout.weight_lease_bytes
+        lease = self.weights_ram.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
         groups = tuple(
-            Home(lease, group.weight_offset, group.weight_bytes, extent, dirty=lease is not None)
-            for group, extent in zip(unit.groups, extents, strict=True)
+            Home(
+                lease,
+                each.group.weight_offset,
+                each.weight.nbytes,
+                _extent(unit, index, "weight", each.weight),
+                dirty=lease is not None,
+            )
+            for index, each in enumerate(layout.groups)
         )
         return WeightsHome(lease, groups, unit.weight_bytes)
 
-    def _open_landing(self) -> Landing | None:
-        if not self.plan.landing_bytes:
-            return None
-        lease = self.arena.lease(self.plan.landing_bytes, "gradients on their way to the store")
-        return Landing(lease.space(), self.require_store())
+    def _open_states(self, layout: UnitLayout, index: int) -> GroupStates:
+        unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]
 
-    def _open_states(self, unit: Unit, index: int, homes: _PlannedHomes, spilled: Extent | None) -> GroupStates:
-        group = unit.groups[index]
-        gradient = None
-        if unit.index in self.plan.gradients_in_ram:
-            nbytes = group.state_bytes(4 if self.plan.gradient_fp32 else group.dtype.itemsize)
-            gradient = self.arena.lease(nbytes, f"gradients of '{unit.name}'")
+        def leased(state: str, place: StateLayout) -> Lease | None:
+            return self.arena.lease(place.lease_bytes, f"{state} of '{unit.name}'") if place.lease_bytes else None
 
-        def home(state: str, extent: Extent | None) -> Home | None:
-            nbytes = _state_bytes(group, homes.master, self.plan, state)
-            if nbytes == 0:
+        def home(state: str) -> Home | None:
+            place = group.states.get(state)
+            if place is None:
                 return None
-            held = unit.index in self.plan.states_in_ram
-            lease = self.arena.lease(nbytes, f"{state} of '{unit.name}'") if held else None
-            return Home(lease, 0, nbytes, extent)
+            return Home(leased(state, place), 0, place.nbytes, _extent(unit, index, state, place))
 
         return GroupStates(
-            master=homes.master,
-            moments=group.moments,
-            residual=home("residual", homes.residual),
-            exp_avg=home("exp_avg", homes.exp_avg),
-            exp_avg_sq=home("exp_avg_sq", homes.exp_avg_sq),
-            gradient=gradient,
-            spilled=spilled,
+            master=group.master,
+            moments=group.group.moments,
+            gradient=leased("gradients", gradient),
+            residual=home("residual"),
+            exp_avg=home("exp_avg"),
+            exp_avg_sq=home("exp_avg_sq"),
+            spilled=_extent(unit, index, "grad", gradient),
         )
 
     def close(self, *, discard: bool = False) -> None:
@@ -216,61 +207,6 @@ def _open_pool(threads: int, node: int) -> _native.ThreadPool:
         ) from error
 
 
-@dataclass(frozen=True)
-class _PlannedHomes:
-    master: _native.MasterName
-    residual: Extent | None
-    exp_avg: Extent | None
-    exp_avg_sq: Extent | None
-
-
-def _manifests_bytes(layout: ExtentMap, plan: Plan) -> int:
-    """Room for the manifests, one more than stay, as far as it can be told before: what is tracked is not in it."""
-    if not plan.commit_every:
-        return 0
-    sums = sum(sum_bytes(extent.nbytes) for extent in layout.extents)
-    return (plan.keep + 1) * (sums + _EXTENT_RECORD_BYTES * len(layout.extents) + _BODY_BYTES)
-
-
-def _plan_homes(unit: Unit, plan: Plan, layout: ExtentMap) -> tuple[list[Extent | None], dict[int, _PlannedHomes]]:
-    """Extents for what lives on NVMe, and for everything where generations are kept. A unit's lie side by side."""
-    kept = plan.commit_every > 0
-    slots = plan.keep + 1 if kept else 1 + (unit.index in plan.spare_units)
-    weights: list[Extent | None] = []
-    for index, group in enumerate(unit.groups):
-        extent = None
-        if kept or unit.index not in plan.weights_in_ram:
-            of_group = slots if group.trainable else 1
-            extent = layout.add(unit.name, "weight", group.weight_bytes, group=index, slots=of_group)
-        weights.append(extent)
-    groups = {}
-    for index, group in enumerate(unit.groups):
-        if not group.trainable:
-            continue
-        master = master_format(group.dtype, plan.master)
-        extents: dict[str, Extent | None] = {}
-        for state in ("residual", "exp_avg", "exp_avg_sq"):
-            nbytes = _state_bytes(group, master, plan, state)
-            stored = nbytes > 0 and (kept or unit.index not in plan.states_in_ram)
-            extents[state] = layout.add(unit.name, state, nbytes, group=index, slots=slots) if stored else None
-        groups[index] = _PlannedHomes(master, extents["residual"], extents["exp_avg"], extents["exp_avg_sq"])
-    return weights, groups
-
-
-def _plan_gradients(unit: Unit, plan: Plan, scratch: ExtentMap) -> dict[int, Extent]:
-    """Extents, by group, for the gradients that have no room to be fp32 in RAM. No generation has them."""
-    if not plan.landing_bytes:
-        return {}
-    waiting = unit.index in plan.gradients_in_ram
-    return {
-        index: scratch.add(unit.name, "grad", group.state_bytes(4), group=index)
-        for index, group in enumerate(unit.groups)
-        if group.trainable and not (waiting and (plan.gradient_fp32 or group.dtype == torch.float32))
-    }
-
-
-def _state_bytes(group: Group, master: _native.MasterName, plan: Plan, state: str) -> int:
-    """0 where the group has no such state."""
-    if state == "residual":
-        return group.state_bytes(residual_itemsize(master))
-    return group.moment_bytes if state in plan.stored else 0
+def _extent(unit: Unit, group: int, state: str, layout: StateLayout) -> Extent | None:
+    """None where the state has no copy in the swap file."""
+    return Extent(unit.name, group, state, layout.offsets, layout.nbytes) if layout.offsets else None

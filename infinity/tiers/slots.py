@@ -115,7 +115,7 @@ class CudaSlots:
     def __init__(self, resources: Resources, device: CudaDevice) -> None:
         self._resources = resources
         self._device = device
-        self._free_bytes = resources.plan.slot_bytes
+        self._free_bytes = resources.plan.budgets.slot_bytes
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         if home.nbytes > self._free_bytes:

@@ -39,7 +39,7 @@ class ReadAhead:
                 room -= self._tiles(unit)
 
     def _tiles(self, unit: OffloadedUnit) -> int:
-        tile = self._resources.plan.tile_numel
+        tile = self._resources.plan.budgets.staging.tile_numel
         return sum(-(-unit.unit.groups[group].numel // tile) for group in unit.homes.states)
 
     def _hold(self, unit: OffloadedUnit, step: int) -> None:

@@ -187,7 +187,7 @@ class Room:
         raise PlanError(
             f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
             f"({', '.join(other.name for other in busy)}) take the "
-            f"{format_bytes(self._resources.plan.slot_bytes)} planned for weights. Raise memory.device to "
+            f"{format_bytes(self._resources.plan.budgets.slot_bytes)} planned for weights. Raise memory.device to "
             f"{format_bytes(2 * needed)}."
         )
 

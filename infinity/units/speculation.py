@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from infinity.state.plan import Overlap
+from infinity.plan.placement import Overlap
 from infinity.state.request import GroupUpdate
 
 logger = logging.getLogger(__name__)

@@ -99,7 +99,7 @@ class Updates:
     def _may_hold(self, unit: OffloadedUnit) -> bool:
         """Updates that read slots must not hold up those who need one."""
         held = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
-        return (held + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.slot_bytes
+        return (held + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. A failure is told by whoever lands the update, or undoes it."""

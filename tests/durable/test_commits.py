@@ -21,6 +21,12 @@ from tests.tiers.fakes import Failure, Future, Generations, Store, extent, few, 
 EVERY = 2
 
 
+def plan_of(commit_every: int) -> Any:
+    """What commits ask of a plan."""
+    form = SimpleNamespace(stored=("exp_avg",))
+    return SimpleNamespace(placement=SimpleNamespace(commit_every=commit_every, form=form))
+
+
 class Optimizers:
     """As Optimizers. Attributes: count: of those that entered; at: what their checkpoint says."""
 
@@ -60,7 +66,7 @@ class Run:
         ]
         self.store, self.generations, self.optimizers = Store(), Generations(), Optimizers()
         below: Any = SimpleNamespace(
-            plan=SimpleNamespace(commit_every=EVERY, stored=("exp_avg",)),
+            plan=plan_of(EVERY),
             generations=self.generations if keeps else None,
             require_store=lambda: self.store,
             homes=lambda: self.homes,
@@ -353,5 +359,5 @@ def test_a_loop_that_an_exception_left_commits_only_what_is_known_to_be_its_top(
 def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
     units = [SimpleNamespace(states=dict(enumerate(states)))]
-    below: Any = SimpleNamespace(units=units, plan=SimpleNamespace(stored=("exp_avg",)))
+    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY))
     assert facts_of(below) == {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}

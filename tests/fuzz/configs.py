@@ -12,10 +12,10 @@ from torch import nn
 
 import infinity
 from infinity.config import load_config
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.plan import Plan
 
 _PLENTY = 64 << 20
 
@@ -76,7 +76,7 @@ def budgeted(
 
     def fits(**memory: int) -> bool:
         plan = planned(found, config | {"memory": {"device": _PLENTY, "host": _PLENTY} | memory})
-        return plan is not None and (plan.accumulates or not accumulates)
+        return plan is not None and (plan.placement.accumulates or not accumulates)
 
     device = least(lambda nbytes: fits(device=nbytes))
     device += int(device * slack[0])

@@ -15,7 +15,8 @@ from infinity.errors import SwapIOError
 from infinity.io.directory import SWAP_NAME
 from infinity.io.generations import verify
 from infinity.io.manifest import ExtentRecord, Manifest
-from infinity.io.store import Extent, ExtentMap, SwapStore
+from infinity.io.store import Extent, SwapStore
+from tests.io.extents import ExtentMap
 
 PAGE = 4096
 

@@ -31,9 +31,10 @@ from infinity.io import document, durable, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
-from infinity.io.store import ExtentMap, SwapStore
+from infinity.io.store import SwapStore
 from infinity.sizes import PAGE_BYTES
 from tests.conftest import weights_of
+from tests.io.extents import ExtentMap
 
 STEPS = 2
 DISKS = ("a", "b")

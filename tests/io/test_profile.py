@@ -55,12 +55,12 @@ def test_the_plan_predicts_the_seconds_of_a_step(offload: Any, tmp_path: Path) -
     model, _ = llama()
     save_profile(tmp_path, measured(1e9, tmp_path))
     plan = registry.coordinator_of(offload(model.bfloat16())).resources.plan
-    assert plan.step_io_s == pytest.approx(plan.step_bytes / 1e9)
+    assert plan.forecast.io_s == pytest.approx(plan.forecast.step_bytes / 1e9)
     assert "s at the measured rate" in plan.describe()
 
 
 def test_without_a_profile_the_plan_says_nothing_about_seconds(offload: Any) -> None:
     model, _ = llama()
     plan = registry.coordinator_of(offload(model)).resources.plan
-    assert plan.step_io_s is None
+    assert plan.forecast.io_s is None
     assert "measured rate" not in plan.describe()

@@ -95,7 +95,7 @@ def test_room_is_made_for_the_optimizer_that_is_named(offload: Any, swap_config:
     for optimizer, ours in (("adamw", infinity.AdamW), ("lion", infinity.Lion), ("adagrad", infinity.Adagrad)):
         model = infinity.offload(network(), swap_config(), optimizer=optimizer)
         train(model, ours(model.parameters(), lr=1e-3), 2)
-        sizes[optimizer] = infinity.statistics(model).plan.state_bytes
+        sizes[optimizer] = infinity.statistics(model).plan.layout.state_bytes
         assert {key.rsplit(".", 1)[1] for key in states_of(model)} == {
             "adamw": {"exp_avg", "exp_avg_sq"},
             "lion": {"exp_avg"},
@@ -192,7 +192,7 @@ def test_a_replay_moves_what_there_is(swap_config: Any) -> None:
         model = infinity.offload(network(), swap_config(weights="host"), optimizer=optimizer)
         replayed = replay_step(registry.coordinator_of(model))
         plan = infinity.statistics(model).plan
-        assert replayed.read_bytes == replayed.written_bytes == plan.state_bytes
+        assert replayed.read_bytes == replayed.written_bytes == plan.layout.state_bytes
         infinity.close(model)
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from infinity.config import load_config
+from infinity.plan.placement import Resting
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.plan.totals import as_far_as
+from infinity.plan.problem import as_far_as
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
-from infinity.state.plan import Plan
 
 WIDTHS = (1024, 256, 1024, 512)
 """Units of different sizes, in the order of the forward."""
@@ -53,45 +54,47 @@ def test_one_page_too_few_is_one_unit_fewer(every: int) -> None:
     options = {"weights": "nvme", "commit_every": every}
     room = plan(1 << 26, optimizer="nvme", **options).host_bytes
     first, third = (cost(STATES[index], committed=every > 0) for index in (0, 2))
-    assert plan(room + first - 1, **options).states_in_ram == {1, 3}  # smaller ones fill what the first leaves
-    assert plan(room + first, **options).states_in_ram == {0}
+    # Smaller ones fill what the first leaves.
+    assert plan(room + first - 1, **options).placement.optimizer.in_ram == {1, 3}
+    assert plan(room + first, **options).placement.optimizer.in_ram == {0}
     two = room + first + cost(STATES[1], committed=every > 0)
-    assert plan(two, **options).states_in_ram == {0, 1}
-    assert plan(two - 1, **options).states_in_ram == {0}
-    assert plan(two + third, **options).states_in_ram == {0, 1, 2}
+    assert plan(two, **options).placement.optimizer.in_ram == {0, 1}
+    assert plan(two - 1, **options).placement.optimizer.in_ram == {0}
+    assert plan(two + third, **options).placement.optimizer.in_ram == {0, 1, 2}
     everything = room + cost(10 * NUMEL, committed=every > 0)
-    assert plan(everything, **options).optimizer == "host"
-    assert plan(everything - 1, **options).optimizer == "nvme"
-    assert plan(everything - 1, **options).states_in_ram == {0, 1, 2}
+    assert plan(everything, **options).placement.optimizer.tier == "host"
+    assert plan(everything - 1, **options).placement.optimizer.tier == "nvme"
+    assert plan(everything - 1, **options).placement.optimizer.in_ram == {0, 1, 2}
 
 
 def test_weights_come_before_states_and_gradients_before_both() -> None:
-    made = plan(LEAST + cost(2 * NUMEL) - PAGE_BYTES)
-    assert made.gradient_fp32
-    assert (made.weights, made.weights_in_ram, made.states_in_ram) == ("nvme", {0, 1, 2}, frozenset())
-    made = plan(LEAST + cost(2 * NUMEL) + cost(STATES[1]))
-    assert (made.weights, made.optimizer, made.states_in_ram) == ("host", "nvme", {1})
-    assert made.gradient_fp32
+    made = plan(LEAST + cost(2 * NUMEL) - PAGE_BYTES).placement
+    assert made.form.gradient_fp32
+    assert (made.weights, made.optimizer.in_ram) == (Resting("nvme", frozenset({0, 1, 2})), frozenset())
+    made = plan(LEAST + cost(2 * NUMEL) + cost(STATES[1])).placement
+    assert (made.weights.tier, made.optimizer) == ("host", Resting("nvme", frozenset({1})))
+    assert made.form.gradient_fp32
     tight = plan(LEAST - PAGE_BYTES)
-    assert not tight.gradient_fp32
-    assert tight.gradient_bytes == 2 * NUMEL
-    assert tight.weight_ram_bytes  # the room that fp32 gradients left
+    assert not tight.placement.form.gradient_fp32
+    assert tight.layout.arena.gradients == 2 * NUMEL
+    assert tight.layout.arena.weights  # the room that fp32 gradients left
 
 
 @pytest.mark.parametrize("every", [0, 1, 4])
 @pytest.mark.parametrize("extra", [0, 3 << 20, 7 << 20, 12 << 20, 20 << 20, 1 << 26])
 def test_bytes_follow_what_is_in_ram(extra: int, every: int) -> None:
     made = plan(LEAST + extra, commit_every=every)
-    weights = sum(2 * NUMELS[index] for index in made.weights_in_ram)
-    states = sum(STATES[index] for index in made.states_in_ram)
-    assert (made.weight_ram_bytes, made.state_ram_bytes) == (weights, states)
-    assert made.step_read_bytes == 3 * (2 * NUMEL - weights) + 10 * NUMEL - states
+    weights = sum(2 * NUMELS[index] for index in made.placement.weights.in_ram)
+    states = sum(STATES[index] for index in made.placement.optimizer.in_ram)
+    assert (made.layout.arena.weights, made.layout.arena.states) == (weights, states)
+    assert made.forecast.read_bytes == 3 * (2 * NUMEL - weights) + 10 * NUMEL - states
     committed = (weights + states) // every if every else 0
-    assert made.step_written_bytes == 2 * NUMEL - weights + 10 * NUMEL - states + committed
-    assert made.swap_bytes == (24 * NUMEL if every else 12 * NUMEL - weights - states)
-    assert made.host_bytes <= made.host_budget
-    slots = made.slot_bytes if made.weights == "nvme" else 0
-    assert made.arena_bytes == weights + states + made.gradient_bytes + made.staging_bytes + slots
+    assert made.forecast.written_bytes == 2 * NUMEL - weights + 10 * NUMEL - states + committed
+    assert made.layout.swap.nbytes == (24 * NUMEL if every else 12 * NUMEL - weights - states)
+    assert made.host_bytes <= made.budgets.limits.host
+    slots = made.budgets.slot_bytes if made.placement.weights.tier == "nvme" else 0
+    staging = made.budgets.staging.nbytes
+    assert made.layout.arena.nbytes == weights + states + made.layout.arena.gradients + staging + slots
 
 
 def test_int8_moments_let_more_units_fit() -> None:
@@ -100,23 +103,23 @@ def test_int8_moments_let_more_units_fit() -> None:
         return plan(room + (12 << 20), weights="nvme", moments=moments)
 
     exact, small = with_room("fp32"), with_room("int8")
-    assert exact.states_in_ram < small.states_in_ram
+    assert exact.placement.optimizer.in_ram < small.placement.optimizer.in_ram
 
 
 def test_what_is_asked_for_is_not_cached_in_part() -> None:
     made = plan(1 << 30, weights="nvme", optimizer="nvme")
-    assert (made.weights_in_ram, made.states_in_ram) == (frozenset(), frozenset())
-    assert made.step_bytes == 28 * NUMEL
+    assert (made.placement.weights.in_ram, made.placement.optimizer.in_ram) == (frozenset(), frozenset())
+    assert made.forecast.step_bytes == 28 * NUMEL
     made = plan(1 << 30, weights="host", optimizer="host")
-    assert (len(made.weights_in_ram), len(made.states_in_ram)) == (4, 4)
+    assert (len(made.placement.weights.in_ram), len(made.placement.optimizer.in_ram)) == (4, 4)
 
 
 def test_on_a_gpu_the_landing_of_uploads_is_left_free() -> None:
     for extra in (3 << 20, 9 << 20, 1 << 26):
         made = plan(LEAST + extra, "cuda")
-        on_nvme = [2 * numel for index, numel in enumerate(NUMELS) if index not in made.weights_in_ram]
-        assert made.upload_bytes == 2 * max(on_nvme, default=0)
-        assert made.host_bytes <= made.host_budget
+        on_nvme = [2 * numel for index, numel in enumerate(NUMELS) if index not in made.placement.weights.in_ram]
+        assert made.budgets.upload_bytes == 2 * max(on_nvme, default=0)
+        assert made.host_bytes <= made.budgets.limits.host
 
 
 def test_the_share_is_described() -> None:

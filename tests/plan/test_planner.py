@@ -10,10 +10,10 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_bytes
 from infinity.state.discover import discover
-from infinity.state.plan import Plan
 from tests.models import llama
 
 
@@ -32,31 +32,32 @@ NVME = {"weights": "nvme", "optimizer": "nvme"}
 def test_bytes_per_parameter_are_the_designs(weights: str, expected: int) -> None:
     """28, not 26: as a phase of its own the update reads the weights once more."""
     made = plan(weights=weights, optimizer="nvme", memory={"device": "64MiB", "host": "1GiB"})
-    assert made.step_bytes == expected * NUMEL
+    assert made.forecast.step_bytes == expected * NUMEL
 
 
 def test_states_are_counted_to_the_byte() -> None:
     made = plan(**NVME, memory={"device": "16MiB", "host": "1GiB"})
-    assert made.weight_bytes == 2 * NUMEL
-    assert made.state_bytes == 10 * NUMEL
-    assert made.swap_bytes == 12 * NUMEL
-    assert made.gradient_bytes == 4 * NUMEL
-    assert plan(**NVME, memory={"device": "16MiB", "host": "64MiB"}).gradient_bytes == 2 * NUMEL
-    assert plan(torch.float32, **NVME, memory={"device": "32MiB", "host": "1GiB"}).state_bytes == 8 * NUMEL
+    assert made.layout.weight_bytes == 2 * NUMEL
+    assert made.layout.state_bytes == 10 * NUMEL
+    assert made.layout.swap.nbytes == 12 * NUMEL
+    assert made.layout.arena.gradients == 4 * NUMEL
+    assert plan(**NVME, memory={"device": "16MiB", "host": "64MiB"}).layout.arena.gradients == 2 * NUMEL
+    assert plan(torch.float32, **NVME, memory={"device": "32MiB", "host": "1GiB"}).layout.state_bytes == 8 * NUMEL
 
 
 def test_a_plan_stays_inside_its_budgets() -> None:
     for host in ("100MiB", "200MiB", "1GiB"):
         made = plan(memory={"device": "40MiB", "host": host})
-        assert made.host_bytes <= made.host_budget
-        assert made.device_bytes <= made.device_budget
-        assert made.arena_bytes <= made.host_budget + made.device_budget
+        assert made.host_bytes <= made.budgets.limits.host
+        assert made.device_bytes <= made.budgets.limits.device
+        assert made.layout.arena.nbytes <= made.budgets.limits.host + made.budgets.limits.device
 
 
 def test_auto_takes_ram_where_it_fits_and_nvme_where_not() -> None:
     roomy, tight = plan(memory={"device": "1GiB", "host": "2GiB"}), plan(memory={"device": "16MiB", "host": "100MiB"})
-    assert (roomy.weights, roomy.optimizer) == ("host", "host")
-    assert (tight.weights, tight.optimizer) == ("host", "nvme") or (tight.weights, tight.optimizer) == ("nvme", "nvme")
+    assert (roomy.placement.weights.tier, roomy.placement.optimizer.tier) == ("host", "host")
+    assert tight.placement.weights.tier in ("host", "nvme")
+    assert tight.placement.optimizer.tier == "nvme"
 
 
 def test_nvme_without_a_path_is_a_config_error() -> None:
@@ -108,7 +109,7 @@ def test_the_sizes_a_plan_gives_for_the_swap_file_add_up(config: dict[str, Any],
 
 def test_many_threads_do_not_take_the_host_budget_for_staging() -> None:
     made = plan(**NVME, memory={"device": "64MiB", "host": "256MiB"}, update={"threads": 128})
-    assert made.staging_bytes <= made.host_budget / 8
+    assert made.budgets.staging.nbytes <= made.budgets.limits.host / 8
 
 
 @pytest.mark.parametrize("overlap", ["auto", "before_forward"])
@@ -118,24 +119,25 @@ def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
         return plan(**given, memory={"device": "16MiB", "host": host})
 
     roomy = made(1 << 30)
-    assert 0 <= 10 * NUMEL // 2 - roomy.ahead_bytes < roomy.tile_bytes, "half of the states"
+    staging = roomy.budgets.staging
+    assert 0 <= 10 * NUMEL // 2 - staging.ahead_bytes < staging.tile_bytes, "half of the states"
     lent = made(1 << 30, weights="host", commit_every=1)
-    assert (lent.shadow_bytes > 0) == (overlap == "auto")
-    tiles = 16 * (lent.shadow_bytes // 16 // lent.tile_bytes)
+    assert (lent.budgets.shadow_bytes > 0) == (overlap == "auto")
+    staging = lent.budgets.staging
+    tiles = 16 * (lent.budgets.shadow_bytes // 16 // staging.tile_bytes)
     assert bool(tiles) == (overlap == "auto")
-    assert 0 <= 10 * NUMEL // 2 - lent.ahead_bytes - tiles * lent.tile_bytes < lent.tile_bytes, (
+    assert 0 <= 10 * NUMEL // 2 - staging.ahead_bytes - tiles * staging.tile_bytes < staging.tile_bytes, (
         "of a unit's shadow its whole tiles count"
     )
-    assert format_bytes(roomy.ahead_bytes) in roomy.describe()
+    assert format_bytes(roomy.budgets.staging.ahead_bytes) in roomy.describe()
     for host in (roomy.host_bytes - (16 << 20), 128 << 20):
         tight, off = made(host), made(host, overlap="off")
-        room = tight.host_budget - (tight.host_bytes - tight.ahead_bytes)
-        assert 0 <= room - tight.ahead_bytes < tight.tile_bytes
-        assert tight.ahead_bytes % tight.tile_bytes == 0
-        assert tight.host_bytes <= tight.host_budget
-        assert tight.arena_bytes == off.arena_bytes + tight.shadow_bytes + tight.ahead_bytes
-        assert off.ahead_bytes == 0
-    assert made(1 << 30, optimizer="host").ahead_bytes == 0
+        ahead, tile = tight.budgets.staging.ahead_bytes, tight.budgets.staging.tile_bytes
+        assert 0 <= tight.budgets.limits.host - tight.host_bytes < tile
+        assert ahead % tile == 0
+        assert tight.layout.arena.nbytes == off.layout.arena.nbytes + tight.budgets.shadow_bytes + ahead
+        assert off.budgets.staging.ahead_bytes == 0
+    assert made(1 << 30, optimizer="host").budgets.staging.ahead_bytes == 0
 
 
 @pytest.mark.parametrize("overlap", ["auto", "during_backward"])
@@ -144,18 +146,18 @@ def test_nothing_is_reserved_for_early_updates_that_a_gpu_does_not_make(overlap:
     memory = {"device": "64MiB", "host": "1GiB"}
     config = {"weights": "host", "optimizer": "nvme", "memory": memory, "commit_every": commit_every}
     made = plan(device="cuda", overlap=overlap, **config)
-    assert made.overlap == "before_forward"
-    assert "GPU" in made.overlap_reason
-    assert made.shadow_bytes == 0
-    assert made.spare_units == frozenset()
-    assert made.swap_bytes == plan(device="cuda", overlap="off", **config).swap_bytes
-    assert plan(overlap=overlap, **config).shadow_bytes > 0
+    assert made.placement.updates.overlap == "before_forward"
+    assert "GPU" in made.placement.updates.reason
+    assert made.budgets.shadow_bytes == 0
+    assert made.placement.updates.spare_units == frozenset()
+    assert made.layout.swap.nbytes == plan(device="cuda", overlap="off", **config).layout.swap.nbytes
+    assert plan(overlap=overlap, **config).budgets.shadow_bytes > 0
 
 
 def test_states_in_ram_take_the_room_that_early_updates_would_want_on_the_cpu() -> None:
     config = {"weights": "host", "optimizer": "auto", "memory": {"device": "64MiB", "host": "220MiB"}}
     on_gpu, on_cpu = plan(device="cuda", overlap="auto", **config), plan(overlap="auto", **config)
-    assert on_gpu.state_ram_bytes > on_cpu.state_ram_bytes
+    assert on_gpu.layout.arena.states > on_cpu.layout.arena.states
 
 
 def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

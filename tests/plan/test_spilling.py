@@ -10,10 +10,10 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import parse_bytes
 from infinity.state.discover import discover
-from infinity.state.plan import Plan
 
 NVME = {"weights": "nvme", "optimizer": "nvme"}
 NUMELS = [1024 * width for width in [1024] * 8 + [512] * 8]
@@ -43,72 +43,73 @@ def test_fp32_in_ram_then_growing_through_the_window_then_spilled() -> None:
         except PlanError:
             assert previous is None, "more memory never fits less"
             continue
-        kind = (made.gradient_fp32, len(made.gradients_in_ram))
+        kind = (made.placement.form.gradient_fp32, len(made.placement.gradients.in_ram))
         assert previous is None or kind >= previous
-        assert made.accumulates, "any number of micro-batches, however little there is"
-        assert made.host_bytes <= made.host_budget
+        assert made.placement.accumulates, "any number of micro-batches, however little there is"
+        assert made.host_bytes <= made.budgets.limits.host
         previous = kind
     assert previous == (True, 16)
 
 
 def test_what_spills_is_counted() -> None:
     made = plan(1 << 30, **NVME, gradients="nvme")
-    assert made.gradients == "nvme"
-    assert made.gradients_in_ram == frozenset()
-    assert made.gradient_bytes == 0
-    assert made.landing_bytes == 4 * LARGEST_TWO
+    assert made.placement.gradients.tier == "nvme"
+    assert made.placement.gradients.in_ram == frozenset()
+    assert made.layout.arena.gradients == 0
+    assert made.budgets.landing_bytes == 4 * LARGEST_TWO
     held = plan(1 << 30, **NVME, gradients="host")
-    assert made.swap_bytes == held.swap_bytes + 4 * NUMEL
-    assert made.step_read_bytes == held.step_read_bytes + 2 * NUMEL
-    assert made.step_written_bytes == held.step_written_bytes + 2 * NUMEL
-    assert made.arena_bytes == made.slot_bytes + made.staging_bytes + made.landing_bytes
-    assert made.tile_bytes == held.tile_bytes + 4 * made.tile_numel
+    assert made.layout.swap.nbytes == held.layout.swap.nbytes + 4 * NUMEL
+    assert made.forecast.read_bytes == held.forecast.read_bytes + 2 * NUMEL
+    assert made.forecast.written_bytes == held.forecast.written_bytes + 2 * NUMEL
+    staging = made.budgets.staging
+    assert made.layout.arena.nbytes == made.budgets.slot_bytes + staging.nbytes + made.budgets.landing_bytes
+    assert staging.tile_bytes == held.budgets.staging.tile_bytes + 4 * staging.tile_numel
 
 
 def test_generations_have_no_slots_for_gradients() -> None:
     one, three = (plan(1 << 30, **NVME, gradients="nvme", commit_every=1, keep=keep) for keep in (1, 3))
-    assert one.swap_bytes == 24 * NUMEL + 4 * NUMEL
-    assert three.swap_bytes == 48 * NUMEL + 4 * NUMEL
+    assert one.layout.swap.nbytes == 24 * NUMEL + 4 * NUMEL
+    assert three.layout.swap.nbytes == 48 * NUMEL + 4 * NUMEL
 
 
 def test_some_of_the_gradients_stay_in_ram_the_largest_first() -> None:
     least = plan(1 << 26, **NVME, gradients="nvme")
-    fixed = least.host_bytes - least.staging_bytes + 3 * least.tile_bytes
+    fixed = least.host_bytes - least.budgets.staging.nbytes + 3 * least.budgets.staging.tile_bytes
     for first, small in ((2, 0), (5, 1)):
         native = 2 * (first * NUMELS[0] + small * NUMELS[-1])
         made = plan(fixed + native, **NVME)
-        assert made.gradients_in_ram == {*range(first), *range(8, 8 + small)}
-        assert made.gradient_bytes == native
-        assert made.landing_bytes == 4 * LARGEST_TWO
-        assert made.step_read_bytes - plan(1 << 30, **NVME).step_read_bytes == 2 * NUMEL - native
-        assert plan(fixed + native - 1, **NVME).gradient_bytes == native - 2 * NUMELS[-1]
+        assert made.placement.gradients.in_ram == {*range(first), *range(8, 8 + small)}
+        assert made.layout.arena.gradients == native
+        assert made.budgets.landing_bytes == 4 * LARGEST_TWO
+        assert made.forecast.read_bytes - plan(1 << 30, **NVME).forecast.read_bytes == 2 * NUMEL - native
+        assert plan(fixed + native - 1, **NVME).layout.arena.gradients == native - 2 * NUMELS[-1]
 
 
 def test_for_several_passes_gradients_wait_in_ram_in_fp32_or_not_at_all() -> None:
     """What a further pass would widen and send to the store after all has no place in RAM of its own."""
     least = plan(1 << 26, 4, **NVME, gradients="nvme")
-    fixed = least.host_bytes - least.staging_bytes + 3 * least.tile_bytes
+    fixed = least.host_bytes - least.budgets.staging.nbytes + 3 * least.budgets.staging.tile_bytes
     room = 4 * (2 * NUMELS[0] + NUMELS[-1])
     made = plan(fixed + room, 4, **NVME)
-    assert made.gradients_in_ram == {0, 1, 8}
-    assert made.gradient_bytes == room
-    assert made.swap_bytes == plan(1 << 30, **NVME).swap_bytes + 4 * NUMEL - room
-    spilled = made.step_written_bytes - plan(1 << 30, 4, **NVME).step_written_bytes
+    assert made.placement.gradients.in_ram == {0, 1, 8}
+    assert made.layout.arena.gradients == room
+    assert made.layout.swap.nbytes == plan(1 << 30, **NVME).layout.swap.nbytes + 4 * NUMEL - room
+    spilled = made.forecast.written_bytes - plan(1 << 30, 4, **NVME).forecast.written_bytes
     assert spilled == 4 * (4 * NUMEL - room)
     told_nothing = plan(fixed + room, **NVME)
-    assert len(told_nothing.gradients_in_ram) > 3
-    assert not told_nothing.gradient_fp32
+    assert len(told_nothing.placement.gradients.in_ram) > 3
+    assert not told_nothing.placement.form.gradient_fp32
 
 
 def test_every_pass_reads_the_weights_twice() -> None:
     one, four = (plan(1 << 30, passes, **NVME) for passes in (1, 4))
-    assert four.step_read_bytes - one.step_read_bytes == 3 * 2 * 2 * NUMEL
-    assert four.step_written_bytes == one.step_written_bytes
+    assert four.forecast.read_bytes - one.forecast.read_bytes == 3 * 2 * 2 * NUMEL
+    assert four.forecast.written_bytes == one.forecast.written_bytes
 
 
 def test_passes_that_could_not_add_up_are_refused_before_anything_is_moved() -> None:
     host = 2 * NUMEL + (20 << 20)
-    assert not plan(host, **NVME, gradients="host").accumulates
+    assert not plan(host, **NVME, gradients="host").placement.accumulates
     with pytest.raises(PlanError, match="set gradients: auto"):
         plan(host, 4, **NVME, gradients="host")
 

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.config import load_config
 from infinity.errors import PlanError
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.together import needed_at_once
 from infinity.sizes import PAGE_BYTES, exact_bytes, parse_bytes
 from infinity.state.discover import HookSite, discover
-from infinity.state.plan import Plan
 from tests.conftest import weights_of
 
 WIDTH = 32  # a square matrix in fp32 is a page

@@ -59,7 +59,7 @@ def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) ->
     infinity.close(plain)
     assert all(not record.weights.in_use for record in coordinator.units)
     fetched = sum(r.unit.weight_bytes for r in coordinator.units if r.weights.residency is not Residency.RELEASED)
-    assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
+    assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.budgets.slot_bytes
 
 
 def test_an_unknown_key_names_the_nearest_one() -> None:

@@ -110,7 +110,7 @@ def test_an_update_moves_as_many_bytes_as_the_design_says(form: Any, expected: f
     after = infinity.statistics(model)
     moved = after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes
     assert moved / numel == expected
-    assert before.plan.step_bytes == moved
+    assert before.plan.forecast.step_bytes == moved
 
 
 @pytest.mark.parametrize("form", ["bf16", "int8"])

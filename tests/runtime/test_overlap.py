@@ -68,7 +68,7 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
             torch.device("cpu"),
             can_recompute=False,
         )
-        given["memory"]["host"] = plan.host_bytes + plan.state_bytes // 2 + plan.weight_bytes // 2
+        given["memory"]["host"] = plan.host_bytes + plan.layout.state_bytes // 2 + plan.layout.weight_bytes // 2
     return given
 
 

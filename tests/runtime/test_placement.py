@@ -11,9 +11,9 @@ import torch
 import infinity
 from infinity.config import load_config
 from infinity.coordinator import registry
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.state.plan import Plan
 from infinity.units.weights import Residency
 from tests.conftest import states_of, weights_of
 from tests.models import ARCHITECTURES, loss_of
@@ -48,7 +48,7 @@ class Placed:
         while given["memory"]["host"] != host:  # the staging follows the budget
             host = given["memory"]["host"]
             found = make_plan(units, load_config(given), torch.device("cpu"), can_recompute=False)
-            given["memory"]["host"] = found.host_bytes - found.ahead_bytes
+            given["memory"]["host"] = found.host_bytes - found.budgets.staging.ahead_bytes
         return found
 
     def offloaded(self, host: int, **config: Any) -> tuple[Any, infinity.AdamW]:
@@ -79,7 +79,7 @@ def assert_same(found: Result, expected: Result) -> None:
 
 def shares(least: Plan) -> list[int]:
     """Budgets that hold nothing more, some weights, some states, all."""
-    weights, states = least.weight_bytes, least.state_bytes
+    weights, states = least.layout.weight_bytes, least.layout.state_bytes
     base = least.host_bytes
     return [base, base + weights // 2, base + weights + states // 3, base + weights + 4 * states // 5, 8 << 20]
 
@@ -93,11 +93,11 @@ def test_any_share_in_ram_ends_in_the_same_bits(name: str, dtype: Any, form: Any
     for host in shares(placed.least()):
         found = placed.train(host)
         assert_same(found, expected)
-        held.append((found[2].weight_ram_bytes, found[2].state_ram_bytes))
+        held.append((found[2].layout.arena.weights, found[2].layout.arena.states))
     assert held == sorted(held)
     assert held[0] == (0, 0)
-    assert 0 < held[1][0] < held[-1][0] == expected[2].weight_bytes
-    assert 0 < held[2][1] < held[3][1] < held[-1][1] == expected[2].state_bytes
+    assert 0 < held[1][0] < held[-1][0] == expected[2].layout.weight_bytes
+    assert 0 < held[2][1] < held[3][1] < held[-1][1] == expected[2].layout.state_bytes
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -114,35 +114,37 @@ def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path
             infinity.commit(model)
         after = infinity.statistics(model)
         read, written = after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
-        assert written == after.plan.step_written_bytes
-        if after.plan.weights == "host":
-            assert read == after.plan.step_read_bytes
+        forecast = after.plan.forecast
+        assert written == forecast.written_bytes
+        if after.plan.placement.weights.tier == "host":
+            assert read == forecast.read_bytes
         else:  # a unit that ends the forward and begins the backward is read once
-            assert after.plan.step_read_bytes - 2 * after.plan.weight_bytes < read <= after.plan.step_read_bytes
-        assert after.cached_bytes == after.plan.state_ram_bytes
-        assert after.cached_weight_bytes == after.plan.weight_ram_bytes
+            assert forecast.read_bytes - 2 * after.plan.layout.weight_bytes < read <= forecast.read_bytes
+        assert after.cached_bytes == after.plan.layout.arena.states
+        assert after.cached_weight_bytes == after.plan.layout.arena.weights
         infinity.close(model, discard=True)
 
 
 def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
     placed = Placed(tmp_path, overlap="off")
     least = placed.least()
-    model, optim = placed.offloaded(least.host_bytes + least.weight_bytes // 2)
+    model, optim = placed.offloaded(least.host_bytes + least.layout.weight_bytes // 2)
     coordinator = registry.coordinator_of(model)
     placed.step(model, optim)
     reads = infinity.statistics(model).weight_bytes_read
-    for index in infinity.statistics(model).plan.weights_in_ram:
+    for index in infinity.statistics(model).plan.placement.weights.in_ram:
         assert coordinator.units[index].weights.slot is not None
         coordinator.acquire(index)
         coordinator.release(index)
-    assert infinity.statistics(model).weight_bytes_read - reads <= coordinator.resources.plan.slot_bytes  # prefetches
+    slot_bytes = coordinator.plan.budgets.slot_bytes
+    assert infinity.statistics(model).weight_bytes_read - reads <= slot_bytes  # prefetches
     fetched = sum(
         record.unit.weight_bytes
         for record in coordinator.units
-        if record.unit.index not in coordinator.resources.plan.weights_in_ram
+        if record.unit.index not in coordinator.resources.plan.placement.weights.in_ram
         and record.weights.residency is not Residency.RELEASED
     )
-    assert coordinator.resources.arena.free_bytes + fetched == coordinator.resources.plan.slot_bytes
+    assert coordinator.resources.arena.free_bytes + fetched == slot_bytes
     infinity.close(model, discard=True)
 
 
@@ -169,7 +171,7 @@ def test_a_copy_of_a_model_that_is_partly_in_ram_is_whole(tmp_path: Path) -> Non
     placed = Placed(tmp_path / "swap")
     least = placed.least()
     saved = []
-    for host in (least.host_bytes + least.weight_bytes // 2, 8 << 20):
+    for host in (least.host_bytes + least.layout.weight_bytes // 2, 8 << 20):
         model, optim = placed.offloaded(host)
         placed.step(model, optim)
         infinity.save_pretrained(model, tmp_path / "out")

@@ -274,7 +274,7 @@ def test_a_commit_moves_no_state_that_is_in_the_store(config: Any) -> None:
             infinity.synchronize(net)
             after = infinity.statistics(net)
             written[weights, every] = after.written_bytes - before.written_bytes
-            weight_bytes = after.plan.weight_bytes
+            weight_bytes = after.plan.layout.weight_bytes
             infinity.close(net)
     assert written["nvme", 1] == written["nvme", 0]
     assert written["host", 1] == written["host", 0] + weight_bytes
@@ -287,10 +287,10 @@ def test_the_plan_says_what_the_slots_take_and_reserves_it(config: Any) -> None:
         swap["nvme"] = {"paths": [swap["nvme"]["paths"][0] + str(keep)]}
         net = infinity.offload(llama()[0], swap)
         plan = infinity.statistics(net).plan
-        sizes[keep] = plan.swap_bytes
-        assert plan.swap_bytes == (plan.weight_bytes + plan.state_bytes) * (keep + 1)
+        sizes[keep] = plan.layout.swap.nbytes
+        assert plan.layout.swap.nbytes == (plan.layout.weight_bytes + plan.layout.state_bytes) * (keep + 1)
         held = Path(swap["nvme"]["paths"][0]) / "states.infinity-swap"
-        assert held.stat().st_blocks * 512 >= plan.swap_bytes
+        assert held.stat().st_blocks * 512 >= plan.layout.swap.nbytes
         assert f"every step, {keep} kept, each state in {keep + 1} slots" in plan.describe()
         infinity.close(net)
 

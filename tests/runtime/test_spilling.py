@@ -44,7 +44,8 @@ def half_of_the_gradients(
             plan = make_plan(units, loaded, cpu, can_recompute=False, accumulation_steps=passes)
         except infinity.PlanError:
             continue
-        if plan.gradients == "nvme" and 0 < len(plan.gradients_in_ram) < plan.trained_count:
+        gradients = plan.placement.gradients
+        if gradients.tier == "nvme" and 0 < len(gradients.in_ram) < plan.layout.trained_count:
             partly.append(config)
     return partly[len(partly) // 2]
 
@@ -76,8 +77,8 @@ def assert_nothing_is_lost(model: Any) -> None:
     if landing is not None:
         assert landing.space.free_bytes == landing.space.nbytes
     held = sum(r.unit.weight_bytes for r in coordinator.units if r.weights.residency is not Residency.RELEASED)
-    if coordinator.resources.plan.weights == "nvme":
-        assert coordinator.resources.arena.free_bytes + held == coordinator.resources.plan.slot_bytes
+    if coordinator.resources.plan.placement.weights.tier == "nvme":
+        assert coordinator.resources.arena.free_bytes + held == coordinator.resources.plan.budgets.slot_bytes
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -121,9 +122,9 @@ def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config
     half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
     model, _ = model_of("llama", torch.bfloat16)
     plan = infinity.statistics(offload(model, **half)).plan
-    assert 0 < len(plan.gradients_in_ram) < plan.trained_count
-    assert plan.gradients == "nvme"
-    assert plan.accumulates
+    assert 0 < len(plan.placement.gradients.in_ram) < plan.layout.trained_count
+    assert plan.placement.gradients.tier == "nvme"
+    assert plan.placement.accumulates
     assert "any number of micro-batches; of one backward pass those of" in plan.describe()
 
 
@@ -161,11 +162,12 @@ def test_spilled_gradients_move_as_many_bytes_as_planned(
         if every:
             infinity.commit(model)
         after = infinity.statistics(model)
-    stayed = after.plan.landing_bytes * ((passes or 1) - 1)  # at most: in the window until the next pass
-    assert after.plan.step_read_bytes - stayed <= after.read_bytes - before.read_bytes <= after.plan.step_read_bytes
-    assert after.written_bytes - before.written_bytes == after.plan.step_written_bytes
-    assert small or (after.plan.step_written_bytes == after.plan.step_read_bytes) == (every == 0)
-    assert (0 < len(after.plan.gradients_in_ram) < after.plan.trained_count) == small
+    forecast = after.plan.forecast
+    stayed = after.plan.budgets.landing_bytes * ((passes or 1) - 1)  # at most: in the window until the next pass
+    assert forecast.read_bytes - stayed <= after.read_bytes - before.read_bytes <= forecast.read_bytes
+    assert after.written_bytes - before.written_bytes == forecast.written_bytes
+    assert small or (forecast.written_bytes == forecast.read_bytes) == (every == 0)
+    assert (0 < len(after.plan.placement.gradients.in_ram) < after.plan.layout.trained_count) == small
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])

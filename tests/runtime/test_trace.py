@@ -168,7 +168,7 @@ def test_states_in_ram_are_traced_too(offload: Any, path: Path) -> None:
 def test_gradients_that_spill_name_their_unit(offload: Any, path: Path) -> None:
     model = trained(offload, path, gradients="nvme", memory={"device": "640KiB", "host": "12MiB"})
     units = {record.unit.name for record in registry.coordinator_of(model).units}
-    assert registry.coordinator_of(model).resources.plan.landing_bytes
+    assert registry.coordinator_of(model).resources.plan.budgets.landing_bytes
     moved = [event for event in bars(path) if event["cat"] in ("read", "write")]
     assert {event["args"]["unit"] for event in moved} == units, "no transfer is of nothing"
     assert {event["cat"] for event in moved if event["name"].split()[1] == "grad"} == {"read", "write"}

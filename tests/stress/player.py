@@ -78,7 +78,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
         except infinity.PlanError as error:
             host, device = (host, device * 1.3) if "of device memory" in str(error) else (host * 1.3, device)
             continue
-        if plan.accumulates or not accumulates:
+        if plan.placement.accumulates or not accumulates:
             return config | {"memory": memory}
         host *= 1.3
     raise AssertionError("no budget fits")

@@ -87,7 +87,7 @@ def test_the_way_over_a_gpu_ends_in_the_cpus_bits(
         model = Blocks().bfloat16()
         model = offload(model, weights=weights, optimizer=optimizer, gradients=gradients, memory=TIGHT)
         losses = train(model, micro_batches)
-        assert registry.coordinator_of(model).resources.plan.shares_memory is not imitated
+        assert registry.coordinator_of(model).resources.plan.budgets.limits.shares_memory is not imitated
         results.append((losses, weights_of(model), states_of(model)))
         infinity.close(model)
     assert results[1][0] == results[0][0]
@@ -165,7 +165,7 @@ def test_training_goes_on_after_the_gpu_had_no_memory(weights: str, offload: Any
     pool = coordinator.room._slots
     assert isinstance(pool, CudaSlots)
     fetched = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
-    assert pool._free_bytes + fetched == coordinator.resources.plan.slot_bytes
+    assert pool._free_bytes + fetched == coordinator.resources.plan.budgets.slot_bytes
 
 
 def test_closing_waits_for_copies_before_the_memory_goes(

@@ -1,4 +1,4 @@
-"""What exists once per model: made whole, or not at all."""
+"""What exists once per model: made whole, as the layout says, or not at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
+from infinity.coordinator import registry
 
 
 def test_threads_that_cannot_be_started_are_an_error_with_the_fix(
@@ -23,3 +24,32 @@ def test_threads_that_cannot_be_started_are_an_error_with_the_fix(
         with pytest.raises(infinity.ConfigError, match="2 threads cannot be started .Resource.*Lower update.threads"):
             infinity.offload(nn.Linear(8, 8), swap_config())
     infinity.close(infinity.offload(nn.Linear(8, 8), swap_config()))
+
+
+@pytest.mark.parametrize(
+    ("tier", "given"),
+    [
+        ("nvme", {"gradients": "nvme", "commit_every": 1, "keep": 2}),
+        ("nvme", {"overlap": "off"}),
+        ("host", {"commit_every": 1}),
+        ("host", {}),
+    ],
+)
+def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dict[str, Any]) -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.Linear(64, 32)) for _ in range(3))
+    model[1][0].weight.requires_grad_(False)
+    resources = registry.coordinator_of(offload(model, tier, **given)).resources
+    layout = resources.plan.layout
+    planned = {
+        (unit.unit.name, index, name): (state.offsets, state.nbytes)
+        for unit in layout.units
+        for index, (group, gradient) in enumerate(zip(unit.groups, unit.gradients, strict=True))
+        for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()
+        if state.offsets
+    }
+    found = {(each.unit, each.group, each.state): (each.offsets, each.nbytes) for each in resources.extents()}
+    assert found == planned
+    assert (resources.store is not None) == (layout.swap.nbytes > 0) == bool(planned)
+    assert resources.arena.nbytes == layout.arena.nbytes
+    assert resources.arena.free_bytes == layout.arena.transfers
+    assert resources.weights_ram.nbytes == layout.arena.weights_and_shadows

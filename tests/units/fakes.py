@@ -168,7 +168,9 @@ class Device:
 def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
     """Without generations: every extent has a spare slot."""
     return SimpleNamespace(
-        plan=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, tile_numel=NUMEL, commit_every=0, stored=()),
+        plan=SimpleNamespace(
+            budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL))
+        ),
         pipeline=Pipeline(),
         device=Device(shares_memory=shares_memory),
         store=Store(),

@@ -50,7 +50,7 @@ def three(offload: Any) -> tuple[Coordinator, list[torch.Tensor]]:
     blocks = nn.ModuleList(nn.Linear(32, 32 * count, bias=False) for count in PAGES)
     values = [block.weight.detach().clone() for block in blocks]
     coordinator = registry.coordinator_of(offload(blocks, memory={"device": "40KiB", "host": "64MiB"}))
-    assert coordinator.resources.plan.slot_bytes == 10 * 4096
+    assert coordinator.resources.plan.budgets.slot_bytes == 10 * 4096
     coordinator.acquire(0)
     coordinator.acquire(1)
     coordinator.release(0)

@@ -228,7 +228,7 @@ class UpdatesMachine(RuleBasedStateMachine):
     @invariant()
     def what_updates_keep_of_the_slots_is_a_share(self) -> None:
         held = [unit for unit in self.updates.speculative if unit.reads_slot()]
-        assert sum(unit.unit.weight_bytes for unit in held) * 4 <= self.below.plan.slot_bytes
+        assert sum(unit.unit.weight_bytes for unit in held) * 4 <= self.below.plan.budgets.slot_bytes
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -302,7 +302,8 @@ def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) ->
     machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
     machine.updates.require_well()
     oldest = machine.updates.oldest_decided
-    assert oldest is not None and oldest.update is not None
+    assert oldest is not None
+    assert oldest.update is not None
     first = next(iter(oldest.update.transfers.values())).future
     next(job for job in machine.pipeline.jobs if job is first).end(Failure())
     with pytest.raises(SwapIOError):

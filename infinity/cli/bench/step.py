@@ -21,9 +21,9 @@ from infinity.coordinator import registry
 from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
 from infinity.io.devices import describe_disk
+from infinity.plan.plan import Plan
 from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
-from infinity.state.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,10 @@ def _replay(
     try:
         coordinator = registry.coordinator_of(model)
         plan = coordinator.resources.plan
-        if plan.swap_bytes == 0:
+        if plan.layout.swap.nbytes == 0:
             raise BenchError(
-                f"{options.config}: nothing is on NVMe (weights {plan.weights}, optimizer {plan.optimizer})"
+                f"{options.config}: nothing is on NVMe (weights {plan.placement.weights.tier}, "
+                f"optimizer {plan.placement.optimizer.tier})"
             )
         console.print(plan.describe(), markup=False, highlight=False)
         steps = []
@@ -131,7 +132,7 @@ def _replay(
 
 def _report(steps: list[ReplayedStep], plan: Plan, options: argparse.Namespace, paths: list[Path]) -> StepReport:
     seconds = statistics.median(step.seconds for step in steps)
-    flops_per_token = _FLOPS_PER_PARAMETER[plan.activations] * plan.numel
+    flops_per_token = _FLOPS_PER_PARAMETER[plan.placement.activations] * plan.layout.numel
     written = steps[-1].written_bytes
     return StepReport(
         steps=len(steps),
@@ -143,7 +144,7 @@ def _report(steps: list[ReplayedStep], plan: Plan, options: argparse.Namespace, 
         tokens_bound=-int(-seconds * options.tflops * 1e12 // flops_per_token),
         written_tb=written * 1000 / 1e12,
         rated_tb=_rated_tb(paths) if options.rated_tb is None else options.rated_tb,
-        parameters=plan.trainable_numel,
+        parameters=plan.layout.trainable_numel,
     )
 
 

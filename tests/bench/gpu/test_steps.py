@@ -41,10 +41,10 @@ def test_every_contender_has_a_plan_at_full_size(tmp_path: Path) -> None:
     for name in CONTENDERS[1:]:
         config = load_config(config_of(name, LLAMA) | {"nvme": {"paths": [str(tmp_path)]}})
         plan = make_plan(discover(model).units, config, torch.device("cuda"), can_recompute=True)
-        assert f"{plan.weights}-{plan.optimizer}" == name.removesuffix("-tight")
-        assert plan.swap_bytes < 40 << 30
-        assert plan.arena_bytes < 40 << 30
-        slots[name] = plan.slot_bytes / plan.weight_bytes
+        assert f"{plan.placement.weights.tier}-{plan.placement.optimizer.tier}" == name.removesuffix("-tight")
+        assert plan.layout.swap.nbytes < 40 << 30
+        assert plan.layout.arena.nbytes < 40 << 30
+        slots[name] = plan.budgets.slot_bytes / plan.layout.weight_bytes
     assert slots.pop("host-host-tight") < 0.7
     assert min(slots.values()) >= 1
 

@@ -1,0 +1,152 @@
+"""What of the two budgets is for moving states: slots on the device; staging, read-ahead, shadows, the landing window
+and uploads in host memory. What rests in RAM is in the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity import _native
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, PlanError
+from infinity.plan.machine import usable_cores
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
+from infinity.plan.problem import Limits, Problem
+from infinity.plan.together import needed_at_once
+from infinity.sizes import PAGE_BYTES, exact_bytes, format_bytes, round_up
+from infinity.state.discover import HookSite
+from infinity.state.dtypes import master_format, native_name
+from infinity.state.unit import Group
+
+_STAGING_BYTES = 64 << 20
+_STAGING_BYTES_PER_THREAD = 8 << 20
+_STAGING_SHARE_OF_HOST = 1 / 8
+_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 32
+_TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
+_TASKS_PER_THREAD = 4
+_NAMED_MAX = 6  # units in a message
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How updates are cut into tiles, and the host memory for them.
+
+    Attributes:
+        tile_numel, tile_bytes: elements of a tile, and its bytes.
+        nbytes: of the tiles in flight.
+        ahead_bytes: beside them, for states that are read ahead.
+        threads: that compute.
+    """
+
+    tile_numel: int
+    tile_bytes: int
+    nbytes: int
+    threads: int
+    ahead_bytes: int = 0
+
+    @property
+    def ahead_tiles(self) -> int:
+        return self.ahead_bytes // self.tile_bytes
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """The budgets, and what of them is for moving states.
+
+    Attributes:
+        slot_bytes: device memory for fetched weights.
+        upload_bytes: host memory that weights are read into before they are copied to a GPU.
+        landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
+        shadow_bytes: host memory for the new weights of updates that speculate, where weights rest in RAM; lent to the
+            staging while none speculates.
+    """
+
+    limits: Limits
+    slot_bytes: int
+    upload_bytes: int
+    landing_bytes: int
+    shadow_bytes: int
+    staging: Staging
+
+
+def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Staging:
+    """The memory that the update's tiles are read into. Any smaller budget gives no less than a budget of 0.
+
+    A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
+    last one.
+
+    Args:
+        gradients: the tiles hold gradients, too.
+    """
+    _require_isa()
+    config = problem.config
+    threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
+    groups = [group for unit in problem.units for group in unit.unit.trainable_groups]
+    largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
+    if config.update.tile is not None:
+        numel = max(config.update.tile // 4, 1)
+    else:
+        numel = max(_TILE_NUMEL_MIN, threads * _native.task_numel() * _TASKS_PER_THREAD)
+    int8 = any(group.moments == "int8" for group in groups)
+    numel = min(round_up(numel, _native.CHUNK_NUMEL if int8 else _native.CUT_NUMEL), largest)
+    staging = min(max(_STAGING_BYTES, threads * _STAGING_BYTES_PER_THREAD), int(host_budget * _STAGING_SHARE_OF_HOST))
+
+    def tile_bytes() -> int:
+        return max((_tile_bytes(group, config, numel, gradients=gradients) for group in groups), default=PAGE_BYTES)
+
+    while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILE_SLOTS_MIN * tile_bytes() > staging:
+        numel = round_up(numel // 2, _TILE_NUMEL_MIN)
+    nbytes = tile_bytes()
+    slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
+    return Staging(numel, nbytes, slots * nbytes, threads)
+
+
+def _require_isa() -> None:
+    """Raises ConfigError where INFINITY_ISA names what this processor has not."""
+    try:
+        _native.select_isa()
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool) -> int:
+    return _native.UpdatePipeline.staging_tile_bytes(
+        min(numel, group.numel),
+        weight_dtype=native_name(group.dtype),
+        master=master_format(group.dtype, config.master),
+        moments=group.moments,
+        gradients=gradients,
+    )
+
+
+def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> int:
+    """Device memory for fetched weights. Where the device shares host memory, weights in RAM are used where they are.
+
+    Raises:
+        PlanError: memory.device is too small for what is needed at once.
+    """
+    limits = problem.limits
+    if weights.tier == "device" or (limits.shares_memory and weights.tier == "host"):
+        if weights.tier == "device" and problem.weight > limits.device:
+            raise PlanError(
+                f"weights: device needs {format_bytes(problem.weight)}; memory.device is "
+                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(problem.weight)} plus what activations need, "
+                "or set weights: host or nvme."
+            )
+        return problem.weight
+    fetched = problem.every - weights.in_ram if limits.shares_memory else problem.every
+    needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
+    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), needed.nbytes), problem.weight_of(fetched))
+    if slots > limits.device:
+        largest = max(needed.units, key=lambda unit: unit.weight_bytes)
+        names = ", ".join(unit.name for unit in needed.units[:_NAMED_MAX])
+        more = f" and {len(needed.units) - _NAMED_MAX} more" if len(needed.units) > _NAMED_MAX else ""
+        raise PlanError(
+            f"unit '{largest.name}' needs {format_bytes(needed.nbytes)} of device memory: its weights, "
+            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
+            f"(together {names}{more}); memory.device is {format_bytes(limits.device)}. Raise memory.device to "
+            f"{exact_bytes(needed.nbytes)} plus what activations need."
+        )
+    return round_up(slots, PAGE_BYTES)

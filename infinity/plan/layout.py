@@ -1,0 +1,260 @@
+"""Where each state lies: its copies in the swap file, and its lease in the arena.
+
+[Note: the order in the swap file]
+Unit by unit: the weights of its groups, then the residual and the moments of each trained group; the copies of a state
+lie side by side. Behind all units comes the scratch of the gradients that spill, so that a run can be resumed with
+another share of them in RAM. A store that exists is opened by this order: changing it needs a new version of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from infinity import _native
+from infinity.io.manifest import sum_bytes
+from infinity.plan.budgets import Budgets
+from infinity.plan.placement import Placement, Resting
+from infinity.plan.problem import Problem, UnitBytes
+from infinity.plan.spilling import GradientPlacement
+from infinity.state.dtypes import master_format
+from infinity.state.unit import Group, Unit
+
+_EXTENT_RECORD_BYTES = 256
+_BODY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where one state of a group lies.
+
+    Attributes:
+        nbytes: of the state, and of each copy of it; a multiple of 4 KiB.
+        offsets: of its copies in the swap file; none where it has no extent.
+        lease_bytes: of the arena; 0 where it does not rest in RAM. Gradients may lie there in fewer bytes than in the
+            swap file.
+    """
+
+    nbytes: int
+    offsets: tuple[int, ...]
+    lease_bytes: int
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Where the weights and the optimizer's states of a group lie.
+
+    Attributes:
+        master: how the master of its weights is kept.
+        states: by name, those that the group has; none where it is frozen.
+    """
+
+    group: Group
+    master: _native.MasterName
+    weight: StateLayout
+    states: Mapping[str, StateLayout]
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """Where everything of a unit lies.
+
+    Attributes:
+        gradients: of each group, in the order of the groups; of 0 bytes where it is frozen.
+    """
+
+    unit: Unit
+    groups: tuple[GroupLayout, ...]
+    gradients: tuple[StateLayout, ...]
+
+    @property
+    def weight_lease_bytes(self) -> int:
+        """Of the one lease that the weights of all groups rest in; 0 where they do not rest in RAM."""
+        return sum(group.weight.lease_bytes for group in self.groups)
+
+    def kept(self) -> list[StateLayout]:
+        """What generations have of the unit: everything but its gradients."""
+        return [state for group in self.groups for state in (group.weight, *group.states.values())]
+
+
+@dataclass(frozen=True)
+class SwapBytes:
+    """Bytes of the swap file.
+
+    Attributes:
+        states: one copy of each state that has an extent.
+        further_copies: that hold earlier generations, or are free for what is written next.
+        scratch: of the gradients that spill.
+    """
+
+    states: int
+    further_copies: int
+    scratch: int
+
+    @property
+    def kept(self) -> int:
+        """What a run that is resumed finds again."""
+        return self.states + self.further_copies
+
+    @property
+    def nbytes(self) -> int:
+        return self.kept + self.scratch
+
+
+@dataclass(frozen=True)
+class ArenaBytes:
+    """Bytes of the arena.
+
+    Attributes:
+        weights, states, gradients: of those that rest in RAM; `states` are the optimizer's.
+        shadows: for the new weights of updates that speculate.
+        landing: for the window that gradients land in.
+        staging: for the update's tiles, those that are read ahead included.
+        transfers: not leased for good: weights are fetched into it, or read into it on their way to a GPU.
+    """
+
+    weights: int
+    states: int
+    gradients: int
+    shadows: int
+    landing: int
+    staging: int
+    transfers: int
+
+    @property
+    def weights_and_shadows(self) -> int:
+        """They share one lease: when an update is applied, its shadow becomes the home of the weights."""
+        return self.weights + self.shadows
+
+    @property
+    def nbytes(self) -> int:
+        """Exact size of the one pinned allocation."""
+        resting = self.weights_and_shadows + self.states + self.gradients
+        return resting + self.landing + self.staging + self.transfers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every extent and every lease.
+
+    Attributes:
+        units: in the order of their indices.
+        checksum_bytes: RAM for the checksums of the swap file, outside the arena.
+        manifest_bytes: of the first path, for the manifests: one more than stay, as far as their size is known before;
+            tracked objects are not counted.
+    """
+
+    units: tuple[UnitLayout, ...]
+    swap: SwapBytes
+    arena: ArenaBytes
+    checksum_bytes: int
+    manifest_bytes: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters."""
+        return sum(unit.unit.numel for unit in self.units)
+
+    @cached_property
+    def trainable_numel(self) -> int:
+        groups = [group for unit in self.units for group in unit.unit.trainable_groups]
+        return sum(spec.numel for group in groups for spec in group.specs)
+
+    @cached_property
+    def trained_count(self) -> int:
+        """Units that have optimizer states."""
+        return sum(any(group.states for group in unit.groups) for unit in self.units)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of the whole model, in whatever tier."""
+        return sum(unit.unit.weight_bytes for unit in self.units)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of the optimizer, for the whole model, in whatever tier."""
+        return sum(state.nbytes for unit in self.units for group in unit.groups for state in group.states.values())
+
+
+class _SwapFile:
+    """Hands out room in the swap file, from its start on."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def add(self, nbytes: int, copies: int) -> tuple[int, ...]:
+        """The offsets of the copies of an extent."""
+        offsets = tuple(self.nbytes + index * nbytes for index in range(copies))
+        self.nbytes += copies * nbytes
+        return offsets
+
+
+def lay_out(problem: Problem, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
+    """Decide every extent and every lease."""
+    file = _SwapFile()
+    kept = [_lay_out_groups(unit, problem, placement, file) for unit in problem.units]
+    kept_bytes = file.nbytes
+    spilled = [_lay_out_gradients(unit, gradients, file) for unit in problem.units]
+    units = tuple(map(UnitLayout, (unit.unit for unit in problem.units), kept, spilled))
+    stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
+    swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
+    return Layout(
+        units=units,
+        swap=swap,
+        arena=_lay_out_arena(units, placement, budgets),
+        checksum_bytes=problem.checksum_bytes(swap.nbytes),
+        manifest_bytes=_manifest_bytes(stored, placement),
+    )
+
+
+def _lay_out_groups(
+    unit: UnitBytes, problem: Problem, placement: Placement, file: _SwapFile
+) -> tuple[GroupLayout, ...]:
+    def state(nbytes: int, resting: Resting, *, changes: bool = True) -> StateLayout:
+        in_ram = unit.index in resting.in_ram
+        copies = problem.copies(changes=changes, in_ram=in_ram)
+        if copies and changes and unit.index in placement.updates.spare_units:
+            copies += 1
+        return StateLayout(nbytes, file.add(nbytes, copies), nbytes if in_ram else 0)
+
+    weights = [state(group.weight, placement.weights, changes=group.group.trainable) for group in unit.groups]
+    return tuple(
+        GroupLayout(
+            group=group.group,
+            master=master_format(group.group.dtype, placement.form.master),
+            weight=weight,
+            states={name: state(nbytes, placement.optimizer) for name, nbytes in group.states.items()},
+        )
+        for group, weight in zip(unit.groups, weights, strict=True)
+    )
+
+
+def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _SwapFile) -> tuple[StateLayout, ...]:
+    layouts = []
+    for group in unit.groups:
+        scratch = gradients.scratch_bytes(unit, group)
+        offsets = file.add(scratch, 1 if scratch else 0)
+        layouts.append(StateLayout(group.gradient_fp32, offsets, gradients.lease_bytes(unit, group)))
+    return tuple(layouts)
+
+
+def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
+    slots_are_here = budgets.limits.shares_memory and placement.weights.tier == "nvme"
+    weights = sum(unit.weight_lease_bytes for unit in units)
+    return ArenaBytes(
+        weights=weights,
+        states=sum(state.lease_bytes for unit in units for state in unit.kept()) - weights,
+        gradients=sum(gradient.lease_bytes for unit in units for gradient in unit.gradients),
+        shadows=budgets.shadow_bytes,
+        landing=budgets.landing_bytes,
+        staging=budgets.staging.nbytes + budgets.staging.ahead_bytes,
+        transfers=budgets.slot_bytes if slots_are_here else budgets.upload_bytes,
+    )
+
+
+def _manifest_bytes(stored: Sequence[int], placement: Placement) -> int:
+    if not placement.commit_every:
+        return 0
+    sums = sum(sum_bytes(nbytes) for nbytes in stored)
+    return (placement.keep + 1) * (sums + _EXTENT_RECORD_BYTES * len(stored) + _BODY_BYTES)

@@ -1,0 +1,187 @@
+"""What the planner is given: the config, the limits, and the bytes that each unit's states take, whatever tier they
+are in.
+
+Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `Problem.copies`: the
+search for a placement and the layout use the same two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from infinity.config import SwapConfig
+from infinity.sizes import PAGE_BYTES
+from infinity.state.dtypes import master_format, residual_itemsize
+from infinity.state.moments import Moment
+from infinity.state.unit import Group, Unit
+
+_CHECKSUM_BYTES = 4  # of RAM for each page of the swap file
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The two budgets.
+
+    Attributes:
+        device: bytes for weights, activations and gradients in flight, on the device.
+        host: bytes of RAM for everything that is kept or staged there.
+        shares_memory: the device computes in host memory, so both budgets are RAM.
+    """
+
+    device: int
+    host: int
+    shares_memory: bool
+
+
+@dataclass(frozen=True)
+class GroupBytes:
+    """Bytes of one group.
+
+    Attributes:
+        states: of each state of the optimizer that the group has, by name; empty where the group is frozen.
+        gradient_native, gradient_fp32: of the gradients, as autograd gives them and while they add up; 0 where the
+            group is frozen.
+    """
+
+    group: Group
+    states: Mapping[str, int]
+    gradient_native: int
+    gradient_fp32: int
+
+    @property
+    def weight(self) -> int:
+        return self.group.weight_bytes
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes of one unit; those of its groups together."""
+
+    unit: Unit
+    groups: tuple[GroupBytes, ...]
+
+    @property
+    def index(self) -> int:
+        return self.unit.index
+
+    @property
+    def weight(self) -> int:
+        return self.unit.weight_bytes
+
+    @cached_property
+    def trained_weight(self) -> int:
+        """Of the weights that the optimizer changes."""
+        return sum(group.weight for group in self.groups if group.group.trainable)
+
+    @cached_property
+    def state(self) -> int:
+        """Of the optimizer's states: residual and moments. 0 where nothing of the unit is trained."""
+        return sum(sum(group.states.values()) for group in self.groups)
+
+    @cached_property
+    def gradient_native(self) -> int:
+        return sum(group.gradient_native for group in self.groups)
+
+    @cached_property
+    def gradient_fp32(self) -> int:
+        return sum(group.gradient_fp32 for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be placed, and within which limits.
+
+    Attributes:
+        units: in the order of their indices.
+        stored: the moments that the optimizer keeps.
+        passes: backward passes before a step, as far as is known.
+    """
+
+    config: SwapConfig
+    limits: Limits
+    units: tuple[UnitBytes, ...]
+    stored: tuple[Moment, ...]
+    passes: int
+
+    @cached_property
+    def weight(self) -> int:
+        return sum(unit.weight for unit in self.units)
+
+    @cached_property
+    def state(self) -> int:
+        return sum(unit.state for unit in self.units)
+
+    @cached_property
+    def every(self) -> frozenset[int]:
+        """All units, by index."""
+        return frozenset(unit.index for unit in self.units)
+
+    @cached_property
+    def trained(self) -> frozenset[int]:
+        """The units that have optimizer states."""
+        return frozenset(unit.index for unit in self.units if unit.state)
+
+    @property
+    def largest(self) -> Unit:
+        return max(self.units, key=lambda unit: unit.weight).unit
+
+    def weight_of(self, indices: Collection[int]) -> int:
+        return sum(unit.weight for unit in self.units if unit.index in indices)
+
+    def state_of(self, indices: Collection[int]) -> int:
+        return sum(unit.state for unit in self.units if unit.index in indices)
+
+    def copies(self, *, changes: bool, in_ram: bool) -> int:
+        """How many copies of a state the swap file has room for: one, or none of what rests in RAM. Where generations
+        are kept it has one of every state, and of what changes one more than generations stay."""
+        if not self.config.commit_every:
+            return 0 if in_ram else 1
+        return self.config.keep + 1 if changes else 1
+
+    def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
+        """Size of the swap file without gradients."""
+        total = 0
+        for unit in self.units:
+            weights, states = unit.index in weights_in_ram, unit.index in states_in_ram
+            total += unit.trained_weight * self.copies(changes=True, in_ram=weights)
+            total += (unit.weight - unit.trained_weight) * self.copies(changes=False, in_ram=weights)
+            total += unit.state * self.copies(changes=True, in_ram=states)
+        return total
+
+    def checksum_bytes(self, swap_bytes: int) -> int:
+        """RAM for the checksums of a swap file."""
+        return swap_bytes // PAGE_BYTES * _CHECKSUM_BYTES if self.config.nvme.checksums else 0
+
+    def cost(self, nbytes: int) -> int:
+        """RAM that it takes to have a state of `nbytes` rest there. A state that has no copy in the swap file any more
+        needs no checksums."""
+        return nbytes if self.config.commit_every else nbytes - self.checksum_bytes(nbytes)
+
+
+def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
+    """The bytes of one group.
+
+    Args:
+        stored: the moments that the optimizer keeps.
+    """
+    if not group.trainable:
+        return GroupBytes(group, {}, 0, 0)
+    residual = group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
+    return GroupBytes(
+        group=group,
+        states=({"residual": residual} if residual else {}) | dict.fromkeys(stored, group.moment_bytes),
+        gradient_native=group.state_bytes(group.dtype.itemsize),
+        gradient_fp32=group.state_bytes(4),
+    )
+
+
+def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:
+    """Those (index, bytes) that fit `room` together: the first first, and what does not fit is passed over."""
+    chosen = set()
+    for index, nbytes in costs:
+        if nbytes <= room:
+            chosen.add(index)
+            room -= nbytes
+    return frozenset(chosen)

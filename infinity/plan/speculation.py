@@ -1,0 +1,140 @@
+"""What updates need to speculate: of states on NVMe a second copy, of weights in RAM a shadow for the new values. And
+the memory to read ahead for updates that do not speculate.
+
+Where every step makes a generation, each state has a second copy anyway. Where generations are not kept, second copies
+are reserved as far as the disks reach, those of the model's last units first: their gradients come first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.plan.placement import Placed, UpdateTiming
+from infinity.plan.problem import Problem, UnitBytes, as_far_as
+from infinity.plan.spilling import GradientPlacement
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+
+_DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
+_SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
+_AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated and written
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """What is reserved for updates that speculate.
+
+    Attributes:
+        shadow_bytes: host memory for new weights.
+        host_bytes: host memory for all this: the shadows, and the checksums of second copies.
+    """
+
+    updates: UpdateTiming
+    shadow_bytes: int = 0
+    host_bytes: int = 0
+
+
+def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
+    """Reserve what updates need to speculate. Updates of units whose gradients spill do not speculate: they would wait
+    for the gradients' way to the store and back. On a GPU none does: its updates begin with the step.
+
+    Args:
+        room: bytes of host memory that nothing else wants.
+    """
+    config = problem.config
+    if config.overlap in ("off", "before_forward"):
+        return Reserved(UpdateTiming(config.overlap))
+    if not problem.limits.shares_memory:
+        return _none("on a GPU updates do not begin during backward yet")
+    moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
+    if not moved:
+        return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
+    reason, spare, checksums = "", frozenset[int](), 0
+    if config.commit_every == 0:
+        copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
+        swap = problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes
+        spare = as_far_as(copies.items(), _reach(problem, swap, room))
+        checksums = problem.checksum_bytes(sum(copies[index] for index in spare))
+        room -= checksums
+        if len(spare) < len(moved):
+            reason = f"early updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
+    elif config.commit_every > 1:
+        reason = f"commit_every: {config.commit_every} leaves a free slot in the step after each commit only"
+    able = [unit for unit in moved if config.commit_every or unit.index in spare]
+    in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
+    shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
+    if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
+        return _none(reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
+    return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
+
+
+def _none(reason: str) -> Reserved:
+    return Reserved(UpdateTiming("before_forward", reason))
+
+
+def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
+    """Of a second copy of what the update of a unit changes in the swap file."""
+    return unit.state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
+
+
+def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
+    """How far a swap file of `swap_bytes` can grow on the disks, with its checksums in `room` bytes of RAM."""
+    free = int(free_bytes(problem.config.nvme.paths) * _DISK_SHARE) - swap_bytes
+    per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
+    return min(free, int(room / per_byte)) if per_byte else free
+
+
+def shadow_wanted(problem: Problem, placed: Placed) -> int:
+    """Host memory for shadows that comes before more states are cached there; 0 where the two do not compete."""
+    config = problem.config
+    if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer.tier != "nvme":
+        return 0
+    if not problem.limits.shares_memory:
+        return 0
+    weights = [unit.weight for unit in _moved(problem, placed) if unit.index in placed.weights.in_ram]
+    return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
+
+
+def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, shadow_bytes: int) -> int:
+    """Staging, in whole tiles, for states that are read ahead.
+
+    Args:
+        room: bytes of host memory that nothing else wants.
+        shadow_bytes: that are lent to the staging while updates do not speculate.
+    """
+    if problem.config.overlap == "off":
+        return 0
+    wanted = int(sum(unit.state for unit in _moved(problem, placed)) * _AHEAD_SHARE)
+    wanted -= _lent_bytes(problem, placed, tile_bytes, shadow_bytes)
+    return max(min(room, wanted), 0) // tile_bytes * tile_bytes
+
+
+def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes: int) -> int:
+    """How many bytes of tiles the shadows hold. They are lent unit by unit, so only the whole tiles of each unit count:
+    nothing where its weights are smaller than one."""
+    lent = 0
+    for unit in problem.units:
+        if unit.index in placed.weights.in_ram and 0 < unit.weight <= shadow_bytes:
+            shadow_bytes -= unit.weight
+            lent += unit.weight // tile_bytes * tile_bytes
+    return lent
+
+
+def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
+    """The units whose states come from NVMe."""
+    return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]
+
+
+def free_bytes(paths: Sequence[Path]) -> int:
+    """What a file striped evenly over these directories can grow to."""
+    free: list[tuple[int, int]] = []
+    for path in paths:
+        there = path.expanduser().absolute()
+        while not there.exists():
+            there = there.parent
+        free.append((os.stat(there).st_dev, shutil.disk_usage(there).free))
+    devices = [device for device, _ in free]
+    return min((nbytes // devices.count(device) for device, nbytes in free), default=0) * len(paths)
