@@ -7,8 +7,8 @@ is `whole`: signals that come meanwhile are delivered when it is over. It may wa
 where it waits and nothing is half done, `interruptible` lets them in. A step lets none in before its end:
 `interrupts_deferred`.
 
-Only the main thread gets signals. Autograd on a GPU runs hooks on another one. In a forked child nothing is held back:
-it has no states to lose.
+Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was held back before a fork is the
+parent's; a forked child begins with nothing held back, and may be stopped as any process.
 
 [Note: whose handler it is]
 A handler is wrapped when something whole begins, and stays wrapped: a step has hundreds of transitions, and installing
@@ -165,8 +165,8 @@ def interruptible() -> Iterator[None]:
     if not _signals.held or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return
-    _signals.let_go()
     try:
+        _signals.let_go()  # may raise what came before: what follows is whole all the same
         yield
     finally:
         _signals.hold()

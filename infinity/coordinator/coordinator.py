@@ -74,8 +74,8 @@ class Coordinator(Rooms):
 
     @transition
     def begin_forward(self, *, training: bool) -> None:
-        """The outermost module of a forward is entered. Before a training forward the last step's commit is finished.
-        Raises as `require_usable`, `Room.require_untouched` and `finish_commit`."""
+        """The outermost module of a forward is entered. Before a training forward the body of the last step's commit is
+        frozen. Raises as `require_usable`, `Room.require_untouched` and `finish_commit`."""
         self.require_usable()
         self.room.require_untouched()
         if training:
@@ -143,10 +143,6 @@ class Coordinator(Rooms):
         self.readers.forget_dead_forward()
 
     # -- backward -----------------------------------------------------------------------------------------------------
-
-    def backward_of_model_begins(self) -> None:
-        """In whichever thread; others may not close what it opens."""
-        self.readers.backward_begins()
 
     @transition
     def begin_backward(self) -> None:

@@ -72,10 +72,15 @@ def open_coordinator(
         group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
+    record, read_buffers = describe(model, found, config.master), buffers.reader(model)
     resources = Resources(plan, config.nvme, device, faults, resume=resume)
-    optimizers = Optimizers[Optimizer]()
-    commits = Commits(resources, optimizers, describe(model, found, config.master), buffers.reader(model))
-    coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
+    try:
+        optimizers = Optimizers[Optimizer]()
+        commits = Commits(resources, optimizers, record, read_buffers)
+        coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
+    except BaseException:
+        resources.close()
+        raise
     try:
         fill(coordinator)
     except BaseException:

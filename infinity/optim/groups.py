@@ -26,7 +26,7 @@ from infinity.state.moments import KEPT, Moment, OptimizerName
 from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
-_FIXED = (bool, int, float, str, tuple, type(None))  # hyperparameters that nobody can change in place
+_FIXED = (bool, int, float, str, type(None))  # types of hyperparameters that nobody can change in place
 
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
@@ -180,8 +180,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         max_grad_norm_of(self.max_grad_norm)
         require_accumulation_steps(self.accumulation_steps)
         named = ("params", "param_names")
-        now = [{key: value for key, value in group.items() if key not in named} for group in self.param_groups]
-        fixed = all(isinstance(value, _FIXED) for group in now for value in group.values())
+        now = [{key: _typed(value) for key, value in group.items() if key not in named} for group in self.param_groups]
+        fixed = all(value is not None for group in now for value in group.values())
         if fixed and now == self._in_range:
             return
         for index, group in enumerate(self.param_groups):
@@ -194,6 +194,14 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             "states are in the store. infinity.commit(model) and commit_every keep both, `infinity checkpoint export` "
             f"copies them; a second model needs an infinity.{type(self).__name__} of its own."
         )
+
+
+def _typed(value: Any) -> tuple[Any, ...] | None:
+    """A value and its types, as True is not 1 here; None for one that could be changed in place."""
+    values = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(each, _FIXED) for each in values):
+        return None
+    return (value, type(value), *map(type, values))
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:

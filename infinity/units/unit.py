@@ -99,6 +99,8 @@ class OffloadedUnit:
         if update is None or update.state is not UpdateState.DECIDED:
             return
         self._await(update, "computed")
+        if update.state is not UpdateState.DECIDED:
+            return  # a signal's handler that came during the wait has applied it: infinity.commit, say
         with interrupts_deferred():
             if update.place.shadow is not None:
                 self._take_over(update, update.place.shadow)
@@ -110,14 +112,16 @@ class OffloadedUnit:
         if self.decided is not None:
             self._await(self.decided, "weights")
 
-    def land_update(self) -> UnitUpdate:
+    def land_update(self) -> UnitUpdate | None:
         """Wait for the decided update: from now on its new values count in the store, too, and no update is under way.
-        Raises as apply_update."""
+        Returns it, or None when a signal's handler that came during the wait has landed it. Raises as apply_update."""
         update = self.decided
         if update is None:
             raise AssertionError(f"unit '{self.name}' has no decided update")
         self.apply_update()
         self._await(update, "written")
+        if update.state is not UpdateState.APPLIED:
+            return None
         with interrupts_deferred():
             for transfer in update.transfers.values():
                 transfer.land()

@@ -45,7 +45,10 @@ class Updates:
     @property
     def oldest_decided(self) -> OffloadedUnit | None:
         """The decided update that began first: speculative ones begin after all that are decided."""
-        oldest = next(iter(self._under_way.values()), None)
+        try:
+            oldest = next(iter(self._under_way.values()), None)
+        except RuntimeError:  # another thread has changed them in between: require_well is asked without the lock
+            return None
         return None if oldest is None or oldest.decided is None else oldest
 
     # -- speculation --------------------------------------------------------------------------------------------------
@@ -186,12 +189,14 @@ class Updates:
     # -- landing ------------------------------------------------------------------------------------------------------
 
     def land(self, unit: OffloadedUnit) -> None:
-        """Wait for the decided update of a unit: its new values count from now on.
+        """Wait for the decided update of a unit, if there is one: its new values count from now on.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.
         """
-        update = unit.land_update()
+        update = None if unit.decided is None else unit.land_update()
+        if update is None:
+            return
         del self._under_way[unit.index]
         if not all(transfer.finite for transfer in update.transfers.values()):
             logger.warning(
@@ -214,8 +219,9 @@ class Updates:
         """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
         when it has landed."""
         unit = self.oldest_decided
-        if unit is not None and unit.update is not None:
-            unit.update.require_well()
+        update = None if unit is None else unit.update  # another thread may land it meanwhile
+        if update is not None:
+            update.require_well()
 
 
 def _wait_canceled(transfers: Iterable[UpdateTransfer]) -> SwapIOError | None:

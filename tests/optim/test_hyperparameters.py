@@ -114,6 +114,19 @@ def test_what_became_wrong_later_is_said_at_the_step_and_nothing_is_changed(
     require_next_step_is_good(model, optim)
 
 
+def test_a_hyperparameter_that_was_good_and_is_changed_in_place_is_said_at_the_step(small: nn.Module) -> None:
+    beta = torch.tensor(0.9)
+    optim = infinity.AdamW(small.parameters(), lr=1, betas=(beta, 0.999))
+    require_next_step_is_good(small, optim)
+    optim.zero_grad()
+    backward(small)
+    beta.fill_(1.5)
+    require_unchanged_by(small, optim.step, infinity.ConfigError, "is out of range")
+    beta.fill_(0.9)
+    optim.param_groups[0]["lr"] = True  # equal to 1, and no number
+    require_unchanged_by(small, optim.step, infinity.ConfigError, "lr must be a number, not True")
+
+
 def test_a_hyperparameter_that_is_gone_is_said_at_the_step(small: nn.Module) -> None:
     optim = infinity.AdamW(small.parameters())
     del optim.param_groups[0]["lr"]

@@ -244,6 +244,29 @@ def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     assert unit.homes.weights.groups[0].stored().slot == 0
 
 
+@pytest.mark.parametrize("act", ["apply_update", "land_update"])
+def test_an_update_that_lands_while_somebody_waits_for_it_lands_once(act: str) -> None:
+    """A signal's handler comes during a wait, and may commit."""
+    machine = UnitMachine()
+    machine.offload(in_ram=True)
+    machine.begin(speculative=True, held=False)
+    machine.decide(viewed=False)
+    unit, update, home = machine.unit, machine.update, machine.homes.weights.lease
+    shadow, waits = update.place.shadow, []
+
+    def wait(milestone: Any) -> None:
+        waits.append(milestone)
+        if len(waits) == 1:
+            unit.land_update()
+
+    update.wait = wait  # type: ignore[method-assign]
+    getattr(unit, act)()
+    assert unit.update is None
+    assert update.state is UpdateState.LANDED
+    assert machine.homes.weights.lease is shadow is not home
+    assert machine.shadows.free_bytes == PAGES * PAGE_BYTES
+
+
 def test_what_was_computed_is_applied_though_the_store_fails_later() -> None:
     unit, health = small()
     future = begun(unit)
