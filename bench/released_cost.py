@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""What the class of released parameters costs a training step: `python bench/released_cost.py --before DIR`.
+"""What the class of released parameters costs a training step, and two versions of infinity in turns:
+`python bench/released_cost.py --before DIR`.
 
-DIR is a checkout of a version without it (0425a71 is the last), built in an environment of its own:
+DIR is a checkout of another version that has the packages which bench/peers/worker_infinity.py imports, built in an
+environment of its own:
 
-    git worktree add --detach DIR 0425a71 && make -C DIR bootstrap
+    git worktree add --detach DIR COMMIT && make -C DIR bootstrap
 
 Both versions train the model of bench/peers/workload.py on the CPU. They are set up first and then have one turn of
 four steps each per round, in an order that turns. Reported: medians of the seconds and of the CPU seconds of a step,
@@ -169,7 +171,7 @@ def _print(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="a checkout without the class, built in its .venv")
+    parser.add_argument("--before", type=Path, help="a checkout of another version, built in its .venv")
     parser.add_argument("--contender", default="processor", help="of bench/peers/contenders.py (default: processor)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
