@@ -20,9 +20,9 @@ looks with `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes
 long. A new wrapper calls the handler that it found and no other, so handlers that call the one before them, ours among
 them, never go in circles. A wrapper that the user saved and puts back is as good as new.
 
-`give_back`, when the last model is closed, unwraps. Until then code that asks whether the handler is
-signal.default_int_handler is told that it is not: asyncio.run then leaves Ctrl-C to KeyboardInterrupt, as it did before
-Python 3.11.
+`give_back`, when the last model is closed or collected, unwraps. Until then code that asks whose the handler is finds
+the wrapper: asyncio.run leaves Ctrl-C to KeyboardInterrupt, as it did before Python 3.11; and one that has begun before
+the model was offloaded, and ends before the model, leaves its handler behind.
 """
 
 from __future__ import annotations

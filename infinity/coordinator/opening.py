@@ -85,6 +85,7 @@ def open_coordinator(
         fill(coordinator)
     except BaseException:
         coordinator.close()
+        registry.give_back_signals()
         raise
     return coordinator, found
 

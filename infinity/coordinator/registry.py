@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.base import interrupt
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError
 from infinity.state.unit import Place
@@ -37,6 +38,13 @@ def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weak
     for handle in hooks:
         handle.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
     coordinator.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)
+    give_back_signals()
+
+
+def give_back_signals() -> None:
+    """Give the signal handlers back when no model is offloaded any more."""
+    if all(coordinator.closed for coordinator in coordinators()):
+        interrupt.give_back()
 
 
 def find(parameter: nn.Parameter) -> tuple[Coordinator, Place] | None:

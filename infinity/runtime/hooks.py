@@ -124,7 +124,7 @@ class Scope:
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
-        self._frame = sys._getframe(4)  # who calls the module: above this, enter, the hook and what makes it whole
+        self._frame = _caller()
         self._coordinator.forward_begins(self._end_if_dead)
         for index in self._residents:
             self._coordinator.acquire(index)
@@ -159,6 +159,14 @@ class Scope:
                 "offloading is to avoid. Load the model with dtype=torch.bfloat16 and drop autocast: the fp32 master "
                 "is kept by infinity, losslessly."
             )
+
+
+def _caller() -> FrameType | None:
+    """The frame that called a hook: the nearest one outside of infinity."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("infinity."):
+        frame = frame.f_back
+    return frame
 
 
 class ScopeEnter(Guard):

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
-from infinity.base import interrupt
 from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
@@ -153,6 +152,7 @@ def _offload(
         hooks = _install(model, found, coordinator)
     except BaseException:
         coordinator.close()
+        registry.give_back_signals()
         raise
     registry.enter(model, coordinator, hooks)
     give_no_sync(model, coordinator)
@@ -186,8 +186,7 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
     try:
         registry.coordinator_of(model).close(discard=discard)
     finally:
-        if all(coordinator.closed for coordinator in registry.coordinators()):
-            interrupt.give_back()
+        registry.give_back_signals()
 
 
 def synchronize(model: nn.Module) -> None:

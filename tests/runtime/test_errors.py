@@ -443,7 +443,7 @@ def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None
 
 
 _CLOSED = """
-import signal, sys, torch, infinity
+import gc, signal, sys, torch, infinity
 def handlers(): return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 before = handlers()
 models = [infinity.offload(torch.nn.Linear(4, 4), {"weights": "host", "optimizer": "host"}) for _ in range(2)]
@@ -453,6 +453,18 @@ for model in models:
     assert (handlers() == before) == (model is models[-1])
 infinity.close(model)
 assert handlers() == before
+dropped = infinity.offload(torch.nn.Linear(4, 4), {"weights": "host", "optimizer": "host"})
+dropped(torch.ones(1, 4))
+assert handlers() != before
+del dropped, model, models
+gc.collect()
+assert handlers() == before
+try:
+    infinity.offload(torch.nn.Linear(4, 4, device="meta"), {"weights": "host", "optimizer": "host"})
+except infinity.ModelError:
+    assert handlers() == before
+else:
+    raise SystemExit("offloaded without values")
 """
 
 
