@@ -2,8 +2,7 @@
 lost.
 
 The result is written to a directory beside the output, which is then renamed. Once the model is complete there, no
-later
-error removes it: the error says where the model is.
+later error removes it: the error says where the model is.
 """
 
 from __future__ import annotations

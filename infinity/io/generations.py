@@ -4,15 +4,12 @@ generation durable, and finds the newest one that is whole.
 [Note: why no crash loses a generation]
 1. A slot that a kept manifest names is never written (`Generations.destination`).
 2. A manifest is written only after an fdatasync of the swap files, which begins when all data of the generation have
-been
-   written.
+   been written.
 3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
-directory
-   is fsynced.
+   directory is fsynced.
 4. Only then are older manifests removed, and only then may the next step write (Commits).
 5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
-manifests
-   that it does not go on from, and fsyncs the directory again.
+   manifests that it does not go on from, and fsyncs the directory again.
 A power cut may bring back a manifest that was removed, and whose slots have been written since. Such a manifest is
 older than one that is whole, and the next resume removes it.
 """
@@ -176,8 +173,7 @@ class Generations:
             ResumeError: no generation is whole, or there is none of `step`; says what is wrong with each. Or the
                 generation does not prove a header that was rebuilt. Or a swap file has a second name.
             SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
-                as
-                before, and the disk as well except for headers: try again, or give `step`.
+                as before, and the disk as well except for headers: try again, or give `step`.
         """
         directory = self._store.directories[0]
         self._store.require_sole_names()

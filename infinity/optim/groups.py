@@ -97,8 +97,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before "
-                    f"infinity.{type(self).__name__}(model.parameters())"
+                    f"config) before infinity.{type(self).__name__}(model.parameters())"
                 )
             of_model, place = found
             if coordinator is not None and of_model is not coordinator:
@@ -106,8 +105,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(
                     f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    f"states. Set "
-                    "requires_grad before infinity.offload."
+                    "states. Set requires_grad before infinity.offload."
                 )
             if parameter in places:
                 raise ConfigError(f"parameter '{place.spec.name}' is twice in param group {new}: give it once")

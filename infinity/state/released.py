@@ -17,11 +17,10 @@ same whether or not the weights fit.
 
 Some entries to torch's C++ code do not look at the class of their argument. Code that writes, or asks for an address
 that it could write to (to_dlpack, most C++ extensions), gets an error of torch from the placeholder's storage. Code
-that only
-reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p), x.new_tensor(p), and
-torch.as_tensor and torch.asarray to another dtype; p.as_subclass and torch.Tensor._make_subclass; torch.func's and
-torch.vmap's transforms with p as their argument; `other.data = p` and other.set_(p); p as a gradient given to
-backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
+that only reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p),
+x.new_tensor(p), and torch.as_tensor and torch.asarray to another dtype; p.as_subclass and torch.Tensor._make_subclass;
+torch.func's and torch.vmap's transforms with p as their argument; `other.data = p` and other.set_(p); p as a gradient
+given to backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
 
 A write of a module through `.data` of its own weight in its own forward is not noticed either. It is lost if the
 weights rest in the store.
