@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder
-from infinity.state.unit import Unit
+from infinity.state.unit import Group, ParameterSpec, Unit
 from infinity.tiers.accelerator import Slot
 
 _TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
@@ -57,8 +57,7 @@ class ParameterViews:
     def value_in(self, slot: Slot, name: str) -> torch.Tensor:
         """The view of a slot with the unit's weights that has the values of one parameter."""
         group, spec = self._unit.find(name)
-        start, end = group.byte_range(spec)
-        return slot.tensor[start:end].view(group.dtype).view(spec.shape)
+        return _view_of(_flat(slot, group), spec)
 
     def show(self, slot: Slot) -> None:
         """The parameters are views of a slot."""
@@ -73,10 +72,9 @@ class ParameterViews:
     def _values_in(self, slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
         """As value_in, of every parameter: one view of each group, and one of it for each parameter."""
         for group in self._unit.groups:
-            flat = slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)
-            begin = flat.storage_offset()
+            flat = _flat(slot, group)
             for spec in group.specs:
-                yield spec.name, flat.as_strided(spec.shape, spec.stride, begin + spec.offset)
+                yield spec.name, _view_of(flat, spec)
 
     def hide(self) -> None:
         """The parameters are placeholders, and may not be read."""
@@ -171,3 +169,13 @@ def _references(parameter: nn.Parameter) -> int:
 
 def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
     return parameter.untyped_storage()._cdata, int(parameter.storage_offset()), parameter._version
+
+
+def _flat(slot: Slot, group: Group) -> torch.Tensor:
+    """The weights of a group in a slot, [numel and the gap behind them]."""
+    return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)
+
+
+def _view_of(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """The values of one parameter in the weights of its group."""
+    return flat.as_strided(spec.shape, spec.stride, int(flat.storage_offset()) + spec.offset)

@@ -144,8 +144,9 @@ class Updates:
             The units with an update of this step.
         """
         for unit in self.speculative:
-            if self._is_right(unit.speculative, requests.get(unit.index), committed=committed) and unit.update:
-                unit.update.to(UpdateState.DECIDED)
+            update = unit.speculative
+            if update is not None and self._is_right(update, requests.get(unit.index), committed=committed):
+                update.to(UpdateState.DECIDED)
         self.undo(self.speculative)
         self.ahead.drop(but=requests)
         for unit in order:
@@ -154,9 +155,9 @@ class Updates:
                 self._submit(unit, requests[unit.index], place, step, committed=committed)
         return self.decided
 
-    def _is_right(self, update: UnitUpdate | None, wanted: UnitRequest | None, *, committed: bool) -> bool:
+    def _is_right(self, update: UnitUpdate, wanted: UnitRequest | None, *, committed: bool) -> bool:
         """Whether a speculative update does what is wanted, and has begun."""
-        if update is None or update.wanted != wanted or update.committed != committed:
+        if update.wanted != wanted or update.committed != committed:
             return False
         return not self._withdraw(update)
 
