@@ -258,6 +258,8 @@ class Segment:
         skip: bool = False,
         fresh: bool | None = None,
     ) -> None: ...
+    def at(self, begin: int, end: int, *, step: int, index: int, fresh: bool) -> Segment:
+        """The same rule, for other elements."""
 
 def supported_isas() -> list[str]:
     """What this processor and build have, best last: 'baseline', 'avx2', 'avx512'; 'neon'."""
@@ -440,9 +442,9 @@ class UpdatePipeline:
         """Take back memory that was lent: start no more tiles there, and wait until none is there. Held jobs that may
         have tiles there must be taken over or withdrawn before. False when a device that was given up may use the
         memory for ever."""
-    def withdraw(self, update: UpdateFuture) -> bool:
-        """Take back a job that is held, or of which no tile was started: it fails as canceled. Returns False when the
-        job was begun; then it goes on."""
+    def withdraw(self, updates: Sequence[UpdateFuture]) -> list[bool]:
+        """Take back each job that is held, or of which no tile was started: it fails as canceled. Returns False for a
+        job that was begun; it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
         """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
         started before."""

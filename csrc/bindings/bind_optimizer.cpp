@@ -168,6 +168,17 @@ void bind_segment(py::module_& module) {
            py::arg("initial_accumulator") = 0.0, py::arg("nesterov") = false, py::arg("maximize") = false,
            py::arg("step"), py::arg("index") = 0, py::arg("seed") = 0, py::arg("skip") = false,
            py::arg("fresh") = py::none())
+      .def(
+          "at",
+          [](Segment self, std::uint64_t begin, std::uint64_t end, std::int64_t step, std::uint64_t index, bool fresh) {
+            self.begin = begin;
+            self.end = end;
+            self.step = step;
+            self.index = index;
+            self.fresh = fresh;
+            return self;
+          },
+          py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("step"), py::arg("index"), py::arg("fresh"))
       .def_readonly("begin", &Segment::begin)
       .def_readonly("end", &Segment::end);
 }

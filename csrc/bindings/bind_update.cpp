@@ -249,10 +249,15 @@ void bind_update(py::module_& module) {
       .def("reclaim", &reclaim, py::arg("memory"))
       .def(
           "withdraw",
-          [](const PyPipeline& self, const PyUpdate& update) {
-            return without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.withdraw(update.get()); });
+          [](const PyPipeline& self, const std::vector<const PyUpdate*>& updates) {
+            std::vector<Future> jobs;
+            for (const PyUpdate* update : updates) {
+              if (update == nullptr) throw py::value_error("an update is missing");
+              jobs.push_back(update->get());
+            }
+            return without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.withdraw(jobs); });
           },
-          py::arg("update"))
+          py::arg("updates"))
       .def(
           "cancel",
           [](const PyPipeline& self, const PyUpdate& update) {

@@ -97,8 +97,13 @@ bool UpdatePipeline::reclaim(std::byte* memory) {
   return impl_->ask([&] { return impl_->driver.staging().reclaim(memory); }).get();
 }
 
-bool UpdatePipeline::withdraw(const Future& job) {
-  return impl_->ask([&] { return impl_->driver.withdraw(job); });
+std::vector<bool> UpdatePipeline::withdraw(const std::vector<Future>& jobs) {
+  if (jobs.empty()) return {};
+  return impl_->ask([&] {
+    std::vector<bool> taken_back;
+    for (const Future& job : jobs) taken_back.push_back(impl_->driver.withdraw(job));
+    return taken_back;
+  });
 }
 
 void UpdatePipeline::cancel(const Future& job) {

@@ -145,9 +145,9 @@ class UpdatePipeline {
   // jobs that have tiles there are taken over or withdrawn. False when a device was given up that may still use the
   // memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Takes back a job that is held, or of which no tile was started: it fails with ECANCELED and has written nothing.
-  // Returns false when the job was begun; then it goes on.
-  bool withdraw(const Future& job);
+  // Takes back each job that is held, or of which no tile was started: it fails with ECANCELED and has written nothing.
+  // Returns false for a job that was begun; it goes on.
+  std::vector<bool> withdraw(const std::vector<Future>& jobs);
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless all its tiles were
   // started before.
   void cancel(const Future& job);

@@ -68,8 +68,7 @@ def _replay_update(coordinator: Coordinator) -> None:
     requests = {}
     for unit in coordinator.units:
         for group_index in unit.homes.states:
-            options = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1.0, "weight_decay": 0.0, "step": 1}
-            whole = SegmentRequest(0, unit.unit.groups[group_index].numel, tuple(options.items()))
+            whole = SegmentRequest(0, unit.unit.groups[group_index].numel, 1, 0, True, (("lr", 0.0), ("eps", 1.0)))
             requests[unit.index, group_index] = GroupUpdate((whole,), None, 1.0, arithmetic=False)
     coordinator.update(requests)
     coordinator.end_step()

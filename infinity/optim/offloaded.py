@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -205,39 +206,33 @@ class OffloadedOptimizer(GroupedOptimizer):
         segments: dict[tuple[int, int], list[SegmentRequest]] = {}
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
-        shared: dict[int, tuple[dict[str, Any], dict[str, Moment]]] = {}  # by param group
+        shared: dict[int, tuple[tuple[tuple[str, Any], ...], dict[str, Moment]]] = {}  # by param group
         for parameter, place, group in active:
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
-            segment, after[parameter] = self._segment(parameter, place, options, moments)
-            if place.spec.numel:
+            state = self.state.get(parameter, {})  # asking makes none: a speculative update may come to nothing
+            step, begun = state.get("step", 0) + 1, state.get("begun", {})
+            fresh = not moments.keys() <= begun.keys()
+            after[parameter] = {"step": step, "begun": begun | dict.fromkeys(moments, True) if fresh else begun}
+            spec = place.spec
+            if spec.numel:
                 where = place.unit.index, place.group_index
-                segments.setdefault(where, []).append(segment)
+                end = spec.offset + spec.numel
+                segments.setdefault(where, []).append(
+                    SegmentRequest(spec.offset, end, step, spec.index, fresh, options)
+                )
                 used.setdefault(where, set()).update(moments.values())
         requests = {
-            where: GroupUpdate(
-                tuple(sorted(found, key=lambda segment: segment.begin)), frozenset(used[where]), grad_scale
-            )
+            where: GroupUpdate(tuple(sorted(found, key=_begin)), frozenset(used[where]), grad_scale)
             for where, found in segments.items()
         }
         return requests, after
 
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _options(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
         """What is the same for every parameter of a param group."""
-        return self.hyperparameters(group) | {"maximize": bool(group["maximize"]), "seed": int(group["seed"])}
-
-    def _segment(
-        self, parameter: nn.Parameter, place: Place, shared: dict[str, Any], used: dict[str, Moment]
-    ) -> tuple[SegmentRequest, dict[str, Any]]:
-        """What the next step of a parameter is, and its state after that."""
-        state = self.state.get(parameter, {})  # asking makes none: a speculative update may come to nothing
-        step = state.get("step", 0) + 1
-        begun: dict[str, bool] = state.get("begun", {})
-        options = shared | {"step": step, "index": place.spec.index, "fresh": not used.keys() <= begun.keys()}
-        begin = place.spec.offset
-        segment = SegmentRequest(begin, begin + place.spec.numel, tuple(options.items()))
-        return segment, {"step": step, "begun": begun | dict.fromkeys(used, True)}
+        flags = {"maximize": bool(group["maximize"]), "seed": int(group["seed"])}
+        return tuple((self.hyperparameters(group) | flags).items())
 
     def checkpoint(self) -> OptimizerRecord:
         """What a generation keeps of this optimizer beside the states in the store.
@@ -361,6 +356,9 @@ class OffloadedOptimizer(GroupedOptimizer):
         if saved.get("step") != now.get("step"):
             raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")
         return dict(now)
+
+
+_begin = operator.attrgetter("begin")
 
 
 def _handle(parameter: nn.Parameter) -> GradientHandle:

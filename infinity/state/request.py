@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from infinity import _native
 from infinity.errors import ConfigError
 from infinity.state.moments import Moment
 
 
-@dataclass(frozen=True)
-class SegmentRequest:
-    """Elements [begin, end) of a group and the rule they are updated by, as _native.Segment takes them."""
+class SegmentRequest(NamedTuple):
+    """Elements [begin, end) of a group, and the rule they are updated by.
+
+    Attributes:
+        step, model_index, fresh: as _native.Segment takes them; the second one as its `index`.
+        options: what else it takes; one object for every parameter of a param group.
+    """
 
     begin: int
     end: int
+    step: int
+    model_index: int
+    fresh: bool
     options: tuple[tuple[str, Any], ...]
 
 
@@ -37,7 +44,12 @@ class GroupUpdate:
     arithmetic: bool = True
 
     def native_segments(self) -> Sequence[_native.Segment]:
-        return [_native.Segment(each.begin, each.end, **dict(each.options)) for each in self.segments]
+        every = {id(each.options): each.options for each in self.segments}
+        rules = {key: _native.Segment(0, 0, step=1, **dict(options)) for key, options in every.items()}
+        return [
+            rules[id(options)].at(begin, end, step=step, index=index, fresh=fresh)
+            for begin, end, step, index, fresh, options in self.segments
+        ]
 
 
 def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:

@@ -143,10 +143,15 @@ class Updates:
         Returns:
             The units with an update of this step.
         """
-        for unit in self.speculative:
-            update = unit.speculative
-            if update is not None and self._is_right(update, requests.get(unit.index), committed=committed):
-                update.to(UpdateState.DECIDED)
+        right = {
+            unit.index: update
+            for unit in self.speculative
+            if (update := unit.speculative) is not None
+            and update.wanted == requests.get(unit.index)
+            and update.committed == committed
+        }
+        for index in right.keys() - self._withdraw(right):
+            right[index].to(UpdateState.DECIDED)
         self.undo(self.speculative)
         self.ahead.drop(but=requests)
         for unit in order:
@@ -155,16 +160,17 @@ class Updates:
                 self._submit(unit, requests[unit.index], place, step, committed=committed)
         return self.decided
 
-    def _is_right(self, update: UnitUpdate, wanted: UnitRequest | None, *, committed: bool) -> bool:
-        """Whether a speculative update does what is wanted, and has begun."""
-        if update.wanted != wanted or update.committed != committed:
-            return False
-        return not self._withdraw(update)
-
-    def _withdraw(self, update: UnitUpdate) -> bool:
-        """Take back what has not begun of an update: it may overwrite now, and comes in the order of the forward."""
-        withdrawn = [self._resources.pipeline.withdraw(transfer.future) for transfer in update.transfers.values()]
-        return any(withdrawn)
+    def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
+        """Take back what has not begun of these updates, which may overwrite now, and come in the order of the forward.
+        Returns the keys of those of which something was taken back."""
+        waiting = [
+            (index, transfer.future)
+            for index, update in updates.items()
+            for transfer in update.transfers.values()
+            if not transfer.done_until("computed")
+        ]
+        withdrawn = self._resources.pipeline.withdraw([future for _, future in waiting])
+        return {index for (index, _), taken_back in zip(waiting, withdrawn, strict=True) if taken_back}
 
     def _submit(
         self, unit: OffloadedUnit, wanted: UnitRequest, place: WeightsPlace, step: int, *, committed: bool

@@ -140,7 +140,7 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
       if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       const unsigned fate = random() % 3;
       if (fate == 0) pipeline.cancel(job);
-      const bool taken_back = fate == 1 && pipeline.withdraw(job);
+      const bool taken_back = fate == 1 && pipeline.withdraw({job}).front();
       if (taken_back) ++counts.withdrawn;
       if (fate == 0 || taken_back) {
         const auto failure = wait(job);  // it may have been done before

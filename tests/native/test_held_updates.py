@@ -130,7 +130,7 @@ def test_held_jobs_are_in_nobodys_way(expected: dict[str, bytes], tmp_path: Path
     assert future.wait(60)
     assert future.failure() is None
     assert not any(each.done() for each in held)
-    assert bench.pipeline.withdraw(held[1])
+    assert bench.pipeline.withdraw([held[1]]) == [True]
     bench.pipeline.cancel(held[0])
     for each in held[:2]:
         failure = each.failure()
@@ -175,7 +175,7 @@ def test_a_job_of_another_form_cannot_be_taken_over(tmp_path: Path) -> None:
     held = bench.pipeline.hold(numel=NUMEL - 1, weight_dtype="bf16", master="split16", residual=streams["residual"])
     with pytest.raises(ValueError, match="another form"):
         decide(bench, streams, held, SEGMENTS)
-    assert bench.pipeline.withdraw(held)
+    assert bench.pipeline.withdraw([held]) == [True]
     with pytest.raises(ValueError, match="not held"):
         decide(bench, streams, held, SEGMENTS)
     with pytest.raises(ValueError, match="not read ahead"):

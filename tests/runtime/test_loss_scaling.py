@@ -57,7 +57,7 @@ def offloaded(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def _all_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right guess counts as late where its update had not begun when the step came, which is a matter of time."""
-    monkeypatch.setattr(Updates, "_withdraw", lambda updates, update: False)
+    monkeypatch.setattr(Updates, "_withdraw", lambda updates, candidates: set())
 
 
 def small(dtype: torch.dtype = torch.float16) -> tuple[nn.Module, list[Any]]:

@@ -133,10 +133,11 @@ class Pipeline:
         self.canceled.append(job)
         job.fate = job.fate or CANCELED
 
-    def withdraw(self, job: UpdateFuture) -> bool:
-        if not job.begun:
-            job.end(CANCELED)
-        return not job.begun
+    def withdraw(self, jobs: Sequence[UpdateFuture]) -> list[bool]:
+        for job in jobs:
+            if not job.begun:
+                job.end(CANCELED)
+        return [not job.begun for job in jobs]
 
     def lend(self, memory: memoryview) -> None:
         self.lent.append(memory)
@@ -197,7 +198,7 @@ def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | N
 def wanted(unit: Unit, lr: float = 1.0) -> dict[int, GroupUpdate]:
     """What a step wants of all groups of a unit."""
     return {
-        index: GroupUpdate((SegmentRequest(0, group.numel, (("lr", lr), ("step", 1))),), None, 1.0)
+        index: GroupUpdate((SegmentRequest(0, group.numel, 1, 0, True, (("lr", lr),)),), None, 1.0)
         for index, group in enumerate(unit.groups)
     }
 
