@@ -181,27 +181,30 @@ class Coordinator(Rooms):
     @transition
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
+        self._land(place, gradient, accumulate=accumulate)
+
+    @transition
+    def arrive(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> bool:
+        """Land a piece of a parameter's gradient that backward brings. Returns whether it was the last one that the
+        unit expects: then `complete` is due, once the parameter has its handle."""
+        self._land(place, gradient, accumulate=accumulate)
+        return self.units[place.unit.index].gradients.arrivals.came(place.spec.name)
+
+    def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
         unit = self.units[place.unit.index]
         with self.health.failing(SwapTimeoutError):
-            unit.apply_update()
-            if unit.speculative is not None:
-                self._undo_for_a_gradient()
+            if unit.update is not None:
+                unit.apply_update()
+                if unit.speculative is not None:
+                    self._early.undo_for_a_gradient()
             with self.timeline.stall("gradient", unit.name):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
 
-    def _undo_for_a_gradient(self) -> None:
-        self._early.undo(
-            "a gradient came for a unit whose update had begun",
-            "Give the optimizer accumulation_steps=, or run all backward passes but the last inside model.no_sync().",
-        )
-
     @transition
-    def landed(self, place: Place) -> None:
-        """A piece of a parameter's gradient came from backward and was taken."""
-        unit = self.units[place.unit.index]
-        if unit.gradients.arrivals.came(place.spec.name):
-            self._early.complete(unit, self.optimizers.sole, self.steps + 1)
+    def complete(self, index: int) -> None:
+        """The gradients of unit `index` are complete, as far as can be told: its update may begin."""
+        self._early.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:

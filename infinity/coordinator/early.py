@@ -75,6 +75,13 @@ class EarlyUpdates:
         self._speculation.warn(cause, advice)
         self.drop()
 
+    def undo_for_a_gradient(self) -> None:
+        """Speculation was wrong: another piece of a gradient came. Raises as `undo`."""
+        self.undo(
+            "a gradient came for a unit whose update had begun",
+            "Give the optimizer accumulation_steps=, or run all backward passes but the last inside model.no_sync().",
+        )
+
     def drop(self) -> None:
         """Take speculation back. Raises SwapIOError: the device failed."""
         self._speculation.dropped(len(self._updates.speculative))

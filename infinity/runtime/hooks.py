@@ -310,9 +310,10 @@ class ParameterHooks(Guard):
                 "and what is added to it would be scaled, or not, as nobody knows. Call scaler.unscale_() after the "
                 "last backward pass before the step."
             )
-        self._coordinator.land(self._place, gradient, accumulate=before is not None)
+        complete = self._coordinator.arrive(self._place, gradient, accumulate=before is not None)
         parameter.grad = self._handle.renewed()
-        self._coordinator.landed(self._place)
+        if complete:
+            self._coordinator.complete(self._place.unit.index)
 
 
 class BackwardEnds:

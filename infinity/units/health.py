@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from types import TracebackType
 
 from infinity.base.fork import refuse_in_forked_child
 from infinity.errors import InfinityError
@@ -32,14 +32,9 @@ class Health:
         """Let go of the failure: its traceback holds the frames that it passed, and with them the model."""
         self.failure = None
 
-    @contextmanager
-    def failing(self, *kinds: type[InfinityError]) -> Iterator[None]:
-        """An error of one of these kinds that leaves the context is a failure of the model."""
-        try:
-            yield
-        except kinds as error:
-            self.fail(error)
-            raise
+    def failing(self, kind: type[InfinityError]) -> AbstractContextManager[None]:
+        """A context manager: an error of this kind that leaves it is a failure of the model."""
+        return _Failing(self, kind)
 
     def require_open(self) -> None:
         """Raises InfinityError once the model is closed."""
@@ -52,3 +47,20 @@ class Health:
         self.require_open()
         if self.failure is not None:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failure}") from self.failure
+
+
+class _Failing:
+    """A class, since a generator would cost each landing of a gradient twice as much."""
+
+    __slots__ = ("_health", "_kind")
+
+    def __init__(self, health: Health, kind: type[InfinityError]) -> None:
+        self._health = health
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, self._kind):
+            self._health.fail(error)

@@ -6,14 +6,14 @@ backward or a gathering brings it to where that ends, or to its eviction.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
 
 from infinity.errors import ModelError
 from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder
-from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.state.unit import Group, Unit
 from infinity.tiers.accelerator import Slot
 
 _TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
@@ -40,6 +40,7 @@ class ParameterViews:
         self._released = released
         self.named = named
         self.placeholders: dict[str, torch.Tensor] = {}
+        self._nowhere: dict[str, int] = {}  # the storages of the placeholders
         self.gathered: set[str] = set()
         self.open = False
         self._classes: dict[str, type[nn.Parameter]] = {}
@@ -50,31 +51,34 @@ class ParameterViews:
         """Take the parameters over, whose values are at home now: from here on they are placeholders."""
         for name, parameter in self.named.items():
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
+            self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
             self._classes[name] = type(parameter)
+            self._marks[name] = _mark(parameter)
         self.open = True
         self.hide()
 
     def value_in(self, slot: Slot, name: str) -> torch.Tensor:
         """The view of a slot with the unit's weights that has the values of one parameter."""
         group, spec = self._unit.find(name)
-        return _view_of(_flat(slot, group), spec)
+        flat = _flat(slot, group)
+        return flat.as_strided(spec.shape, spec.stride, int(flat.storage_offset()) + spec.offset)
 
     def show(self, slot: Slot) -> None:
         """The parameters are views of a slot."""
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for name, value in self._values_in(slot):
-                if name not in self.gathered:
-                    parameter = self.named[name]
-                    parameter.data = value
-                    self._marks[name] = _mark(parameter)
+            storage = slot.tensor.untyped_storage()._cdata
+            for group in self._unit.groups:
+                flat = _flat(slot, group)
+                begin = int(flat.storage_offset())
+                for spec in group.specs:
+                    if spec.name not in self.gathered:
+                        self.named[spec.name].data = flat.as_strided(spec.shape, spec.stride, begin + spec.offset)
+                        self._put(spec.name, storage, begin + spec.offset)
         self._expect(slot)
 
-    def _values_in(self, slot: Slot) -> Iterator[tuple[str, torch.Tensor]]:
-        """As value_in, of every parameter: one view of each group, and one of it for each parameter."""
-        for group in self._unit.groups:
-            flat = _flat(slot, group)
-            for spec in group.specs:
-                yield spec.name, _view_of(flat, spec)
+    def _put(self, name: str, storage: int, offset: int) -> None:
+        """Infinity gave a parameter this data, which changes no version (torch need not be asked for all three)."""
+        self._marks[name] = storage, offset, self._marks[name][2]
 
     def hide(self) -> None:
         """The parameters are placeholders, and may not be read."""
@@ -83,7 +87,7 @@ class ParameterViews:
             for name, parameter in self.named.items():
                 if name not in self.gathered:
                     parameter.data = self.placeholders[name]
-                    self._marks[name] = _mark(parameter)
+                    self._put(name, self._nowhere[name], 0)
 
     def open_up(self) -> None:
         """The parameters may be read."""
@@ -174,8 +178,3 @@ def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
 def _flat(slot: Slot, group: Group) -> torch.Tensor:
     """The weights of a group in a slot, [numel and the gap behind them]."""
     return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)
-
-
-def _view_of(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    """The values of one parameter in the weights of its group."""
-    return flat.as_strided(spec.shape, spec.stride, int(flat.storage_offset()) + spec.offset)

@@ -143,8 +143,9 @@ class OffloadedUnit:
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
         with self._health.failing(SwapIOError), self._timeline.stall("update", self.name):
-            with interruptible():
-                update.wait(milestone)
+            if not update.reached(milestone):
+                with interruptible():
+                    update.wait(milestone)
             wait_all(update.until(milestone))
 
     def _take_over(self, update: UnitUpdate, shadow: Lease) -> None:
