@@ -153,13 +153,13 @@ class Commits:
             for home in self._resources.homes():
                 if home.dirty:
                     extent = home.stored()
-                    slot = generations.destination(extent)
-                    writes.append(store.write(extent, home.view(), io_class="states", slot=slot))
-                    moved.append((home, slot))
+                    copy = generations.destination(extent)
+                    writes.append(store.write(extent, home.view(), io_class="states", copy=copy))
+                    moved.append((home, copy))
         finally:
             wait_all(writes)
-        for home, slot in moved:
-            home.written(slot)
+        for home, copy in moved:
+            home.written(copy)
 
     def forward_begins(self) -> None:
         """The loop is at its top: freeze what the commit that was begun keeps of it.

@@ -14,7 +14,7 @@ from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 
 Written = Mapping[int, tuple[int | None, Transfer]]
-"""Of groups, by index, whose new weights are on their way to the store: which of its slots, and when they are there."""
+"""Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
 
 
 class Fetch(Protocol):
@@ -81,8 +81,8 @@ class HostSlots:
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
     reads = []
     for index, group in enumerate(home.groups):
-        slot, written = after.get(index, (None, None))
-        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), slot=slot, after=written))
+        copy, written = after.get(index, (None, None))
+        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), copy=copy, after=written))
     return reads
 
 

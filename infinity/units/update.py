@@ -64,7 +64,7 @@ class UpdateTransfer(Transfer):
     """The update of a unit's group under way.
 
     Attributes:
-        moves: where each state goes: its home, and the slot of the store it is written to, None where it stays in RAM.
+        moves: where each state goes: its home, and the copy in the store it is written to, None where it stays in RAM.
     """
 
     future: _native.UpdateFuture
@@ -96,9 +96,9 @@ class UpdateTransfer(Transfer):
             else:
                 home.written(copy)
 
-    def slot_of(self, home: Home) -> int | None:
-        """The slot of the store that the new values of a state are written to; None when it is not updated."""
-        return next((slot for moved, slot in self.moves if moved is home), None)
+    def copy_of(self, home: Home) -> int | None:
+        """The copy in the store that the new values of a state are written to; None when it is not updated."""
+        return next((copy for moved, copy in self.moves if moved is home), None)
 
 
 class UpdateState(enum.Enum):
@@ -178,7 +178,7 @@ class UnitUpdate:
     def written(self, weights: WeightsHome) -> Written:
         """The new weights that are on their way to the store."""
         return {
-            index: (transfer.slot_of(weights.groups[index]), transfer.until("weights"))
+            index: (transfer.copy_of(weights.groups[index]), transfer.until("weights"))
             for index, transfer in self.transfers.items()
         }
 
@@ -331,12 +331,12 @@ class _Streams:
             self.moves.append((home, None))
             return _native.StateStream(memory=memory, source=source)
         extent = home.stored()
-        slot = self._resources.spare_slot(extent) if self._speculative else self._resources.destination(extent)
-        if slot is None:
-            raise AssertionError(f"no spare slot for {extent.state} of unit '{extent.unit}'")
-        self.moves.append((home, slot))
-        self.elsewhere |= home.in_memory or slot != extent.slot
-        file, write_offset = self._resources.require_store().file, extent.offsets[slot]
+        copy = self._resources.spare_copy(extent) if self._speculative else self._resources.destination(extent)
+        if copy is None:
+            raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
+        self.moves.append((home, copy))
+        self.elsewhere |= home.in_memory or copy != extent.copy
+        file, write_offset = self._resources.require_store().file, extent.offsets[copy]
         return _native.StateStream(
             memory=memory, file=file, offset=extent.offset, write_offset=write_offset, source=source
         )

@@ -65,7 +65,7 @@ class Updates:
             homes += [weights.groups[group] for group in unit.homes.states]
         elif weights.nbytes > self.shadows.free_bytes:
             return False
-        return all(self._resources.spare_slot(home.stored()) is not None for home in homes)
+        return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
 
     def speculate(self, unit: OffloadedUnit, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
         """Begin the update of a unit before the step is decided. False where there is no memory for it, or where only a

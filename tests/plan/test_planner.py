@@ -91,12 +91,12 @@ def test_a_plan_describes_itself() -> None:
     ("config", "sizes"),
     [
         ({}, "192.00 MiB = 192.00 MiB of states"),
-        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free copies"),
         (
             {"commit_every": 1, "keep": 3},
-            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free slots and earlier generations",
+            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free copies and earlier generations",
         ),
-        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free copies"),
         ({"gradients": "nvme"}, "256.00 MiB = 192.00 MiB of states + 64.00 MiB for gradients"),
         ({"weights": "host"}, "160.00 MiB = 160.00 MiB of states"),
         ({"weights": "host", "optimizer": "host"}, "0 B"),

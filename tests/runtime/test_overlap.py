@@ -275,7 +275,7 @@ def test_what_was_read_ahead_stays_right_through_a_skipped_step_and_a_dropped_gr
 
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tmp_path: Path) -> None:
-    """What was begun early writes to slots that no generation names: so does a commit of what is only in RAM."""
+    """What was begun early writes to copies that no generation names: so does a commit of what is only in RAM."""
     config = config_of(tmp_path / "swap", weights, "none", overlap="during_backward", commit_every=2, moments="fp32")
     model, batches = model_and_batches(1)
     model = infinity.offload(model, config | {"keep": 2})

@@ -166,7 +166,7 @@ class Device:
 
 
 def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
-    """Without generations: every extent has a spare slot."""
+    """Without generations: every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
             budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL))
@@ -176,8 +176,8 @@ def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
         store=Store(),
         require_store=Store,
         generations=None,
-        destination=lambda extent: extent.slot,
-        spare_slot=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.slot), None),
+        destination=lambda extent: extent.copy,
+        spare_copy=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.copy), None),
     )
 
 

@@ -70,13 +70,13 @@ class UnitMachine(RuleBasedStateMachine):
         self.before = [(home, self._copy(home)) for home in self.homes]
         for group, future in enumerate(self.futures):
             homes = [self.homes.weights.groups[group], *self.homes.states[group].homes()]
-            moves = [(home, None if home.in_memory else 1 - home.stored().slot) for home in homes]
+            moves = [(home, None if home.in_memory else 1 - home.stored().copy) for home in homes]
             update.transfers[group] = under_way(future, moves)
         self.unit.begin_update(update)
 
     @staticmethod
     def _copy(home: Home) -> int | None:
-        return None if home.in_memory else home.stored().slot
+        return None if home.in_memory else home.stored().copy
 
     @precondition(lambda self: self._state() is UpdateState.SPECULATIVE)
     @rule(viewed=st.booleans())
@@ -241,7 +241,7 @@ def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     with pytest.raises(SwapIOError) as caught:
         getattr(unit, act)()
     assert health.failure is caught.value
-    assert unit.homes.weights.groups[0].stored().slot == 0
+    assert unit.homes.weights.groups[0].stored().copy == 0
 
 
 @pytest.mark.parametrize("act", ["apply_update", "land_update"])
@@ -295,8 +295,8 @@ def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     unit, _ = small()
     assert unit.weights_under_way() == {}
     future = begun(unit)
-    (slot, transfer) = unit.weights_under_way()[0]
-    assert slot == 1
+    (copy, transfer) = unit.weights_under_way()[0]
+    assert copy == 1
     future.advance()
     assert not transfer.done()
     future.advance()

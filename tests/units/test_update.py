@@ -102,11 +102,11 @@ def test_landing_turns_each_state_to_what_was_written() -> None:
     homes = homes_of(UNIT, pages(1))
     states = homes.states[0]
     transfer = under_way(UpdateFuture(), [(homes.weights.groups[0], None), (states.homes()[0], 1)])
-    assert transfer.slot_of(states.homes()[0]) == 1
-    assert transfer.slot_of(states.homes()[1]) is None
+    assert transfer.copy_of(states.homes()[0]) == 1
+    assert transfer.copy_of(states.homes()[1]) is None
     transfer.land()
     assert homes.weights.groups[0].dirty
-    assert [home.stored().slot for home in states.homes()] == [1, 0]
+    assert [home.stored().copy for home in states.homes()] == [1, 0]
 
 
 # -- how a group is handed to the pipeline ----------------------------------------------------------------------------
@@ -177,10 +177,10 @@ def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -
         submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
 
 
-def test_a_speculative_update_needs_a_spare_slot_of_every_state() -> None:
+def test_a_speculative_update_needs_a_spare_copy_of_every_state() -> None:
     homes = homes_of(UNIT)
     homes.states[0].homes()[1].stored().offsets = (0,)
-    with pytest.raises(AssertionError, match="no spare slot for exp_avg_sq"):
+    with pytest.raises(AssertionError, match="no spare copy for exp_avg_sq"):
         submit(homes, WeightsPlace(speculative=True))
 
 

@@ -172,7 +172,7 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     def _landed(self, unit: OffloadedUnit, written: list[Any]) -> None:
         assert unit.update is None
-        assert all(home.dirty if slot is None else home.stored().slot == slot for home, slot in written)
+        assert all(home.dirty if copy is None else home.stored().copy == copy for home, copy in written)
         self._forget([unit.index])
 
     @rule()
@@ -275,12 +275,12 @@ def test_what_speculation_needs(machine: UpdatesMachine) -> None:
     gradients.in_ram = False
     assert not updates.can_speculate(unit)
     gradients.in_ram = True
-    spare = machine.below.spare_slot
-    machine.below.spare_slot = lambda extent: None if extent.state == "weight" else spare(extent)
+    spare = machine.below.spare_copy
+    machine.below.spare_copy = lambda extent: None if extent.state == "weight" else spare(extent)
     assert not updates.can_speculate(unit)
     assert updates.can_speculate(machine.units[3])  # its weights are in RAM
     resting = offloaded(unit_of(9), homes_of(unit_of(9), states=pages(2)), machine.shadows)
-    machine.below.spare_slot = spare
+    machine.below.spare_copy = spare
     assert not updates.can_speculate(resting)
 
 
