@@ -267,7 +267,7 @@ class Coordinator(Rooms):
 
     def _rest_for_step(self) -> None:
         with self.progress.committing():
-            self.progress.land_updates()
+            self.progress.finish_updates()
             self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
         self.progress.make_way()
         with self.health.failing(SwapTimeoutError):
@@ -333,7 +333,7 @@ class Coordinator(Rooms):
         self.at_step(self.steps + 1)
         self.commits.step_done()
         if self.speculation.mode == "off":
-            self.progress.land_updates()
+            self.progress.finish_updates()
         self.progress.begin_commit(self.steps)
         self.timeline.end_step(self.steps)
         with self.health.failing(SwapTimeoutError):
@@ -378,7 +378,7 @@ class Coordinator(Rooms):
     def fence(self) -> None:
         """Wait until the states are those after the last step. Raises InfinityError: an update or a commit failed."""
         self.require_usable()
-        self.progress.land_updates()
+        self.progress.finish_updates()
 
     @transition
     def finish_commit(self) -> None:
@@ -395,7 +395,7 @@ class Coordinator(Rooms):
             self.commits.commit(self.steps)
 
     def _come_to_rest(self) -> None:
-        self.progress.land_updates()
+        self.progress.finish_updates()
         self._early.drop()  # they write where others may write now
         self.updates.ahead.drop(but=())
 
@@ -487,5 +487,5 @@ class Coordinator(Rooms):
     def _commit_the_end(self, *, broken: bool) -> None:
         self._early.drop()
         self.updates.ahead.drop(but=())
-        self.progress.land_updates()
+        self.progress.finish_updates()
         self.commits.end(self.steps, broken=broken)

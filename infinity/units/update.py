@@ -2,7 +2,7 @@
 
 [Note: a step is a dataflow]
 
-    gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ LANDED
+    gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ FINISHED
                                            │                            ▲
                                            └─step() disagrees──▶ UNDONE │
     step() ─────────────────────────────────────────────────────────────┘
@@ -14,7 +14,7 @@ So it may be undone at any time, and whoever looks meanwhile sees the weights of
 
 A decided update may overwrite. Whoever wants the unit waits for this unit alone, and where its new weights are in
 memory only until they are computed: then the update is applied, while what goes to the store may still be on its way
-there. From the landing on that counts, too.
+there. Once the update is finished, what was written counts, too.
 
 Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
 """
@@ -88,7 +88,7 @@ class UpdateTransfer(Transfer):
             return self.future.done()
         return (self.future.computed if milestone == "computed" else self.future.weights).done()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""
         for home, copy in self.moves:
             if copy is None:
@@ -105,15 +105,15 @@ class UpdateState(enum.Enum):
     SPECULATIVE = "speculative"
     DECIDED = "decided"
     APPLIED = "applied"
-    LANDED = "landed"
+    FINISHED = "finished"
     UNDONE = "undone"
 
 
 _NEXT = {
     UpdateState.SPECULATIVE: {UpdateState.DECIDED, UpdateState.UNDONE},
     UpdateState.DECIDED: {UpdateState.APPLIED},
-    UpdateState.APPLIED: {UpdateState.LANDED},
-    UpdateState.LANDED: set(),
+    UpdateState.APPLIED: {UpdateState.FINISHED},
+    UpdateState.FINISHED: set(),
     UpdateState.UNDONE: set(),
 }
 

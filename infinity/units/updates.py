@@ -1,4 +1,4 @@
-"""The updates under way: begun on speculation or once the step is decided, and landed one by one (update.py)."""
+"""The updates under way: begun on speculation or once the step is decided, and finished one by one (update.py)."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Updates:
         return (held + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
 
     def wait_for_readers(self) -> None:
-        """Wait until no update reads a slot. A failure is told by whoever lands the update, or undoes it."""
+        """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
         for unit in self._under_way.values():
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
@@ -187,15 +187,15 @@ class Updates:
                 held=held.get(index),
             )
 
-    # -- landing ------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
-    def land(self, unit: OffloadedUnit) -> None:
+    def finish(self, unit: OffloadedUnit) -> None:
         """Wait for the decided update of a unit, if there is one: its new values count from now on.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.
         """
-        update = None if unit.decided is None else unit.land_update()
+        update = None if unit.decided is None else unit.finish_update()
         if update is None:
             return
         del self._under_way[unit.index]
@@ -206,21 +206,21 @@ class Updates:
                 unit.name,
             )
 
-    def land_done(self) -> None:
-        """Land the updates that are done, in the order in which they began, up to the first that is not."""
+    def finish_written(self) -> None:
+        """Finish the updates that are written, in the order in which they began, up to the first that is not."""
         while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
-            self.land(unit)
+            self.finish(unit)
 
-    def land_all(self) -> None:
-        """Wait for every decided update. Raises as `land`."""
+    def finish_all(self) -> None:
+        """Wait for every decided update. Raises as `finish`."""
         for unit in self.decided:
-            self.land(unit)
+            self.finish(unit)
 
     def require_well(self) -> None:
         """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
-        when it has landed."""
+        when it is finished."""
         unit = self.oldest_decided
-        update = None if unit is None else unit.update  # another thread may land it meanwhile
+        update = None if unit is None else unit.update  # another thread may finish it meanwhile
         if update is not None:
             update.require_well()
 

@@ -149,7 +149,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._alive() and self.under_way is not None)
     @rule()
-    def everything_has_landed(self) -> None:
+    def every_update_is_finished(self) -> None:
         syncs = len(self.run.store.syncs)
         before = self.commits._commit
         assert before is not None

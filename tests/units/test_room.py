@@ -354,7 +354,7 @@ class RoomMachine(RuleBasedStateMachine):
     def an_update_ends(self, index: int) -> None:
         unit = self.units[index]
         if unit.decided is not None:
-            unit.land_update()
+            unit.finish_update()
         elif unit.update is not None:
             unit.update.wait("written")
             unit.undo_update()

@@ -1,6 +1,6 @@
-"""One unit and its update: begun, decided, applied, landed or undone in any order that is allowed, and no other.
+"""One unit and its update: begun, decided, applied, finished or undone in any order that is allowed, and no other.
 
-What counts meanwhile is what counted before; from the landing on it is what was written. Memory adds up, gradients stay
+What counts meanwhile is what counted before; from its end on it is what was written. Memory adds up, gradients stay
 where they are, and a decided update that fails is told to the health of the model.
 """
 
@@ -113,10 +113,10 @@ class UnitMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.unit.decided is not None)
     @rule()
-    def land(self) -> None:
+    def finish(self) -> None:
         update = self.update
-        if self._told(self.unit.land_update):
-            assert update.state is UpdateState.LANDED
+        if self._told(self.unit.finish_update):
+            assert update.state is UpdateState.FINISHED
             assert self.unit.update is None
             for home, before in self.before:
                 assert self._copy(home) == (None if before is None else 1 - before)
@@ -159,9 +159,9 @@ class UnitMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.unit.decided is None)
     @rule()
-    def what_is_not_decided_does_not_land(self) -> None:
+    def what_is_not_decided_does_not_finish(self) -> None:
         with pytest.raises(AssertionError, match="has no decided update"):
-            self.unit.land_update()
+            self.unit.finish_update()
 
     @precondition(lambda self: self.unit.decided is not None)
     @rule()
@@ -177,7 +177,7 @@ class UnitMachine(RuleBasedStateMachine):
         assert [each for each in both if each is not None] == ([] if self.unit.update is None else [self.unit.update])
 
     @invariant()
-    def the_store_counts_as_before_until_the_landing(self) -> None:
+    def the_store_counts_as_before_until_the_end(self) -> None:
         for home, before in self.before if self.unit.update is not None else ():
             assert self._copy(home) == before
             assert not home.dirty
@@ -234,7 +234,7 @@ def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, Health]:
     return offloaded(unit_of(0), homes, shadows, health), health
 
 
-@pytest.mark.parametrize("act", ["apply_update", "await_slot", "land_update"])
+@pytest.mark.parametrize("act", ["apply_update", "await_slot", "finish_update"])
 def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     unit, health = small()
     begun(unit).fate = Failure()
@@ -244,8 +244,8 @@ def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     assert unit.homes.weights.groups[0].stored().copy == 0
 
 
-@pytest.mark.parametrize("act", ["apply_update", "land_update"])
-def test_an_update_that_lands_while_somebody_waits_for_it_lands_once(act: str) -> None:
+@pytest.mark.parametrize("act", ["apply_update", "finish_update"])
+def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once(act: str) -> None:
     """A signal's handler comes during a wait, and may commit."""
     machine = UnitMachine()
     machine.offload(in_ram=True)
@@ -257,12 +257,12 @@ def test_an_update_that_lands_while_somebody_waits_for_it_lands_once(act: str) -
     def wait(milestone: Any) -> None:
         waits.append(milestone)
         if len(waits) == 1:
-            unit.land_update()
+            unit.finish_update()
 
     update.wait = wait  # type: ignore[method-assign]
     getattr(unit, act)()
     assert unit.update is None
-    assert update.state is UpdateState.LANDED
+    assert update.state is UpdateState.FINISHED
     assert machine.homes.weights.lease is shadow is not home
     assert machine.shadows.free_bytes == PAGES * PAGE_BYTES
 
@@ -275,7 +275,7 @@ def test_what_was_computed_is_applied_though_the_store_fails_later() -> None:
     unit.apply_update()
     assert health.failure is None
     with pytest.raises(SwapIOError):
-        unit.land_update()
+        unit.finish_update()
     assert health.failure is not None
 
 
@@ -301,6 +301,6 @@ def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     assert not transfer.done()
     future.advance()
     assert transfer.done()
-    unit.land_update()
+    unit.finish_update()
     begun(unit, speculative=True)
     assert unit.weights_under_way() == {}

@@ -23,10 +23,10 @@ from infinity.units.update import (
 from tests.tiers.fakes import Failure, Store, UpdateFuture, imitate_streams, nobody_waits, pages
 from tests.units.fakes import Gradients, Pipeline, homes_of, resources, under_way, unit_of, wanted
 
-SPECULATIVE, DECIDED, APPLIED, LANDED, UNDONE = UpdateState
-NOTE = {(SPECULATIVE, DECIDED), (SPECULATIVE, UNDONE), (DECIDED, APPLIED), (APPLIED, LANDED)}
+SPECULATIVE, DECIDED, APPLIED, FINISHED, UNDONE = UpdateState
+NOTE = {(SPECULATIVE, DECIDED), (SPECULATIVE, UNDONE), (DECIDED, APPLIED), (APPLIED, FINISHED)}
 WAY = {SPECULATIVE: [], DECIDED: [DECIDED], UNDONE: [UNDONE]}
-WAY |= {APPLIED: [DECIDED, APPLIED], LANDED: [DECIDED, APPLIED, LANDED]}
+WAY |= {APPLIED: [DECIDED, APPLIED], FINISHED: [DECIDED, APPLIED, FINISHED]}
 UNIT = unit_of(0)
 
 
@@ -98,13 +98,13 @@ def test_a_failure_is_told_once_it_is_known() -> None:
         made.require_well()
 
 
-def test_landing_turns_each_state_to_what_was_written() -> None:
+def test_finishing_turns_each_state_to_what_was_written() -> None:
     homes = homes_of(UNIT, pages(1))
     states = homes.states[0]
     transfer = under_way(UpdateFuture(), [(homes.weights.groups[0], None), (states.homes()[0], 1)])
     assert transfer.copy_of(states.homes()[0]) == 1
     assert transfer.copy_of(states.homes()[1]) is None
-    transfer.land()
+    transfer.finish()
     assert homes.weights.groups[0].dirty
     assert [home.stored().copy for home in states.homes()] == [1, 0]
 
