@@ -398,7 +398,7 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         grad: Buffer | StateStream,
         tag: int = 0,
-        first: bool = False,
+        speculative: bool = False,
         held: UpdateFuture | None = None,
     ) -> UpdateFuture:
         """Queue one unit's update.
@@ -408,7 +408,7 @@ class UpdatePipeline:
             whole: move all elements, not only those that segments touch: the states go to another place of the file.
             arithmetic: False reads the states and writes them back as they are, to measure the traffic alone.
             tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
-            first: the job comes before the jobs that were not begun.
+            speculative: the job comes before the jobs that were not begun.
             held: a held job of the same format and size. The job takes over the tiles that the held job has read, and
                 its failure if it failed.
 

@@ -122,8 +122,8 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag, bool first,
-                                 const PyUpdate* held) {
+                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag,
+                                 bool speculative, const PyUpdate* held) {
   require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
@@ -165,7 +165,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   auto not_finite = job.not_finite;
   const Future taken = held != nullptr ? held->get() : nullptr;
   auto future =
-      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), first, taken); });
+      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), speculative, taken); });
   return std::make_unique<PyUpdate>(std::move(future), std::move(kept), std::move(not_finite));
 }
 
@@ -237,7 +237,7 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0,
-           py::arg("first") = false, py::arg("held") = nullptr)
+           py::arg("speculative") = false, py::arg("held") = nullptr)
       .def("hold", &hold, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)

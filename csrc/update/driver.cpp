@@ -42,10 +42,10 @@ Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) { return job->future == future; });
 }
 
-void Driver::submit(std::shared_ptr<Job> job, bool first, const Future& held) {
+void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& held) {
   if (held != nullptr && !abandoned_) take_over_held(held, job);
   const bool front_begun = !jobs_.empty() && jobs_.front()->phase == JobPhase::begun;  // no other one can be
-  jobs_.insert(first ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
+  jobs_.insert(speculative ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
 }
 
 void Driver::take_over_held(const Future& held, const std::shared_ptr<Job>& by) {

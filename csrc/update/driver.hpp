@@ -34,7 +34,7 @@ class Driver {
          Staging staging, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
 
   // As in UpdatePipeline.
-  void submit(std::shared_ptr<Job> job, bool first, const Future& held);
+  void submit(std::shared_ptr<Job> job, bool speculative, const Future& held);
   void hold(std::shared_ptr<Job> job) { held_.push_back(std::move(job)); }
   bool withdraw(const Future& future);
   void cancel(const Future& future);

@@ -67,12 +67,12 @@ UpdatePipeline::~UpdatePipeline() {
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
-UpdateFuture UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
+UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Future& held) {
   const auto made = make_job(std::move(job), impl_->tile_numel, impl_->tile_bytes);
   if (held != nullptr) {
-    impl_->ask([&] { impl_->driver.submit(made, first, held); });
+    impl_->ask([&] { impl_->driver.submit(made, speculative, held); });
   } else {
-    impl_->post([driver = &impl_->driver, made, first] { driver->submit(made, first, nullptr); });
+    impl_->post([driver = &impl_->driver, made, speculative] { driver->submit(made, speculative, nullptr); });
   }
   return made->future;
 }

@@ -95,7 +95,7 @@ struct UpdateCounters {
   std::uint64_t write_wait_ns = 0;  // the driver was idle: nothing was being read, but something was being written
 };
 
-// Jobs are done in the order in which they are submitted, except that a job may be submitted to go first. The first
+// Jobs are done in the order in which they are submitted, except that a speculative job is the next. The first
 // tiles of a job are read while the last tiles of the job before it are written, so the pipe does not drain between
 // units. One thread, the driver, keeps reads going as far as the staging reaches, runs Adam on the oldest tile that is
 // read, and starts its writes (see driver.hpp). A tile is neither read nor written when each of its elements is skipped
@@ -128,10 +128,10 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // With `first` the job comes before those that were not begun. With `held` it takes that job over, which is then done
+  // A speculative job comes before those that were not begun. With `held` it takes that job over, which is then done
   // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
   // not fit the staging.
-  UpdateFuture submit(UpdateJob job, bool first = false, const Future& held = nullptr);
+  UpdateFuture submit(UpdateJob job, bool speculative = false, const Future& held = nullptr);
   // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` only the format, numel, tag and the states that
   // are given matter. Each of these states is in a file, where nothing may change it until the job is taken over or
   // withdrawn. Throws as submit.

@@ -151,7 +151,7 @@ class Coordinator(Rooms):
         self.passes.begin()
         self.progress.carry_on()
         if self.health.failure is None and not self.health.closed:
-            self._early.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
+            self._speculator.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
 
     @transition
     def hold(self, indices: Sequence[int]) -> None:
@@ -191,7 +191,7 @@ class Coordinator(Rooms):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
 
     def _undo_for_a_gradient(self) -> None:
-        self._early.undo(
+        self._speculator.undo(
             "a gradient came for a unit whose update had begun",
             "Give the optimizer accumulation_steps=, or run all backward passes but the last inside model.no_sync().",
         )
@@ -201,7 +201,7 @@ class Coordinator(Rooms):
         """A piece of a parameter's gradient came from backward and was taken."""
         unit = self.units[place.unit.index]
         if unit.gradients.arrivals.came(place.spec.name):
-            self._early.complete(unit, self.optimizers.sole, self.steps + 1)
+            self._speculator.complete(unit, self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
@@ -232,7 +232,7 @@ class Coordinator(Rooms):
     def drop_gradients(self, places: Iterable[Place]) -> None:
         """Forget gradients, and what was begun with them."""
         if self.updates.speculative:
-            self._early.undo(
+            self._speculator.undo(
                 "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
             )
         for place in places:
@@ -292,13 +292,13 @@ class Coordinator(Rooms):
         by_unit: dict[int, dict[int, GroupUpdate]] = {}
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
-        wrong = self._early.wrong(by_unit)
+        wrong = self._speculator.wrong(by_unit)
         self.room.end_iteration()
         with self._failing_for_good():
             begun = self.updates.decide(
                 by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
             )
-        self._early.step_decided(begun, wrong, by_unit, self.optimizers.sole)
+        self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self.health.failing(SwapTimeoutError):
             for unit in begun:
                 self.room.update_decided(unit)
@@ -319,7 +319,7 @@ class Coordinator(Rooms):
     def skip(self) -> None:
         """The step is decided: nothing changes."""
         self.room.end_iteration()
-        self._early.drop()
+        self._speculator.drop()
 
     @transition
     def end_step(self) -> None:
@@ -396,7 +396,7 @@ class Coordinator(Rooms):
 
     def _come_to_rest(self) -> None:
         self.progress.finish_updates()
-        self._early.drop()  # they write where others may write now
+        self._speculator.drop()  # they write where others may write now
         self.updates.ahead.drop(but=())
 
     @contextmanager
@@ -485,7 +485,7 @@ class Coordinator(Rooms):
                 self.health.forget()
 
     def _commit_the_end(self, *, broken: bool) -> None:
-        self._early.drop()
+        self._speculator.drop()
         self.updates.ahead.drop(but=())
         self.progress.finish_updates()
         self.commits.end(self.steps, broken=broken)

@@ -11,9 +11,9 @@ from typing import Protocol
 from torch import nn
 
 from infinity.base.timeline import Timeline
-from infinity.coordinator.early import EarlyUpdates
 from infinity.coordinator.progress import Progress
 from infinity.coordinator.readers import Readers
+from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.state.released import released_class
@@ -76,7 +76,7 @@ class Rooms(ABC):
         self.speculation = Speculation(resources.plan.placement.updates.overlap)
         self.room = Room(self.units, resources, self.updates, self.timeline)
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
-        self._early = EarlyUpdates(self.speculation, self.updates, self.passes, commits, self.progress)
+        self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
 
     @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:

@@ -1,9 +1,9 @@
 """States that are read during backward, for updates that are decided after it.
 
-What an update reads is known before the step is decided, and nothing changes it until then. So where no update begins
-early the first units of the next forward have their first tiles in the staging when the step comes: as many as held
-jobs may have there. What was read stays right as long as nobody writes these states, through a step that is skipped,
-too; who updates a unit takes its jobs over.
+What an update reads is known before the step is decided, and nothing changes it until then. So where no update
+speculates, the first units of the next forward have their first tiles in the staging when the step comes: as many as
+held jobs may have there. What was read stays right as long as nobody writes these states, through a step that is
+skipped, too; who updates a unit takes its jobs over.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class OffloadedUnit:
         return self.decided is None or self.decided.reached("weights")
 
     def reads_slot(self) -> bool:
-        """Whether an update that began early reads the weights from the unit's slot, so that the slot must stay."""
+        """Whether a speculative update reads the weights from the unit's slot, so that the slot must stay."""
         return self.update is not None and self.update.reads_slot()
 
     def writes_from_slot(self) -> bool:

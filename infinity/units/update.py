@@ -202,9 +202,9 @@ def submit_update(
     committed: bool,
     held: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
-    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for early
-    ones: the newest is the next. So what is left of them when the step is decided lies all over the model, and the next
-    forward meets it now and then instead of all at once.
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
+    speculative ones: the newest is the next. So what is left of them when the step is decided lies all over the model,
+    and the next forward meets it now and then instead of all at once.
 
     Args:
         step: the optimizer step, counted from 1.
@@ -236,7 +236,7 @@ def submit_update(
         exp_avg_sq=exp_avg_sq,
         grad=gradients.stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
-        first=weights.speculative,
+        speculative=weights.speculative,
         held=held,
     )
     moves = tuple(streams.moves)
@@ -311,7 +311,7 @@ class _Streams:
             return None
         if home.in_memory:
             if self._speculative:
-                raise AssertionError("an early update of a state in RAM would overwrite it")
+                raise AssertionError("a speculative update of a state in RAM would overwrite it")
             memory = home.view()
         return self._stream(home, memory, None)
 
@@ -322,7 +322,7 @@ class _Streams:
         if not home.in_memory:
             return self._stream(home, None, slot)
         if place.shadow is None:
-            raise AssertionError("an early update of weights in RAM needs other memory")
+            raise AssertionError("a speculative update of weights in RAM needs other memory")
         return self._stream(home, place.shadow.view(home.start, home.nbytes), home.view())
 
     def _stream(self, home: Home, memory: _native.Buffer | None, source: _native.Buffer | None) -> _native.StateStream:

@@ -315,9 +315,9 @@ MUTANTS = [
         (_RESUME,),
     ),
     Mutant(
-        "a commit undoes what was begun early",
+        "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
-        "        self._early.drop()  # they write where others may write now\n",
+        "        self._speculator.drop()  # they write where others may write now\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),

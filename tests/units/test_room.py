@@ -324,16 +324,16 @@ class RoomMachine(RuleBasedStateMachine):
             slot.viewed = False
         self.views.clear()
 
-    @rule(index=INDEX, early=st.booleans())
-    def an_update_begins(self, index: int, early: bool) -> None:
+    @rule(index=INDEX, speculative=st.booleans())
+    def an_update_begins(self, index: int, speculative: bool) -> None:
         unit = self.units[index]
         if unit.update is not None:
             return
         slot: Any = unit.weights.slot if unit.weights.residency is Residency.RESIDENT else None
-        update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(slot, speculative=early), committed=False)
+        update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(slot, speculative=speculative), committed=False)
         update.transfers[0] = under_way(UpdateFuture(), [(unit.homes.weights.groups[0], 1)])
         unit.begin_update(update)
-        if not early and not self.uses[index] and index not in self.held:
+        if not speculative and not self.uses[index] and index not in self.held:
             self.room.update_decided(unit)
 
     @rule(index=INDEX)

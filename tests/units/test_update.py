@@ -138,7 +138,7 @@ def test_a_speculative_update_writes_beside_what_is_current() -> None:
         stream = made[state]
         assert (stream.file, stream.offset, stream.write_offset, stream.memory) == (Store.file, 0, PAGE_BYTES, None)
     assert made["weight"].source == slot.view()
-    assert made["first"]
+    assert made["speculative"]
     assert made["whole"]
     assert {move for _, move in transfer.moves} == {1}
     assert JobTag.unpack(made["tag"]) == JobTag(7, 0, 0)
@@ -149,7 +149,7 @@ def test_a_decided_update_may_overwrite() -> None:
     made = job(submit(homes_of(UNIT), WeightsPlace(slot=slot)))
     assert (made["weight"].memory, made["weight"].source) == (slot.view(), None)
     assert {made[state].write_offset for state in ("weight", "exp_avg", "exp_avg_sq")} == {0}
-    assert (made["first"], made["whole"], made["grad"]) == (False, False, "gradients of 0.0")
+    assert (made["speculative"], made["whole"], made["grad"]) == (False, False, "gradients of 0.0")
 
 
 def test_new_weights_in_ram_go_to_the_shadow_and_the_current_ones_stay() -> None:
@@ -173,7 +173,7 @@ def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -
     assert exp_avg.memory == home.view()
     assert exp_avg.file == (Store.file if committed else None)
     assert (home, 0 if committed else None) in transfer.moves
-    with pytest.raises(AssertionError, match="an early update of a state in RAM"):
+    with pytest.raises(AssertionError, match="a speculative update of a state in RAM"):
         submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
 
 
