@@ -77,7 +77,7 @@ class Resources:
                 self.staging.view(),
                 staging.tile_numel,
                 staging.tile_bytes,
-                held_tiles_max=staging.ahead_tiles,
+                ahead_tiles_max=staging.ahead_tiles,
             )
         except BaseException:
             self.engine.close()

@@ -200,7 +200,7 @@ def submit_update(
     *,
     step: int,
     committed: bool,
-    held: _native.UpdateFuture | None,
+    ahead: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
     """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
     speculative ones: the newest is the next. So what is left of them when the step is decided lies all over the model,
@@ -209,7 +209,7 @@ def submit_update(
     Args:
         step: the optimizer step, counted from 1.
         committed: the step becomes a generation, so what is in RAM is written, too.
-        held: what `hold_update` gave for this group; it is taken over.
+        ahead: what `read_update_ahead` gave for this group; it is taken over.
     """
     group = unit.groups[group_index]
     states = homes.states[group_index]
@@ -237,7 +237,7 @@ def submit_update(
         grad=gradients.stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
         speculative=weights.speculative,
-        held=held,
+        ahead=ahead,
     )
     moves = tuple(streams.moves)
     return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)
@@ -253,7 +253,7 @@ def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
     return name
 
 
-def hold_update(
+def read_update_ahead(
     resources: Resources, unit: Unit, homes: UnitHomes, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
     """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
@@ -270,7 +270,7 @@ def hold_update(
             return None
         return _native.StateStream(file=resources.require_store().file, offset=home.stored().offset)
 
-    return resources.pipeline.hold(
+    return resources.pipeline.read_ahead(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),
         master=states.master,

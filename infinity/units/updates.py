@@ -72,7 +72,7 @@ class Updates:
         part of its weights would be new in other memory."""
         place = WeightsPlace(speculative=True)
         if unit.homes.weights.lease is None:
-            place = replace(place, slot=unit.weights.host_memory() if self._may_hold(unit) else None)
+            place = replace(place, slot=unit.weights.host_memory() if self._may_keep_slot(unit) else None)
         else:
             if len(wanted) < len(unit.unit.groups):
                 return False  # the other memory would have nothing of a group without gradients
@@ -99,10 +99,10 @@ class Updates:
         """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
         self.ahead.begin((unit for unit in order if unit.update is None), step)
 
-    def _may_hold(self, unit: OffloadedUnit) -> bool:
-        """Updates that read slots must not hold up those who need one."""
-        held = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
-        return (held + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
+    def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
+        """Updates that read slots must leave enough of them for others."""
+        kept = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
+        return (kept + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
@@ -172,7 +172,7 @@ class Updates:
         update = UnitUpdate(unit.name, wanted, place, committed=committed)
         unit.begin_update(update)
         self._under_way[unit.index] = unit
-        held = self.ahead.take(unit, wanted)
+        ahead = self.ahead.take(unit, wanted)
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(
                 self._resources,
@@ -184,7 +184,7 @@ class Updates:
                 place,
                 step=step,
                 committed=committed,
-                held=held.get(index),
+                ahead=ahead.get(index),
             )
 
     # -- the end ------------------------------------------------------------------------------------------------------

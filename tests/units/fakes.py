@@ -108,28 +108,28 @@ class Gradients:
 class Pipeline:
     """As _native.UpdatePipeline: jobs are under way until the test, or who waits for them, ends them."""
 
-    held_tiles_max = 2
+    ahead_tiles_max = 2
 
     def __init__(self) -> None:
         self.jobs: list[UpdateFuture] = []
-        self.held: list[UpdateFuture] = []
+        self.ahead: list[UpdateFuture] = []
         self.canceled: list[UpdateFuture] = []
         self.lent: list[Any] = []
         self.lost = False  # a device was given up: what is lent does not come back
 
     def submit(self, **job: Any) -> UpdateFuture:
-        if job["held"] is not None:
-            self.held.remove(job["held"])
+        if job["ahead"] is not None:
+            self.ahead.remove(job["ahead"])
         self.jobs.append(UpdateFuture(**job))
         return self.jobs[-1]
 
-    def hold(self, **job: Any) -> UpdateFuture:
-        self.held.append(UpdateFuture(**job))
-        return self.held[-1]
+    def read_ahead(self, **job: Any) -> UpdateFuture:
+        self.ahead.append(UpdateFuture(**job))
+        return self.ahead[-1]
 
     def cancel(self, job: UpdateFuture) -> None:
-        if job in self.held:
-            self.held.remove(job)
+        if job in self.ahead:
+            self.ahead.remove(job)
         self.canceled.append(job)
         job.fate = job.fate or CANCELED
 

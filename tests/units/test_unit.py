@@ -60,11 +60,11 @@ class UnitMachine(RuleBasedStateMachine):
     # -- what may happen ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.unit.update is None)
-    @rule(speculative=st.booleans(), held=st.booleans())
-    def begin(self, speculative: bool, held: bool) -> None:
+    @rule(speculative=st.booleans(), in_slot=st.booleans())
+    def begin(self, speculative: bool, in_slot: bool) -> None:
         shadow = self.shadows.try_lease(PAGES * PAGE_BYTES) if speculative and self.in_ram else None
         self._fill(shadow, NEW)
-        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if held and not self.in_ram else None
+        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if in_slot and not self.in_ram else None
         update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
         self.futures = [UpdateFuture(), UpdateFuture()]
         self.before = [(home, self._copy(home)) for home in self.homes]
@@ -249,7 +249,7 @@ def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once
     """A signal's handler comes during a wait, and may commit."""
     machine = UnitMachine()
     machine.offload(in_ram=True)
-    machine.begin(speculative=True, held=False)
+    machine.begin(speculative=True, in_slot=False)
     machine.decide(viewed=False)
     unit, update, home = machine.unit, machine.update, machine.homes.weights.lease
     shadow, waits = update.place.shadow, []

@@ -17,7 +17,7 @@ from infinity.units.update import (
     UpdateState,
     UpdateTransfer,
     WeightsPlace,
-    hold_update,
+    read_update_ahead,
     submit_update,
 )
 from tests.tiers.fakes import Failure, Store, UpdateFuture, imitate_streams, nobody_waits, pages
@@ -120,7 +120,9 @@ def _readable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def submit(homes: UnitHomes, place: WeightsPlace, *, committed: bool = False, **options: Any) -> UpdateTransfer:
     gradients: Any = Gradients(UNIT).groups[0]
     request = replace(wanted(UNIT)[0], **options)
-    return submit_update(resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, held=None)
+    return submit_update(
+        resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, ahead=None
+    )
 
 
 def job(transfer: UpdateTransfer) -> dict[str, Any]:
@@ -191,11 +193,11 @@ def test_moments_that_no_rule_uses_are_not_moved() -> None:
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_states_are_held_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
+def test_states_are_read_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
     below = resources(shares_memory=shares_memory)
-    hold_update(below, UNIT, homes_of(UNIT), 0, step=2)
+    read_update_ahead(below, UNIT, homes_of(UNIT), 0, step=2)
     pipeline: Pipeline = below.pipeline
-    held = pipeline.held[0].job
-    assert (held["weight"] is None) == shares_memory
-    assert held["exp_avg"].file == held["exp_avg_sq"].file == Store.file
-    assert held["residual"] is None
+    ahead = pipeline.ahead[0].job
+    assert (ahead["weight"] is None) == shares_memory
+    assert ahead["exp_avg"].file == ahead["exp_avg_sq"].file == Store.file
+    assert ahead["residual"] is None

@@ -151,7 +151,7 @@ class UpdatesMachine(RuleBasedStateMachine):
             assert unit.decided.place.speculative == (unit.index in goes_on)
         later = [job for job in self.pipeline.jobs[:earlier] if not job.done()]
         assert later == [job for unit in decided if unit.index in goes_on for job in _jobs(unit.update) if job in later]
-        assert not self.pipeline.held
+        assert not self.pipeline.ahead
 
     @staticmethod
     def _is_right(update: UnitUpdate | None, requested: UnitRequest | None, committed: bool) -> bool:
@@ -227,8 +227,8 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_updates_keep_of_the_slots_is_a_share(self) -> None:
-        held = [unit for unit in self.updates.speculative if unit.reads_slot()]
-        assert sum(unit.unit.weight_bytes for unit in held) * 4 <= self.below.plan.budgets.slot_bytes
+        reading = [unit for unit in self.updates.speculative if unit.reads_slot()]
+        assert sum(unit.unit.weight_bytes for unit in reading) * 4 <= self.below.plan.budgets.slot_bytes
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -331,5 +331,5 @@ def test_shadows_come_back_when_updates_speculate_again(machine: UpdatesMachine)
     assert machine.shadows.free_bytes == 2 * PAGE_BYTES
     assert all(job.computed.done() for job in machine.pipeline.jobs)
     assert not any(job.done() for job in machine.pipeline.jobs)
-    assert not machine.pipeline.held
+    assert not machine.pipeline.ahead
     assert machine.pipeline.canceled[-1].fate is CANCELED
