@@ -1,5 +1,5 @@
 """One offloaded model: the façade that hooks and optimizers call. It decides nothing: it takes the lock, and asks the
-rooms below in the right order."""
+parts below in the right order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.rooms import Optimizer, Rooms
+from infinity.coordinator.parts import Optimizer, Parts
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
 from infinity.plan.plan import Plan
 from infinity.state.released import USE_GATHERED
@@ -41,7 +41,7 @@ def transition(
     return whole(run)
 
 
-class Coordinator(Rooms):
+class Coordinator(Parts):
     """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
 
     @property

@@ -1,4 +1,4 @@
-"""What lies below the rooms, as a test wants it: requests that end when the test says, well or not."""
+"""What lies below homes, slots and units, as a test wants it: requests that end when the test says, well or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a coordinator asks: the rooms of one offloaded model."""
+"""What a coordinator asks: the parts of one offloaded model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Optimizer(Checkpointed, Predictable, Protocol):
     """An optimizer, as the coordinator sees it."""
 
 
-class Rooms(ABC):
-    """The rooms, opened in the order in which they know each other.
+class Parts(ABC):
+    """The parts, opened in the order in which they know each other.
 
     Attributes:
         units: in the order of their indices.
