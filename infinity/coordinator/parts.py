@@ -63,7 +63,7 @@ class Parts(ABC):
             for unit, named in zip(units, parameters, strict=True)
             for name, parameter in named.items()
         }
-        self._staying = frozenset(unit.index for unit in units if unit.resident)
+        self._staying = frozenset(unit.index for unit in units if unit.stays)
         released, shadows = released_class(self), _open_shadows(units, resources)
         gradients = [UnitGradients(unit, open_gradients(unit, resources)) for unit in units]
         self.gradients = Gradients(gradients, resources.landing, resources.device)

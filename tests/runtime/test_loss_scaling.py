@@ -273,7 +273,7 @@ def test_speculation_is_right_while_the_scale_stays_and_undone_when_it_changed(o
 
 
 @pytest.mark.usefixtures("_all_begun")
-def test_a_scale_that_was_tried_and_taken_back_is_guessed_right(offloaded: Make) -> None:
+def test_a_scale_that_was_tried_and_taken_back_is_speculated_right(offloaded: Make) -> None:
     model, batches = small()
     model = offloaded(model)
     optim, scaler = infinity.AdamW(model.parameters(), lr=1e-3), scaler_of(256.0)

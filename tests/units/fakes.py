@@ -28,7 +28,7 @@ NUMEL = PAGE_BYTES // 4
 """Of a group with one page of fp32 weights."""
 
 
-def unit_of(index: int, groups: Sequence[int] = (1,), *, resident: bool = False) -> Unit:
+def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) -> Unit:
     """A unit of fp32 groups of so many pages, each with two parameters."""
     made, offset = [], 0
     for number, count in enumerate(groups):
@@ -38,7 +38,7 @@ def unit_of(index: int, groups: Sequence[int] = (1,), *, resident: bool = False)
         )
         made.append(Group(torch.float32, True, "fp32", specs, 2 * half, offset, PAGE_BYTES * count))
         offset += PAGE_BYTES * count
-    return Unit(index, str(index), tuple(made), offset, resident)
+    return Unit(index, str(index), tuple(made), offset, stays)
 
 
 def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:

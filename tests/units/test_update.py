@@ -75,16 +75,16 @@ def test_a_milestone_is_reached_when_every_group_has_reached_it_well_or_not() ->
 
 def test_an_update_reads_its_slot_until_it_is_computed_and_writes_from_it_until_the_weights_are_there() -> None:
     slot = pages(1).lease(PAGE_BYTES, "a slot")
-    early, late, elsewhere = UpdateFuture(), UpdateFuture(), UpdateFuture()
-    speculative = update(early, place=WeightsPlace(slot=slot, speculative=True))
-    decided = update(late, place=WeightsPlace(slot=slot))
+    one, other, elsewhere = UpdateFuture(), UpdateFuture(), UpdateFuture()
+    speculative = update(one, place=WeightsPlace(slot=slot, speculative=True))
+    decided = update(other, place=WeightsPlace(slot=slot))
     without = update(elsewhere)
     assert (speculative.reads_slot(), speculative.writes_from_slot()) == (True, False)
     assert (decided.reads_slot(), decided.writes_from_slot()) == (False, True)
     assert (without.reads_slot(), without.writes_from_slot()) == (False, False)
-    early.advance(), late.advance()
+    one.advance(), other.advance()
     assert (speculative.reads_slot(), decided.writes_from_slot()) == (False, True)
-    late.advance()
+    other.advance()
     assert not decided.writes_from_slot()
 
 
