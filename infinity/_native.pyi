@@ -370,12 +370,12 @@ class UpdatePipeline:
         staging: Buffer,
         tile_numel: int,
         tile_bytes: int,
-        held_tiles_max: int = 0,
+        ahead_tiles_max: int = 0,
         isa: str | None = None,
     ) -> None:
         """
         Args:
-            staging: memory for at least two tiles more than `held_tiles_max`.
+            staging: memory for at least two tiles more than `ahead_tiles_max`.
         """
     @staticmethod
     def staging_tile_bytes(
@@ -400,8 +400,8 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         grad: Buffer | StateStream,
         tag: int = 0,
-        first: bool = False,
-        held: UpdateFuture | None = None,
+        speculative: bool = False,
+        ahead: UpdateFuture | None = None,
     ) -> UpdateFuture:
         """Queue one unit's update.
 
@@ -410,14 +410,14 @@ class UpdatePipeline:
             whole: move all elements, not only those that segments touch: the states go to another place of the file.
             arithmetic: False reads the states and writes them back as they are, to measure the traffic alone.
             tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
-            first: the job comes before the jobs that were not begun.
-            held: a held job of the same format and size. The job takes over the tiles that the held job has read, and
-                its failure if it failed.
+            speculative: the job comes before the jobs that were not begun.
+            ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
+                and its failure if it failed.
 
         Raises:
-            ValueError: the job is inconsistent, its tiles do not fit the staging, or `held` is not held any more.
+            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before.
         """
-    def hold(
+    def read_ahead(
         self,
         *,
         numel: int,
@@ -431,25 +431,25 @@ class UpdatePipeline:
         tag: int = 0,
     ) -> UpdateFuture:
         """Begin to read a job's tiles before the job is decided, while no other job has tiles to read, and as far as
-        `held_tiles_max` allows. The states that are given are all in a file. Nothing may change them until `submit`
+        `ahead_tiles_max` allows. The states that are given are all in a file. Nothing may change them until `submit`
         takes the job over or it is withdrawn."""
     @property
-    def held_tiles_max(self) -> int:
-        """The most tiles that held jobs may have in the staging."""
+    def ahead_tiles_max(self) -> int:
+        """The most tiles that may be read ahead."""
     def lend(self, memory: Buffer) -> None:
-        """Add memory to the staging until it is reclaimed. Held jobs may have as many more tiles as fit in it."""
+        """Add memory to the staging until it is reclaimed. As many more tiles may be read ahead as fit in it."""
     def reclaim(self, memory: Buffer) -> bool:
-        """Take back memory that was lent: start no more tiles there, and wait until none is there. Held jobs that may
-        have tiles there must be taken over or withdrawn before. False when a device that was given up may use the
-        memory for ever."""
+        """Take back memory that was lent: start no more tiles there, and wait until none is there. Jobs that read
+        ahead, and may have tiles there, must be taken over or withdrawn before. False when a device that was given up
+        may use the memory for ever."""
     def withdraw(self, updates: Sequence[UpdateFuture]) -> list[bool]:
-        """Take back each job that is held, or of which no tile was started: it fails as canceled. Returns False for a
-        job that was begun; it goes on."""
+        """Take back each job that reads ahead, or of which no tile was started: it fails as canceled. Returns False
+        for a job that was begun; it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
         """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
         started before."""
     def counters(self) -> dict[str, int]:
-        """tiles, ahead (of them, those read while their job was held), adam_ns, read_wait_ns, write_wait_ns."""
+        """tiles, ahead (how many of them were read ahead), adam_ns, read_wait_ns, write_wait_ns."""
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
         """As IOEngine.trace, of tiles."""
     def take_trace(self) -> tuple[bytes, int]:

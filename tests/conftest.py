@@ -169,7 +169,7 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 
 def require_no_leaks(model: torch.nn.Module) -> None:
     """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
-    fetched; no state has the same slot twice."""
+    fetched; no state has the same copy twice."""
     coordinator = registry.coordinator_of(model)
     coordinator.fence()
     assert not coordinator.updates.speculative
@@ -189,6 +189,6 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert resources.landing.space.free_bytes == resources.landing.space.nbytes
     for home in resources.homes():
         if resources.generations is not None:
-            spare = resources.spare_slot(home.stored())
-            assert spare != home.stored().slot
+            spare = resources.spare_copy(home.stored())
+            assert spare != home.stored().copy
             assert spare not in resources.generations._named(home.stored())

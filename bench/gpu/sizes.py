@@ -8,8 +8,8 @@ LAYERS = 16
 _EMBEDDING = 128 * 1024 * 2048
 _PER_LAYER = 2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192
 _STORE_BYTES = 14
-"""Per parameter, weights on NVMe: weight, residual and two fp32 moments, and one spare place for what early updates
-write is not counted: it is taken only where there is room."""
+"""Per parameter, weights on NVMe: weight, residual and two fp32 moments, and one spare place for what speculative
+updates write is not counted: it is taken only where there is room."""
 _STEP_BYTES = {"host-nvme": 20, "nvme-nvme": 28}
 """Per parameter and step; 28 as long as the update reads the weights once more."""
 _HOST_BYTES = 22

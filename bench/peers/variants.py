@@ -145,13 +145,13 @@ def params_on_nvme_attempts(workload: Workload) -> Iterator[tuple[str, dict[str,
     """From DeepSpeed's defaults to the settings of `params_on_nvme`, one change after the other."""
     tuned = params_on_nvme(workload)
     default = Variant("", False, 4).options(workload, 4) | {"offload_param": "nvme"}
-    slots = {"buffer_size": tuned["param_buffers"]["buffer_size"]}
-    all_slots = slots | {"buffer_count": 10 * workload.layers}
+    buffers = {"buffer_size": tuned["param_buffers"]["buffer_size"]}
+    all_buffers = buffers | {"buffer_count": 10 * workload.layers}
     yield "defaults (5 buffers of 1e8 elements)", default
-    yield "40 buffers as large as the largest parameter", default | {"param_buffers": slots | {"buffer_count": 40}}
-    yield "a buffer for every parameter", default | {"param_buffers": all_slots}
+    yield "40 buffers as large as the largest parameter", default | {"param_buffers": buffers | {"buffer_count": 40}}
+    yield "a buffer for every parameter", default | {"param_buffers": all_buffers}
     no_prefetch = {"zero": {"stage3_prefetch_bucket_size": 0}}
-    yield "a buffer for every parameter, prefetching off", default | {"param_buffers": all_slots} | no_prefetch
+    yield "a buffer for every parameter, prefetching off", default | {"param_buffers": all_buffers} | no_prefetch
     yield "24 buffers, prefetching off, few live parameters, pipelined", tuned
 
 

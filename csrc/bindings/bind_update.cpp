@@ -99,10 +99,10 @@ void require_countable(std::uint64_t numel) {
   if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
 }
 
-std::unique_ptr<PyUpdate> hold(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
-                               const std::string& master, const std::string& moments, const PyStream* weight,
-                               const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
-                               std::uint64_t tag) {
+std::unique_ptr<PyUpdate> read_ahead(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
+                                     const std::string& master, const std::string& moments, const PyStream* weight,
+                                     const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
+                                     std::uint64_t tag) {
   require_countable(numel);
   const auto of = [](const PyStream* stream) { return stream != nullptr ? stream->stream : StateStream{}; };
   UpdateJob job;
@@ -113,7 +113,7 @@ std::unique_ptr<PyUpdate> hold(const PyPipeline& self, std::uint64_t numel, cons
   job.exp_avg = of(exp_avg);
   job.exp_avg_sq = of(exp_avg_sq);
   job.tag = tag;
-  auto future = without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.hold(std::move(job)); });
+  auto future = without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.read_ahead(std::move(job)); });
   return std::make_unique<PyUpdate>(std::move(future), std::vector<Memory>{},
                                     std::make_shared<std::atomic<bool>>(false));
 }
@@ -122,8 +122,8 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
                                  const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag, bool first,
-                                 const PyUpdate* held) {
+                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag,
+                                 bool speculative, const PyUpdate* ahead) {
   require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
@@ -163,9 +163,9 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   for (const auto& [at, memory] : self.lent) used.emplace_back("lent staging", &memory);
   require_apart(used);
   auto not_finite = job.not_finite;
-  const Future taken = held != nullptr ? held->get() : nullptr;
+  const Future taken = ahead != nullptr ? ahead->get() : nullptr;
   auto future =
-      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), first, taken); });
+      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), speculative, taken); });
   return std::make_unique<PyUpdate>(std::move(future), std::move(kept), std::move(not_finite));
 }
 
@@ -215,15 +215,15 @@ void bind_update(py::module_& module) {
 
   py::class_<PyPipeline>(module, "UpdatePipeline")
       .def(py::init([](const PyEngine& engine, const PyPool& pool, const py::object& staging, std::size_t tile_numel,
-                       std::size_t tile_bytes, std::size_t held_tiles_max, const std::optional<std::string>& isa) {
+                       std::size_t tile_bytes, std::size_t ahead_tiles_max, const std::optional<std::string>& isa) {
              Memory memory = memory_from(staging, true, "staging");
              auto pipeline = std::make_shared<UpdatePipeline>(engine.get(), pool.get(), memory.data, memory.nbytes,
-                                                              tile_numel, tile_bytes, held_tiles_max, isa_from(isa));
+                                                              tile_numel, tile_bytes, ahead_tiles_max, isa_from(isa));
              return std::unique_ptr<PyPipeline>(
                  new PyPipeline{std::move(memory), {}, Closable<UpdatePipeline>(std::move(pipeline))});
            }),
            py::arg("engine"), py::arg("pool"), py::arg("staging"), py::arg("tile_numel"), py::arg("tile_bytes"),
-           py::arg("held_tiles_max") = 0, py::arg("isa") = py::none())
+           py::arg("ahead_tiles_max") = 0, py::arg("isa") = py::none())
       .def_static(
           "staging_tile_bytes",
           [](std::size_t numel, const std::string& weight_dtype, const std::string& master, const std::string& moments,
@@ -237,13 +237,13 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
            py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0,
-           py::arg("first") = false, py::arg("held") = nullptr)
-      .def("hold", &hold, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
+           py::arg("speculative") = false, py::arg("ahead") = nullptr)
+      .def("read_ahead", &read_ahead, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
-      .def_property_readonly("held_tiles_max",
+      .def_property_readonly("ahead_tiles_max",
                              [](const PyPipeline& self) {
-                               return without_gil(self, [](UpdatePipeline& each) { return each.held_tiles_max(); });
+                               return without_gil(self, [](UpdatePipeline& each) { return each.ahead_tiles_max(); });
                              })
       .def("lend", &lend, py::arg("memory"))
       .def("reclaim", &reclaim, py::arg("memory"))

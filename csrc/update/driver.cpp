@@ -42,31 +42,31 @@ Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) { return job->future == future; });
 }
 
-void Driver::submit(std::shared_ptr<Job> job, bool first, const Future& held) {
-  if (held != nullptr && !abandoned_) take_over_held(held, job);
+void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead) {
+  if (ahead != nullptr && !abandoned_) take_over_ahead(ahead, job);
   const bool front_begun = !jobs_.empty() && jobs_.front()->phase == JobPhase::begun;  // no other one can be
-  jobs_.insert(first ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
+  jobs_.insert(speculative ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
 }
 
-void Driver::take_over_held(const Future& held, const std::shared_ptr<Job>& by) {
-  const auto found = find(held_, held);
-  require(found != held_.end(), "the job to take over is not held");
+void Driver::take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by) {
+  const auto found = find(jobs_ahead_, ahead);
+  require(found != jobs_ahead_.end(), "the job to take over does not read ahead");
   const auto from = *found;
   require(same_form(from->given, by->given), "the job to take over has another form");
-  held_.erase(found);
+  jobs_ahead_.erase(found);
   by->failure = from->failure;
-  if (from->phase != JobPhase::held) return;  // it failed: its tiles are dropped, and its future is or will be done
+  if (from->phase != JobPhase::ahead) return;  // it failed: its tiles are dropped, and its future is or will be done
   if (!take_over(*from, by, tile_numel_, tile_bytes_)) drop_ahead(*from);
   finish(*from);
 }
 
 bool Driver::withdraw(const Future& future) {
-  for (Queue* queue : {&held_, &jobs_}) {
+  for (Queue* queue : {&jobs_ahead_, &jobs_}) {
     const auto found = find(*queue, future);
     if (found == queue->end()) continue;
     const auto job = *found;
-    const bool untouched = job->phase == JobPhase::held || job->phase == JobPhase::queued;
-    if (untouched || queue == &held_) queue->erase(found);  // a held job that failed is over anyway
+    const bool untouched = job->phase == JobPhase::ahead || job->phase == JobPhase::queued;
+    if (untouched || queue == &jobs_ahead_) queue->erase(found);  // one that failed is over anyway
     if (!untouched) return false;
     if (!job->failure) job->failure = canceled("the update was taken back");
     drop_ahead(*job);
@@ -89,14 +89,14 @@ void Driver::run() {
     inbox_->run();
     if (abandoned_) give_up_all(*abandoned_);
     if (stopping_) give_up_all(canceled("the update pipeline was closed"));
-    if (start_next_tile() || read_ahead() || compute_next()) continue;
+    if (start_next_tile() || read_next_ahead() || compute_next()) continue;
     if (stopping_ && idle()) return;
     wait();
   }
 }
 
 bool Driver::idle() const {
-  return jobs_.empty() && reading_.empty() && count(TilePhase::writing) == 0 && ahead() == 0;
+  return jobs_.empty() && reading_.empty() && count(TilePhase::writing) == 0 && tiles_ahead() == 0;
 }
 
 void Driver::wait() {
@@ -153,17 +153,17 @@ bool Driver::start_next_tile() {
   return true;
 }
 
-// Starts to read the next tile of a held job, or gives one up that failed. A held job stays in its queue until it is
-// taken over or withdrawn.
-bool Driver::read_ahead() {
-  for (const auto& job : held_) {
-    if (job->phase != JobPhase::held) continue;
+// Starts to read the next tile of a job that reads ahead, or gives one up that failed. Such a job stays in its queue
+// until it is taken over or withdrawn.
+bool Driver::read_next_ahead() {
+  for (const auto& job : jobs_ahead_) {
+    if (job->phase != JobPhase::ahead) continue;
     if (job->failure) {
       give_up(job);
       return true;
     }
     if (job->next_ahead == job->given.numel || !jobs_.empty()) continue;
-    if (!staging_.has_free() || ahead() >= staging_.held_tiles_max()) continue;
+    if (!staging_.has_free() || tiles_ahead() >= staging_.ahead_tiles_max()) continue;
     const auto tile = take_tile(job, job->next_ahead, TilePhase::ahead);
     job->next_ahead += tile->numel;
     job->ahead.push_back(tile);
@@ -299,7 +299,7 @@ void Driver::give_up(const std::shared_ptr<Job>& job) {
 
 // Jobs whose tiles are not all started fail. Tiles that were started go on.
 void Driver::give_up_all(const Failure& why) {
-  for (Queue* queue : {&jobs_, &held_}) {
+  for (Queue* queue : {&jobs_, &jobs_ahead_}) {
     while (!queue->empty()) {
       const auto job = queue->front();
       queue->pop_front();

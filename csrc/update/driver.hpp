@@ -34,8 +34,8 @@ class Driver {
          Staging staging, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
 
   // As in UpdatePipeline.
-  void submit(std::shared_ptr<Job> job, bool first, const Future& held);
-  void hold(std::shared_ptr<Job> job) { held_.push_back(std::move(job)); }
+  void submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead);
+  void read_ahead(std::shared_ptr<Job> job) { jobs_ahead_.push_back(std::move(job)); }
   bool withdraw(const Future& future);
   void cancel(const Future& future);
   [[nodiscard]] Staging& staging() { return staging_; }
@@ -54,10 +54,10 @@ class Driver {
   using Queue = std::deque<std::shared_ptr<Job>>;
 
   static Queue::iterator find(Queue& queue, const Future& future);
-  void take_over_held(const Future& held, const std::shared_ptr<Job>& by);
+  void take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by);
 
   bool start_next_tile();
-  bool read_ahead();
+  bool read_next_ahead();
   bool compute_next();
   void wait();
   std::shared_ptr<Tile> take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase);
@@ -79,7 +79,7 @@ class Driver {
 
   [[nodiscard]] unsigned count(TilePhase phase) const { return counts_[static_cast<std::size_t>(phase)]; }
   // Tiles that were read ahead and are not needed yet, and those that are dropped but are still being read.
-  [[nodiscard]] unsigned ahead() const { return count(TilePhase::ahead) + count(TilePhase::dropped); }
+  [[nodiscard]] unsigned tiles_ahead() const { return count(TilePhase::ahead) + count(TilePhase::dropped); }
   [[nodiscard]] bool idle() const;
 
   const std::shared_ptr<Inbox> inbox_;  // outlives this: a device that was given up may answer late
@@ -93,7 +93,7 @@ class Driver {
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
   Queue jobs_;                                  // queued or begun, in the order in which they are done
-  Queue held_;                                  // neither taken over nor withdrawn
+  Queue jobs_ahead_;                            // that read ahead: neither taken over nor withdrawn
   std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute
   std::array<unsigned, kTilePhases> counts_{};  // tiles in each phase
   bool stopping_ = false;

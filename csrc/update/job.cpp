@@ -33,7 +33,7 @@ void check_tiles(const UpdateJob& job, std::size_t tile_numel) {
 
 bool may_go(JobPhase from, JobPhase to) {
   switch (from) {
-    case JobPhase::held:
+    case JobPhase::ahead:
       return to == JobPhase::ending || to == JobPhase::done;
     case JobPhase::queued:
       return to == JobPhase::begun || to == JobPhase::ending || to == JobPhase::done;
@@ -121,13 +121,13 @@ std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size
   return job;
 }
 
-std::shared_ptr<Job> make_held_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes) {
+std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes) {
   require(given.numel > 0, "a job needs at least one element");
   check_format(given.format);
   check_tiles(given, tile_numel);
   auto job = std::make_shared<Job>();
   job->given = std::move(given);
-  job->phase = JobPhase::held;
+  job->phase = JobPhase::ahead;
   const auto read_ahead = [&](State state, const StateStream& stream) {
     if (!stream.given()) return;
     check_stream(stream, "what is read ahead");
@@ -142,28 +142,28 @@ std::shared_ptr<Job> make_held_job(UpdateJob given, std::size_t tile_numel, std:
   return job;
 }
 
-bool take_over(Job& held, const std::shared_ptr<Job>& job, std::size_t tile_numel, std::size_t tile_bytes) {
+bool take_over(Job& from, const std::shared_ptr<Job>& job, std::size_t tile_numel, std::size_t tile_bytes) {
   PerState<bool> read;
-  std::size_t needed = held.staged_bytes(tile_numel);
+  std::size_t needed = from.staged_bytes(tile_numel);
   for (const State state : kStates) {
     const StateStream* stream = job->streams[state];
     if (stream == nullptr || stream->memory != nullptr) continue;
-    const StateStream* ahead = held.streams[state];
+    const StateStream* ahead = from.streams[state];
     read[state] =
         ahead != nullptr && stream->read_from_file() && ahead->file == stream->file && ahead->offset == stream->offset;
     if (!read[state]) needed += job->tile_bytes(state, tile_numel);
   }
   if (needed > tile_bytes) return false;
-  for (const auto& tile : held.ahead) {
+  for (const auto& tile : from.ahead) {
     tile->job = job;
     for (const State state : kStates) {
       if (!read[state]) tile->memory[state] = nullptr;
     }
   }
-  const auto count = static_cast<unsigned>(held.ahead.size());
-  held.tiles -= count;
+  const auto count = static_cast<unsigned>(from.ahead.size());
+  from.tiles -= count;
   job->tiles += count;
-  job->ahead = std::exchange(held.ahead, {});
+  job->ahead = std::exchange(from.ahead, {});
   return true;
 }
 

@@ -18,16 +18,16 @@ namespace infinity {
 
 struct Tile;
 
-//   held   ──▶ ending  it failed
-//   held   ──▶ done    another job takes it over, or it is withdrawn; tiles that are still being read are dropped
+//   ahead  ──▶ ending  it failed
+//   ahead  ──▶ done    another job takes it over, or it is withdrawn; tiles that are still being read are dropped
 //   queued ──▶ begun   its first tile was started, or passed over because nothing is to be done to it
 //   queued ──▶ ending  its only tile was started or passed over, or it failed
 //   queued ──▶ done    it is withdrawn
 //   begun  ──▶ ending  its last tile was started or passed over, or it failed
 //   ending ──▶ done    none of its tiles is in the staging any more
 enum class JobPhase : std::uint8_t {
-  held,    // reads ahead; computes and writes nothing
-  queued,  // nothing of it was begun, but for what it took over from a held job
+  ahead,   // reads ahead; computes and writes nothing
+  queued,  // nothing of it was begun, but for what it took over from a job that read ahead
   begun,
   ending,  // starts no more tiles
   done,    // its future is done
@@ -40,11 +40,11 @@ struct Job {
   UpdateFuture future = std::make_shared<UpdateCompletion>();
   JobPhase phase = JobPhase::queued;
   std::uint64_t next = 0;        // first element of the next tile to start
-  std::uint64_t next_ahead = 0;  // held: first element of the next tile to read ahead
+  std::uint64_t next_ahead = 0;  // first element of the next tile to read ahead
   unsigned tiles = 0;            // in the staging
   unsigned uncomputed = 0;       // of those that were started
   unsigned weight_writes = 0;    // under way
-  // Tiles that this job read while it was held, or took over from a job that was; in order, from `next` on.
+  // Tiles that this job read ahead, or took over from a job that did; in order, from `next` on.
   std::deque<std::shared_ptr<Tile>> ahead;
   std::optional<Failure> failure;
 
@@ -77,13 +77,13 @@ struct Job {
 // The job, ready to be worked on. Throws std::invalid_argument when it is inconsistent, or its tiles do not fit.
 [[nodiscard]] std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// The same of a job that is held: its streams are those that are read ahead.
-[[nodiscard]] std::shared_ptr<Job> make_held_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
+// The same of a job that reads ahead: its streams are those that it reads.
+[[nodiscard]] std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// Gives the tiles that `held` has in the staging to `job`, with the states that both read from the same place. False,
+// Gives the tiles that `from` has in the staging to `job`, with the states that both read from the same place. False,
 // and nothing changed, where a buffer has no room for the states that `job` reads in addition: the tiles are to be
 // dropped.
-[[nodiscard]] bool take_over(Job& held, const std::shared_ptr<Job>& job, std::size_t tile_numel,
+[[nodiscard]] bool take_over(Job& from, const std::shared_ptr<Job>& job, std::size_t tile_numel,
                              std::size_t tile_bytes);
 
 }  // namespace infinity

@@ -7,8 +7,8 @@
 
 namespace infinity {
 
-Staging::Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t held_tiles_max)
-    : buffer_bytes_(buffer_bytes), held_tiles_max_(held_tiles_max) {
+Staging::Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t ahead_tiles_max)
+    : buffer_bytes_(buffer_bytes), ahead_tiles_max_(ahead_tiles_max) {
   add(memory, buffers);
 }
 
@@ -35,8 +35,8 @@ void Staging::give_back(std::byte* buffer) {
   }
 }
 
-std::size_t Staging::held_tiles_max() const {
-  std::size_t sum = held_tiles_max_;
+std::size_t Staging::ahead_tiles_max() const {
+  std::size_t sum = ahead_tiles_max_;
   for (const Loan& loan : loans_) sum += loan.ending ? 0 : loan.buffers;
   return sum;
 }

@@ -13,13 +13,13 @@ namespace infinity {
 // still write there.
 class Staging {
  public:
-  Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t held_tiles_max);
+  Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t ahead_tiles_max);
 
   [[nodiscard]] bool has_free() const { return !free_.empty(); }
   [[nodiscard]] std::byte* take();
   void give_back(std::byte* buffer);
-  // The most tiles that held jobs may have: a number of our own, and all that is lent.
-  [[nodiscard]] std::size_t held_tiles_max() const;
+  // The most tiles that may be read ahead: a number of our own, and all that is lent.
+  [[nodiscard]] std::size_t ahead_tiles_max() const;
 
   // More buffers: as many as fit in memory that belongs to somebody else.
   void lend(std::byte* memory, std::size_t nbytes);
@@ -43,7 +43,7 @@ class Staging {
   void add(std::byte* memory, std::size_t buffers);
 
   const std::size_t buffer_bytes_;
-  const std::size_t held_tiles_max_;
+  const std::size_t ahead_tiles_max_;
   std::vector<std::byte*> free_;  // the last is handed out next
   std::vector<Loan> loans_;
   bool abandoned_ = false;

@@ -50,16 +50,17 @@ struct UpdatePipeline::Impl {
 
 UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
                                std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes,
-                               std::size_t held_tiles_max, Isa isa) {
+                               std::size_t ahead_tiles_max, Isa isa) {
   require(engine != nullptr && pool != nullptr && staging != nullptr,
           "an update pipeline needs an engine, a pool, staging");
   require(tile_numel > 0 && tile_numel % kCutNumel == 0, "tile_numel must be a positive multiple of 4096 elements");
   require(reinterpret_cast<std::uintptr_t>(staging) % kPageBytes == 0, "staging must be aligned to 4 KiB");
   require(tile_bytes > 0 && tile_bytes % kPageBytes == 0, "tile_bytes must be a positive multiple of 4096");
   const std::size_t buffers = staging_bytes / tile_bytes;
-  require(buffers >= 2 && buffers - 2 >= held_tiles_max, "staging must hold two tiles beside those of held jobs");
+  require(buffers >= 2 && buffers - 2 >= ahead_tiles_max,
+          "staging must hold two tiles beside those that are read ahead");
   impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool),
-                                 Staging(staging, buffers, tile_bytes, held_tiles_max), tile_numel, tile_bytes, isa);
+                                 Staging(staging, buffers, tile_bytes, ahead_tiles_max), tile_numel, tile_bytes, isa);
 }
 
 UpdatePipeline::~UpdatePipeline() {
@@ -67,24 +68,24 @@ UpdatePipeline::~UpdatePipeline() {
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
-UpdateFuture UpdatePipeline::submit(UpdateJob job, bool first, const Future& held) {
+UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Future& ahead) {
   const auto made = make_job(std::move(job), impl_->tile_numel, impl_->tile_bytes);
-  if (held != nullptr) {
-    impl_->ask([&] { impl_->driver.submit(made, first, held); });
+  if (ahead != nullptr) {
+    impl_->ask([&] { impl_->driver.submit(made, speculative, ahead); });
   } else {
-    impl_->post([driver = &impl_->driver, made, first] { driver->submit(made, first, nullptr); });
+    impl_->post([driver = &impl_->driver, made, speculative] { driver->submit(made, speculative, nullptr); });
   }
   return made->future;
 }
 
-UpdateFuture UpdatePipeline::hold(UpdateJob job) {
-  const auto made = make_held_job(std::move(job), impl_->tile_numel, impl_->tile_bytes);
-  impl_->post([driver = &impl_->driver, made] { driver->hold(made); });
+UpdateFuture UpdatePipeline::read_ahead(UpdateJob job) {
+  const auto made = make_job_ahead(std::move(job), impl_->tile_numel, impl_->tile_bytes);
+  impl_->post([driver = &impl_->driver, made] { driver->read_ahead(made); });
   return made->future;
 }
 
-std::size_t UpdatePipeline::held_tiles_max() const {
-  return impl_->ask([&] { return impl_->driver.staging().held_tiles_max(); });
+std::size_t UpdatePipeline::ahead_tiles_max() const {
+  return impl_->ask([&] { return impl_->driver.staging().ahead_tiles_max(); });
 }
 
 void UpdatePipeline::lend(std::byte* memory, std::size_t nbytes) {

@@ -89,13 +89,13 @@ using TileLog = EventLog<TileEvent>;
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
-  std::uint64_t ahead = 0;          // of them, tiles that were read while their job was held
+  std::uint64_t ahead = 0;          // of them, tiles that were read ahead
   std::uint64_t adam_ns = 0;        // the driver was checking, updating and taking checksums
   std::uint64_t read_wait_ns = 0;   // the driver was idle: the next tile was not read yet
   std::uint64_t write_wait_ns = 0;  // the driver was idle: nothing was being read, but something was being written
 };
 
-// Jobs are done in the order in which they are submitted, except that a job may be submitted to go first. The first
+// Jobs are done in the order in which they are submitted, except that a speculative job is the next. The first
 // tiles of a job are read while the last tiles of the job before it are written, so the pipe does not drain between
 // units. One thread, the driver, keeps reads going as far as the staging reaches, runs Adam on the oldest tile that is
 // read, and starts its writes (see driver.hpp). A tile is neither read nor written when each of its elements is skipped
@@ -105,11 +105,11 @@ struct UpdateCounters {
 // partly new, partly old. Of a tile with a damaged page nothing new reaches the file, but what is kept in memory may be
 // new in part.
 //
-// [Note: held jobs] What a job reads can be known before it is known what the job computes. A held job reads its tiles
-// ahead and computes and writes nothing. It reads only when no other job has tiles to read, and only as many tiles as
-// held jobs may have in the staging. When the job is decided, the job that is submitted takes over the tiles of the
-// held one, also those that are still being read, and reads the states that are missing. When the held job has failed,
-// the job that takes it over fails, too.
+// [Note: reading ahead] What a job reads can be known before it is known what the job computes. A job that reads ahead
+// computes and writes nothing. It reads only when no other job has tiles to read, and only as many tiles as may be read
+// ahead. When the job is decided, the job that is submitted takes over the tiles of the one that read ahead, also those
+// that are still being read, and reads the states that are missing. When that one has failed, the job that takes it
+// over fails, too.
 //
 // Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
 // is known to be complete: no staging is reused, and every job, present and future, fails with the timeout.
@@ -118,35 +118,35 @@ struct UpdateCounters {
 class UpdatePipeline {
  public:
   // `staging` is 4 KiB-aligned and holds at least two tiles of `tile_bytes`, a multiple of 4 KiB, beside those that
-  // held jobs may have there. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a
+  // may be read ahead. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a
   // multiple of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
-                 std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t held_tiles_max,
+                 std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t ahead_tiles_max,
                  Isa isa);
   // Waits for what is in flight. Jobs whose tiles are not all started fail with ECANCELED.
   ~UpdatePipeline();
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // With `first` the job comes before those that were not begun. With `held` it takes that job over, which is then done
+  // A speculative job comes before those that were not begun. With `ahead` it takes that job over, which is then done
   // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
   // not fit the staging.
-  UpdateFuture submit(UpdateJob job, bool first = false, const Future& held = nullptr);
-  // Begins to read a job's tiles ahead; see [Note: held jobs]. Of `job` only the format, numel, tag and the states that
-  // are given matter. Each of these states is in a file, where nothing may change it until the job is taken over or
-  // withdrawn. Throws as submit.
-  UpdateFuture hold(UpdateJob job);
-  // The most tiles that held jobs may have in the staging.
-  [[nodiscard]] std::size_t held_tiles_max() const;
-  // Adds memory to the staging: held jobs may have as many more tiles as fit in it. `memory` is 4 KiB-aligned and
+  UpdateFuture submit(UpdateJob job, bool speculative = false, const Future& ahead = nullptr);
+  // Begins to read a job's tiles ahead; see [Note: reading ahead]. Of `job` only the format, numel, tag and the states
+  // that are given matter. Each of these states is in a file, where nothing may change it until the job is taken over
+  // or withdrawn. Throws as submit.
+  UpdateFuture read_ahead(UpdateJob job);
+  // The most tiles that may be read ahead.
+  [[nodiscard]] std::size_t ahead_tiles_max() const;
+  // Adds memory to the staging: as many more tiles may be read ahead as fit in it. `memory` is 4 KiB-aligned and
   // belongs to the pipeline until `reclaim` has returned true.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Starts no more tiles in memory that was lent, and waits until none is there. This may wait for ever unless held
-  // jobs that have tiles there are taken over or withdrawn. False when a device was given up that may still use the
-  // memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
+  // Starts no more tiles in memory that was lent, and waits until none is there. This may wait for ever unless jobs
+  // that read ahead and have tiles there are taken over or withdrawn. False when a device was given up that may
+  // still use the memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Takes back each job that is held, or of which no tile was started: it fails with ECANCELED and has written nothing.
-  // Returns false for a job that was begun; it goes on.
+  // Takes back each job that reads ahead, or of which no tile was started: it fails with ECANCELED and has written
+  // nothing. Returns false for a job that was begun; it goes on.
   std::vector<bool> withdraw(const std::vector<Future>& jobs);
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless all its tiles were
   // started before.

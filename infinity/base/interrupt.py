@@ -7,8 +7,8 @@ is `whole`: signals that come meanwhile are delivered when it is over. It may wa
 where it waits and nothing is half done, `interruptible` lets them in. A step lets none in before its end:
 `interrupts_deferred`.
 
-Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was held back before a fork is the
-parent's; a forked child begins with nothing held back, and may be stopped as any process.
+Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was deferred before a fork is the
+parent's; a forked child begins with nothing deferred, and may be stopped as any process.
 
 [Note: whose handler it is]
 A handler is wrapped when something whole begins, and stays wrapped: a step has hundreds of transitions, and installing
@@ -55,32 +55,32 @@ class _Wrapper:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         _signals.came.append((self.handler, number, frame))
-        if not _signals.held:
+        if not _signals.deferred:
             _signals.deliver()
 
 
 class _Signals:
-    """What the main thread holds back.
+    """What the main thread defers.
 
-    Invariant: while `held`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
+    Invariant: while `deferred`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
 
     Attributes:
-        held: something whole runs, and does not wait.
+        deferred: something whole runs, and does not wait.
         strict: where it waits, too, no signal is let in.
-        main: the only thread that may hold; 0 where Python does not say which one gets signals.
+        main: the only thread that may defer; 0 where Python does not say which one gets signals.
     """
 
     def __init__(self) -> None:
-        self.held = self.strict = False
+        self.deferred = self.strict = False
         self.came: list[tuple[Handler, int, FrameType | None]] = []
         self.main = threading.main_thread().ident or 0
 
-    def hold(self) -> None:
+    def defer(self) -> None:
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
             if type(handler) is not _Wrapper and callable(handler):
                 self._wrap(number, handler)
-        self.held = True
+        self.deferred = True
 
     def _wrap(self, number: int, handler: Handler) -> None:
         try:
@@ -89,7 +89,7 @@ class _Signals:
             self.main = 0
 
     def let_go(self) -> None:
-        self.held = False
+        self.deferred = False
         if self.came:
             self.deliver()
 
@@ -101,7 +101,7 @@ class _Signals:
 
     def forget(self) -> None:
         """In a forked child, whose main thread is the one that forked."""
-        self.held = self.strict = False
+        self.deferred = self.strict = False
         self.came = []
         self.main = threading.get_ident()
 
@@ -110,14 +110,14 @@ _signals = _Signals()
 os.register_at_fork(after_in_child=_signals.forget)
 
 
-def _may_hold() -> bool:
-    """Whether signals come to this thread, and are not held back."""
-    return not _signals.held and threading.get_ident() == _signals.main
+def _may_defer() -> bool:
+    """Whether signals come to this thread, and are not deferred."""
+    return not _signals.deferred and threading.get_ident() == _signals.main
 
 
 def give_back() -> None:
     """Unwrap the handlers that are in place: nothing will be whole for now."""
-    if not _may_hold():
+    if not _may_defer():
         return
     for number in _NUMBERS:
         while isinstance(wrapper := signal.getsignal(number), _Wrapper):
@@ -130,15 +130,15 @@ def interrupts_deferred() -> Iterator[None]:
     if threading.get_ident() != _signals.main:
         yield
         return
-    held, strict = _signals.held, _signals.strict
-    if not held:
-        _signals.hold()
+    deferred, strict = _signals.deferred, _signals.strict
+    if not deferred:
+        _signals.defer()
     _signals.strict = True
     try:
         yield
     finally:
         _signals.strict = strict
-        if not held:
+        if not deferred:
             _signals.let_go()
 
 
@@ -148,9 +148,9 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if signals.held or get_ident() != signals.main:
+        if signals.deferred or get_ident() != signals.main:
             return function(*args, **kwargs)
-        signals.hold()
+        signals.defer()
         try:
             return function(*args, **kwargs)
         finally:
@@ -162,11 +162,11 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """A wait within something whole: nothing is half done here."""
-    if not _signals.held or _signals.strict or threading.get_ident() != _signals.main:
+    if not _signals.deferred or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return
     try:
         _signals.let_go()  # may raise what came before: what follows is whole all the same
         yield
     finally:
-        _signals.hold()
+        _signals.defer()

@@ -1,5 +1,5 @@
 """One offloaded model: the façade that hooks and optimizers call. It decides nothing: it takes the lock, and asks the
-rooms below in the right order."""
+parts below in the right order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.rooms import Optimizer, Rooms
+from infinity.coordinator.parts import Optimizer, Parts
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
 from infinity.plan.plan import Plan
 from infinity.state.released import USE_GATHERED
@@ -41,7 +41,7 @@ def transition(
     return whole(run)
 
 
-class Coordinator(Rooms):
+class Coordinator(Parts):
     """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
 
     @property
@@ -151,7 +151,7 @@ class Coordinator(Rooms):
         self.passes.begin()
         self.progress.carry_on()
         if self.health.failure is None and not self.health.closed:
-            self._early.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
+            self._speculator.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
 
     @transition
     def hold(self, indices: Sequence[int]) -> None:
@@ -197,14 +197,14 @@ class Coordinator(Rooms):
             if unit.update is not None:
                 unit.apply_update()
                 if unit.speculative is not None:
-                    self._early.undo_for_a_gradient()
+                    self._speculator.undo_for_a_gradient()
             with self.timeline.stall("gradient", unit.name):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
 
     @transition
     def complete(self, index: int) -> None:
         """The gradients of unit `index` are complete, as far as can be told: its update may begin."""
-        self._early.complete(self.units[index], self.optimizers.sole, self.steps + 1)
+        self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
@@ -235,7 +235,7 @@ class Coordinator(Rooms):
     def drop_gradients(self, places: Iterable[Place]) -> None:
         """Forget gradients, and what was begun with them."""
         if self.updates.speculative:
-            self._early.undo(
+            self._speculator.undo(
                 "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
             )
         for place in places:
@@ -270,7 +270,7 @@ class Coordinator(Rooms):
 
     def _rest_for_step(self) -> None:
         with self.progress.committing():
-            self.progress.land_updates()
+            self.progress.finish_updates()
             self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
         self.progress.make_way()
         with self.health.failing(SwapTimeoutError):
@@ -295,13 +295,13 @@ class Coordinator(Rooms):
         by_unit: dict[int, dict[int, GroupUpdate]] = {}
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
-        wrong = self._early.wrong(by_unit)
+        wrong = self._speculator.wrong(by_unit)
         self.room.end_iteration()
         with self._failing_for_good():
             begun = self.updates.decide(
                 by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
             )
-        self._early.step_decided(begun, wrong, by_unit, self.optimizers.sole)
+        self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self.health.failing(SwapTimeoutError):
             for unit in begun:
                 self.room.update_decided(unit)
@@ -322,7 +322,7 @@ class Coordinator(Rooms):
     def skip(self) -> None:
         """The step is decided: nothing changes."""
         self.room.end_iteration()
-        self._early.drop()
+        self._speculator.drop()
 
     @transition
     def end_step(self) -> None:
@@ -336,7 +336,7 @@ class Coordinator(Rooms):
         self.at_step(self.steps + 1)
         self.commits.step_done()
         if self.speculation.mode == "off":
-            self.progress.land_updates()
+            self.progress.finish_updates()
         self.progress.begin_commit(self.steps)
         self.timeline.end_step(self.steps)
         with self.health.failing(SwapTimeoutError):
@@ -381,7 +381,7 @@ class Coordinator(Rooms):
     def fence(self) -> None:
         """Wait until the states are those after the last step. Raises InfinityError: an update or a commit failed."""
         self.require_usable()
-        self.progress.land_updates()
+        self.progress.finish_updates()
 
     @transition
     def finish_commit(self) -> None:
@@ -398,8 +398,8 @@ class Coordinator(Rooms):
             self.commits.commit(self.steps)
 
     def _come_to_rest(self) -> None:
-        self.progress.land_updates()
-        self._early.drop()  # they write where others may write now
+        self.progress.finish_updates()
+        self._speculator.drop()  # they write where others may write now
         self.updates.ahead.drop(but=())
 
     @contextmanager
@@ -488,7 +488,7 @@ class Coordinator(Rooms):
                 self.health.forget()
 
     def _commit_the_end(self, *, broken: bool) -> None:
-        self._early.drop()
+        self._speculator.drop()
         self.updates.ahead.drop(but=())
-        self.progress.land_updates()
+        self.progress.finish_updates()
         self.commits.end(self.steps, broken=broken)

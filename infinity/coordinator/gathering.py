@@ -261,7 +261,7 @@ def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]
         home.changed()
         return
     store, extent = resources.require_store(), home.stored()
-    slot = resources.destination(extent)
+    copy = resources.destination(extent)
     memory = _native.Arena(min(_CHUNK_BYTES, round_up(home.nbytes, PAGE_BYTES)), huge_pages=False)
     for at in range(0, home.nbytes, _CHUNK_BYTES):
         page = memory.view(0, min(_CHUNK_BYTES, home.nbytes - at))
@@ -271,5 +271,5 @@ def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]
             first, last = max(begin, at), min(begin + part.numel(), at + len(page))
             if first < last:
                 held[first - at : last - at].copy_(part[first - begin : last - begin])
-        wait_all([store.write(extent, page, at=at, io_class="states", slot=slot)])
-    home.written(slot)
+        wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
+    home.written(copy)

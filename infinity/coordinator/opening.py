@@ -15,8 +15,8 @@ from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
+from infinity.coordinator.parts import Optimizer
 from infinity.coordinator.restore import restore
-from infinity.coordinator.rooms import Optimizer
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers

@@ -1,7 +1,7 @@
 """The pump: what completes in the background is carried on here, and nowhere else.
 
-An update that is done lands; when the last update of a step has landed, its commit goes on: what is in RAM is written,
-the swap file is synced, and once that is done and the loop was at its top the manifest is written.
+An update whose writes are complete is finished; after the last one of a step, its commit goes on: what is in RAM is
+written, the swap file is synced, and once that is done and the loop was at its top the manifest is written.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Progress:
 
     def carry_on(self) -> None:
         """Carry on with what is done, as far as possible without waiting."""
-        self._updates.land_done()
+        self._updates.finish_written()
         self._advance_commit()
 
-    def land_updates(self) -> None:
-        """Wait until every decided update has landed. Raises SwapIOError: one failed."""
-        self._updates.land_all()
+    def finish_updates(self) -> None:
+        """Wait until every decided update is finished. Raises SwapIOError: one failed."""
+        self._updates.finish_all()
         self._advance_commit()
 
     def finish_commit(self) -> None:
         """Finish the commit under way, if there is one. Raises as Commits.finish."""
         if self._commits.under_way:
-            self.land_updates()
+            self.finish_updates()
             with self.committing():
                 self._commits.finish()
 
@@ -55,8 +55,8 @@ class Progress:
             self._advance_commit()
 
     def make_way(self) -> bool:
-        """Something will be written: a commit that was frozen is finished, another one gives way. All updates have
-        landed. Returns whether one gave way. Raises as Commits.step_begins."""
+        """Something will be written: a commit that was frozen is finished, another one gives way. All updates are
+        finished. Returns whether one gave way. Raises as Commits.step_begins."""
         gave_way = self._commits.under_way and not self._commits.frozen
         with self.committing():
             self._commits.step_begins()

@@ -2,7 +2,7 @@
 
 [Note: when a commit is begun and when it is finished]
 A commit is begun when the step is decided. When the next training forward begins its body is frozen: what is tracked is
-as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one has landed, what is in
+as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one is finished, what is in
 RAM and was not written with them is written, and the fdatasync starts. When that is done, too, the manifest is written:
 the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit and the
 end of a run finish it, too.
@@ -35,7 +35,7 @@ class Commit:
 
     Attributes:
         body: what goes into the generation beside the states; None until it is frozen.
-        sync: of the swap file, after all writes; None until all updates of the step have landed.
+        sync: of the swap file, after all writes; None until all updates of the step are finished.
     """
 
     def __init__(self, step: int) -> None:
@@ -61,7 +61,7 @@ class Commit:
 
 class Commits:
     """The generations of a run. Life cycle of each: begin() → forward_begins() → written() → finish(); the two in the
-    middle may come in either order or be left to finish(), which needs all updates of the step landed.
+    middle may come in either order or be left to finish(), which needs all updates of the step finished.
 
     Attributes:
         tracking: what was given to infinity.track.
@@ -125,7 +125,7 @@ class Commits:
         self._commit, self._owed, self._touched = Commit(step), False, False
 
     def written(self) -> None:
-        """All updates of the step have landed: write what they did not, and start making it durable. Once.
+        """All updates of the step are finished: write what they did not, and start making it durable. Once.
 
         Raises:
             SwapIOError: the device failed.
@@ -153,13 +153,13 @@ class Commits:
             for home in self._resources.homes():
                 if home.dirty:
                     extent = home.stored()
-                    slot = generations.destination(extent)
-                    writes.append(store.write(extent, home.view(), io_class="states", slot=slot))
-                    moved.append((home, slot))
+                    copy = generations.destination(extent)
+                    writes.append(store.write(extent, home.view(), io_class="states", copy=copy))
+                    moved.append((home, copy))
         finally:
             wait_all(writes)
-        for home, slot in moved:
-            home.written(slot)
+        for home, copy in moved:
+            home.written(copy)
 
     def forward_begins(self) -> None:
         """The loop is at its top: freeze what the commit that was begun keeps of it.
@@ -180,7 +180,7 @@ class Commits:
 
     def step_begins(self) -> None:
         """Something will be written. A commit that a forward has frozen is finished; one that no forward has, gives
-        way: another optimizer steps in the same iteration. All updates have landed.
+        way: another optimizer steps in the same iteration. All updates are finished.
 
         Raises:
             InfinityError: the commit failed.
@@ -196,7 +196,7 @@ class Commits:
 
     def finish(self) -> None:
         """Make the generation that was begun, if one was; when this returns it survives a power cut. All updates of
-        its step have landed.
+        its step are finished.
 
         Raises:
             InfinityError: an fsync or a write failed, and with it this generation. The newest one before stays.

@@ -1,8 +1,8 @@
-"""Generations. A generation is all states after the same step; its manifest names the slot of each. This module makes a
+"""Generations. A generation is all states after the same step; its manifest names the copy of each. This module makes a
 generation durable, and finds the newest one that is whole.
 
 [Note: why no crash loses a generation]
-1. A slot that a kept manifest names is never written (`Generations.destination`).
+1. A copy that a kept manifest names is never written (`Generations.destination`).
 2. A manifest is written only after an fdatasync of the swap files, which begins when all data of the generation have
    been written.
 3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
@@ -10,7 +10,7 @@ generation durable, and finds the newest one that is whole.
 4. Only then are older manifests removed, and only then may the next step write (Commits).
 5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
    manifests that it does not go on from, and fsyncs the directory again.
-A power cut may bring back a manifest that was removed, and whose slots have been written since. Such a manifest is
+A power cut may bring back a manifest that was removed, and whose copies have been written since. Such a manifest is
 older than one that is whole, and the next resume removes it.
 """
 
@@ -75,11 +75,11 @@ class Damage:
 
 
 class Generations:
-    """The generations of a store: which are kept, and which slots they name.
+    """The generations of a store: which are kept, and which copies they name.
 
     Args:
         extents: of all states, in layout order.
-        keep: how many generations stay. Each extent has keep + 1 slots, or one if its state never changes.
+        keep: how many generations stay. Each extent has keep + 1 copies, or one if its state never changes.
     """
 
     def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int) -> None:
@@ -87,7 +87,7 @@ class Generations:
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
-        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the slot of each extent
+        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the copy of each extent
         self._given_up: list[Path] = []
 
     @property
@@ -96,22 +96,22 @@ class Generations:
         return max(self._kept, default=None)
 
     def destination(self, extent: Extent) -> int:
-        """The slot to write new values of a state to; never one that a generation names."""
-        if extent.slot not in self._named(extent):
-            return extent.slot
+        """The copy to write new values of a state to; never one that a generation names."""
+        if extent.copy not in self._named(extent):
+            return extent.copy
         free = self.spare(extent)
         if free is None:
-            raise AssertionError(f"no free slot for {extent.state} of unit '{extent.unit}'")
+            raise AssertionError(f"no free copy for {extent.state} of unit '{extent.unit}'")
         return free
 
     def spare(self, extent: Extent) -> int | None:
-        """A slot that no generation names and that does not hold the newest values; None if there is none."""
-        taken = self._named(extent) | {extent.slot}
-        return next((slot for slot in range(len(extent.offsets)) if slot not in taken), None)
+        """A copy that no generation names and that does not hold the newest values; None if there is none."""
+        taken = self._named(extent) | {extent.copy}
+        return next((copy for copy in range(len(extent.offsets)) if copy not in taken), None)
 
     def _named(self, extent: Extent) -> set[int]:
         index = self._index[id(extent)]
-        return {slots[index] for slots in self._kept.values()}
+        return {copies[index] for copies in self._kept.values()}
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
         """Write the manifest of the newest values as generation `step`. The values must be durable already.
@@ -131,7 +131,7 @@ class Generations:
                     unit=extent.unit,
                     group=extent.group,
                     state=extent.state,
-                    slot=extent.slot,
+                    slot=extent.copy,
                     offset=extent.offset,
                     nbytes=extent.nbytes,
                 )
@@ -146,7 +146,7 @@ class Generations:
         path = directory.generation_path(step)
         durable.write_file(path, write_manifest(manifest))
         self._kept.pop(step, None)
-        self._kept[step] = [extent.slot for extent in self._extents]
+        self._kept[step] = [extent.copy for extent in self._extents]
         for old in sorted(self._kept)[: -self._keep]:
             del self._kept[old]
             try:
@@ -189,13 +189,13 @@ class Generations:
                 extent.turn_to(record.slot)
             return manifest, self._extents
 
-        before = [extent.slot for extent in self._extents]
+        before = [extent.copy for extent in self._extents]
         try:
             manifest = newest_whole(self._store, memory, step, point_to, "resume")
             self._store.write_rebuilt_headers(self._extents)
         except BaseException:
-            for extent, slot in zip(self._extents, before, strict=True):
-                extent.turn_to(slot)
+            for extent, copy in zip(self._extents, before, strict=True):
+                extent.turn_to(copy)
             raise
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         self._keep_with(manifest, found)
@@ -221,7 +221,7 @@ class Generations:
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
         """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep`, which a crash may have
         left, are given up."""
-        self._kept = {chosen.step: [extent.slot for extent in self._extents]}
+        self._kept = {chosen.step: [extent.copy for extent in self._extents]}
         self._given_up = [path for number, path in found.items() if number > chosen.step]
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, manifest in read_kept(older, self._store.run):
@@ -235,7 +235,7 @@ class Generations:
                     continue
             except ManifestError as error:
                 logger.warning("%s", error)
-            self._given_up.append(found[number])  # its slots were written since, or will be
+            self._given_up.append(found[number])  # its copies were written since, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
@@ -264,7 +264,7 @@ def newest_whole(
 
     Args:
         memory: 4 KiB-aligned, for reading.
-        use: returns its result and the extents to read, each in the slot that the manifest names; raises ResumeError
+        use: returns its result and the extents to read, each in the copy that the manifest names; raises ResumeError
             for a manifest that it cannot use.
         doing: "resume" or "export", for messages.
 
@@ -343,7 +343,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
     are found.
 
     Args:
-        extents: those of the manifest, each in the slot that the manifest names.
+        extents: those of the manifest, each in the copy that the manifest names.
         memory: 4 KiB-aligned; several pieces are read into it at the same time.
     """
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
@@ -454,7 +454,7 @@ class _Ring:
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:
-    """The extents of a manifest, each with only the slot that the manifest names."""
+    """The extents of a manifest, each with only the copy that the manifest names."""
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]

@@ -69,7 +69,10 @@ class Header(StoreRecord):
 
 
 class ExtentRecord(NamedTuple):
-    """One state of one group of parameters, and its place in this generation."""
+    """One state of one group of parameters, and its place in this generation.
+
+    The fields have the names of the file format, where the index of the extent's copy is its `slot`.
+    """
 
     unit: str
     group: int

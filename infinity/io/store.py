@@ -35,13 +35,13 @@ _PROBE_BYTES = 64 << 20
 @dataclass(eq=False)
 class Extent:
     """The range of the swap file that holds one state of one group of a unit's parameters. It has one or more places
-    there, called slots, so that new values do not overwrite those of a generation.
+    there, called copies, so that new values do not overwrite those of a generation.
 
     Attributes:
         unit, group, state: what the extent holds; `group` is an index.
-        offsets: bytes from the start of the file, one per slot, each 4 KiB-aligned.
-        nbytes: room in each slot, a multiple of 4 KiB.
-        slot: the slot that holds the newest values.
+        offsets: bytes from the start of the file, one per copy, each 4 KiB-aligned.
+        nbytes: room in each copy, a multiple of 4 KiB.
+        copy: the copy that holds the newest values.
     """
 
     unit: str
@@ -49,15 +49,15 @@ class Extent:
     state: str
     offsets: tuple[int, ...]
     nbytes: int
-    slot: int = 0
+    copy: int = 0
 
     @property
     def offset(self) -> int:
-        return self.offsets[self.slot]
+        return self.offsets[self.copy]
 
-    def turn_to(self, slot: int) -> None:
-        """This slot holds the newest values from now on."""
-        self.slot = slot
+    def turn_to(self, copy: int) -> None:
+        """This copy holds the newest values from now on."""
+        self.copy = copy
 
 
 Mode = Literal["in place", "generations", "resume", "read"]
@@ -290,7 +290,7 @@ class SwapStore:
         at: int = 0,
         io_class: _native.IOClassName = "weights",
         verify: bool = True,
-        slot: int | None = None,
+        copy: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start reading bytes [at, at + len(into)) of an extent's newest values.
@@ -298,7 +298,7 @@ class SwapStore:
         Args:
             into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
             verify: compare every page with the checksum of what was written there.
-            slot: read this slot instead of the newest values.
+            copy: read this copy instead of the newest values.
             after: begin when this transfer is done; fail with its error if it fails.
 
         Raises (from `Transfer.result`):
@@ -306,7 +306,7 @@ class SwapStore:
             SwapCorruptionError: a page differs from what was written there.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
-        offset = extent.offset if slot is None else extent.offsets[slot]
+        offset = extent.offset if copy is None else extent.offsets[copy]
         first = None if after is None else after.future
         future = self.engine.read(self.file, offset + at, into, io_class, verify=verify, after=first)
         return Transfer(future, extent.unit, extent.state, self._step)
@@ -318,10 +318,10 @@ class SwapStore:
         *,
         at: int = 0,
         io_class: _native.IOClassName = "weights",
-        slot: int | None = None,
+        copy: int | None = None,
     ) -> Transfer:
-        """Start writing into `slot`, by default over the newest values. Arguments and errors are those of `read`."""
-        offset = extent.offset if slot is None else extent.offsets[slot]
+        """Start writing into `copy`, by default over the newest values. Arguments and errors are those of `read`."""
+        offset = extent.offset if copy is None else extent.offsets[copy]
         future = self.engine.write(self.file, offset + at, data, io_class)
         return Transfer(future, extent.unit, extent.state, self._step)
 

@@ -23,7 +23,7 @@ from infinity.state.unit import Group
 _STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
 _STAGING_SHARE_OF_HOST = 1 / 8
-_TILE_SLOTS_MIN, _TILE_SLOTS_MAX = 3, 32
+_TILES_MIN, _TILES_MAX = 3, 32
 _TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
 _NAMED_MAX = 6  # units in a message
@@ -96,11 +96,11 @@ def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Stag
     def tile_bytes() -> int:
         return max((_tile_bytes(group, config, numel, gradients=gradients) for group in groups), default=PAGE_BYTES)
 
-    while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILE_SLOTS_MIN * tile_bytes() > staging:
+    while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILES_MIN * tile_bytes() > staging:
         numel = round_up(numel // 2, _TILE_NUMEL_MIN)
     nbytes = tile_bytes()
-    slots = min(max(staging // nbytes, _TILE_SLOTS_MIN), _TILE_SLOTS_MAX)
-    return Staging(numel, nbytes, slots * nbytes, threads)
+    tiles = min(max(staging // nbytes, _TILES_MIN), _TILES_MAX)
+    return Staging(numel, nbytes, tiles * nbytes, threads)
 
 
 def _require_isa() -> None:

@@ -69,7 +69,7 @@ def _swap(swap: SwapBytes, keep: int) -> str:
     """What the swap file is made of; the parts add up to it."""
     parts = {
         "of states": swap.states,
-        "of free slots" if keep == 1 else "of free slots and earlier generations": swap.further_copies,
+        "of free copies" if keep == 1 else "of free copies and earlier generations": swap.further_copies,
         "for gradients": swap.scratch,
     }
     said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
@@ -80,7 +80,7 @@ def _generations(placement: Placement) -> str:
     if not placement.commit_every:
         return "none (commit_every: 0): a run that dies starts again from a saved model"
     when = "every step" if placement.commit_every == 1 else f"every {placement.commit_every} steps"
-    return f"{when}, {placement.keep} kept, each state in {placement.keep + 1} slots: all of it reserved now"
+    return f"{when}, {placement.keep} kept, each state in {placement.keep + 1} copies: all of it reserved now"
 
 
 def _updates(placement: Placement, budgets: Budgets) -> str:

@@ -60,14 +60,14 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
         checksums = problem.checksum_bytes(sum(copies[index] for index in spare))
         room -= checksums
         if len(spare) < len(moved):
-            reason = f"early updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
+            reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
     elif config.commit_every > 1:
-        reason = f"commit_every: {config.commit_every} leaves a free slot in the step after each commit only"
+        reason = f"commit_every: {config.commit_every} leaves a free copy in the step after each commit only"
     able = [unit for unit in moved if config.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
-        return _none(reason or f"early updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
+        return _none(reason or f"speculative updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
     return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
 
 

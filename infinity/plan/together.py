@@ -29,7 +29,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
         sites: whose forward needs which units; none: every unit has a module of its own.
         fetched: the units that take room, by index.
     """
-    staying = {unit.index for unit in units if unit.resident and unit.index in fetched}
+    staying = {unit.index for unit in units if unit.stays and unit.index in fetched}
 
     def nbytes(indices: Iterable[int]) -> int:
         return sum(units[index].weight_bytes for index in indices)

@@ -84,7 +84,7 @@ class Scope:
         self._thread = 0
         self._pushed = False
         self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
-        self._residents = [unit.index for unit in coordinator.units if unit.unit.resident]
+        self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
 
     def enter(self) -> None:
         if in_backward():
@@ -126,7 +126,7 @@ class Scope:
             self._pushed = True
         self._frame = _caller()
         self._coordinator.forward_begins(self._end_if_dead)
-        for index in self._residents:
+        for index in self._staying:
             self._coordinator.acquire(index)
 
     def _close(self) -> None:
@@ -134,7 +134,7 @@ class Scope:
         if self._pushed:
             self._pushed = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
-        for index in self._residents:
+        for index in self._staying:
             self._coordinator.release(index)
         self._coordinator.forward_ends()
 

@@ -14,7 +14,7 @@ from infinity.runtime.guards import Guard
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes in this context only add to the gradients; no update begins early in them. The first one outside
+    """Backward passes in this context only add to the gradients; no update speculates in them. The first one outside
     is taken for the last before the step, so that updates begin during it:
 
         for batch in batches[:-1]:

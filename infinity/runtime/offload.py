@@ -237,7 +237,7 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
 
 
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers stay resident."""
+    """Buffers stay on the device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:

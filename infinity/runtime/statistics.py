@@ -29,7 +29,7 @@ class Statistics:
             its own clock; 0 on the CPU, where `stall_s` says it.
         adam_s: time of the update's arithmetic, on its own threads.
         steps: optimizer steps, skipped ones and those before a resume included.
-        updates: of units: begun early and right, begun early for nothing, begun with the step.
+        updates: of units: speculative and right, speculative and undone, begun with the step.
         committed: the step of the newest durable generation; None where there is none.
         cached_bytes, cached_weight_bytes: optimizer states, and weights, that rest in RAM.
         arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.

@@ -185,7 +185,7 @@ _ROW_OF_STATE = {
 
 
 class _Extents:
-    """Which extent a byte of the swap file belongs to, in whatever slot."""
+    """Which extent a byte of the swap file belongs to, in whatever copy."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         placed = sorted(((offset, extent) for extent in extents for offset in extent.offsets), key=lambda pair: pair[0])

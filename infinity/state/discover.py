@@ -76,7 +76,7 @@ class _Cut:
         self._blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set())
         self._parents = _ancestors(model, self._blocks)
         self._found: list[UnitParameters] = []
-        self._remainder = UnitParameters(REMAINDER, resident=True)
+        self._remainder = UnitParameters(REMAINDER, stays=True)
         self._owner: dict[nn.Parameter, UnitParameters] = {}
         self._sites: list[tuple[str, nn.Module, list[UnitParameters]]] = []
         self._scopes: list[nn.Module] = []

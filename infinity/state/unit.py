@@ -87,14 +87,14 @@ class Unit:
     Attributes:
         name: fully qualified name of the module they came from.
         weight_bytes: length of the flat weights, a multiple of 4 KiB.
-        resident: small enough to stay on the device while the model runs (the remainder).
+        stays: small enough to stay on the device while the model runs (the remainder).
     """
 
     index: int
     name: str
     groups: tuple[Group, ...]
     weight_bytes: int
-    resident: bool = False
+    stays: bool = False
 
     @property
     def numel(self) -> int:
@@ -132,7 +132,7 @@ class UnitParameters:
 
     name: str
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
-    resident: bool = False
+    stays: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parame
         weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
         groups.append(Group(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes))
         weight_offset += weight_bytes
-    return Unit(index, found.name, tuple(groups), weight_offset, found.resident)
+    return Unit(index, found.name, tuple(groups), weight_offset, found.stays)
 
 
 def _place(

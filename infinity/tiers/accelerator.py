@@ -35,7 +35,7 @@ class Slot(Protocol):
     """uint8 [weight_bytes], on the device."""
 
     def wait(self) -> None:
-        """Make the running stream wait until the weights have landed."""
+        """Make the running stream wait until the weights are there."""
 
     def outstanding(self) -> bool:
         """Whether anything but the slot and `expected` parameter views refers to the memory."""
@@ -83,7 +83,7 @@ class CudaSlot(_Referred):
     """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator.
 
     Args:
-        event: the copy has landed.
+        event: the copy is complete.
         stream: that the memory was allocated on.
     """
 
@@ -170,7 +170,7 @@ class CudaDevice:
         return CudaSlot(tensor, event, stream)
 
     def reclaim(self, *, wait: bool) -> None:
-        """Run the `done` callbacks of the uploads that have landed; all of them with `wait`."""
+        """Run the `done` callbacks of the uploads that are complete; all of them with `wait`."""
         while self._pending:
             event, done = self._pending[0]
             if wait:

@@ -77,7 +77,7 @@ class Resources:
                 self.staging.view(),
                 staging.tile_numel,
                 staging.tile_bytes,
-                held_tiles_max=staging.ahead_tiles,
+                ahead_tiles_max=staging.ahead_tiles,
             )
         except BaseException:
             self.engine.close()
@@ -101,14 +101,14 @@ class Resources:
                     yield states.spilled
 
     def destination(self, extent: Extent) -> int:
-        """The slot that new values of a state go to."""
-        return extent.slot if self.generations is None else self.generations.destination(extent)
+        """The copy that new values of a state go to."""
+        return extent.copy if self.generations is None else self.generations.destination(extent)
 
-    def spare_slot(self, extent: Extent) -> int | None:
-        """A slot whose bytes nobody will ever want; None where there is none."""
+    def spare_copy(self, extent: Extent) -> int | None:
+        """A copy whose bytes nobody will ever want; None where there is none."""
         if self.generations is not None:
             return self.generations.spare(extent)
-        return next((slot for slot in range(len(extent.offsets)) if slot != extent.slot), None)
+        return next((copy for copy in range(len(extent.offsets)) if copy != extent.copy), None)
 
     def require_store(self) -> SwapStore:
         if self.store is None:

@@ -14,7 +14,7 @@ from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 
 Written = Mapping[int, tuple[int | None, Transfer]]
-"""Of groups, by index, whose new weights are on their way to the store: which of its slots, and when they are there."""
+"""Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
 
 
 class Fetch(Protocol):
@@ -41,7 +41,7 @@ class SlotPool(Protocol):
         """Whether a slot of these weights takes of the budget: evicting them makes room for others."""
 
 
-class _Landed:
+class _There:
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
@@ -67,7 +67,7 @@ class HostSlots:
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         if home.lease is not None:
-            return _Landed(HostSlot(home.lease.tensor(), None))
+            return _There(HostSlot(home.lease.tensor(), None))
         lease = self._resources.arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
         return None if lease is None else _LeaseFetch(lease, _read(self._resources.require_store(), home, lease, after))
 
@@ -81,8 +81,8 @@ class HostSlots:
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
     reads = []
     for index, group in enumerate(home.groups):
-        slot, written = after.get(index, (None, None))
-        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), slot=slot, after=written))
+        copy, written = after.get(index, (None, None))
+        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), copy=copy, after=written))
     return reads
 
 
@@ -123,14 +123,14 @@ class CudaSlots:
         if home.lease is not None:
             slot = self._device.upload(home.lease.tensor(), lambda: None)
             self._free_bytes -= home.nbytes
-            return _Landed(slot)
-        lease = self._landing(home.nbytes)
+            return _There(slot)
+        lease = self._lease(home.nbytes)
         if lease is None:
             return None
         self._free_bytes -= home.nbytes
         return _UploadFetch(self, self._device, lease, _read(self._resources.require_store(), home, lease, after))
 
-    def _landing(self, nbytes: int) -> Lease | None:
+    def _lease(self, nbytes: int) -> Lease | None:
         arena = self._resources.arena
         for wait in (False, True):
             self._device.reclaim(wait=wait)

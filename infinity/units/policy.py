@@ -27,7 +27,7 @@ def to_prefetch(upcoming: Iterable[int], is_released: Callable[[int], bool]) -> 
     return ((distance, index) for distance, index in enumerate(upcoming) if is_released(index))
 
 
-def update_order(count: int, is_resident: Callable[[int], bool], trace: Trace) -> list[int]:
+def update_order(count: int, stays: Callable[[int], bool], trace: Trace) -> list[int]:
     """All units by index, in the order in which the next training forward uses them: those that stay on the device
     first, as they are brought when it begins."""
-    return sorted(range(count), key=lambda index: (not is_resident(index), trace.first_use(index)))
+    return sorted(range(count), key=lambda index: (not stays(index), trace.first_use(index)))

@@ -1,9 +1,9 @@
 """States that are read during backward, for updates that are decided after it.
 
-What an update reads is known before the step is decided, and nothing changes it until then. So where no update begins
-early the first units of the next forward have their first tiles in the staging when the step comes: as many as held
-jobs may have there. What was read stays right as long as nobody writes these states, through a step that is skipped,
-too; who updates a unit takes its jobs over.
+What an update reads is known before the step is decided, and nothing changes it until then. So where no update
+speculates, the first units of the next forward have their first tiles in the staging when the step comes: as many as
+may be read ahead. What was read stays right as long as nobody writes these states, through a step that is skipped, too;
+who updates a unit takes its jobs over.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
 from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import hold_update
+from infinity.units.update import read_update_ahead
 
 
 class ReadAhead:
@@ -30,32 +30,32 @@ class ReadAhead:
         Args:
             order: units that no update is under way of, the one that is wanted first comes first.
         """
-        room = self._resources.pipeline.held_tiles_max - sum(map(self._tiles, self._units.values()))
+        room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._units.values()))
         for unit in order:
             if room <= 0:
                 return
             if not unit.ahead and unit.homes.states_in_store():
-                self._hold(unit, step)
+                self._begin(unit, step)
                 room -= self._tiles(unit)
 
     def _tiles(self, unit: OffloadedUnit) -> int:
         tile = self._resources.plan.budgets.staging.tile_numel
         return sum(-(-unit.unit.groups[group].numel // tile) for group in unit.homes.states)
 
-    def _hold(self, unit: OffloadedUnit, step: int) -> None:
+    def _begin(self, unit: OffloadedUnit, step: int) -> None:
         with interrupts_deferred():
             self._units[unit.index] = unit
             for index in unit.homes.states:
-                unit.ahead[index] = hold_update(self._resources, unit.unit, unit.homes, index, step=step)
+                unit.ahead[index] = read_update_ahead(self._resources, unit.unit, unit.homes, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
-        """The held jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""
+        """The jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""
         self._units.pop(unit.index, None)
-        held = dict(unit.ahead)
+        taken = dict(unit.ahead)
         unit.ahead.clear()
-        for index in held.keys() - set(groups):
-            self._resources.pipeline.cancel(held[index])
-        return held
+        for index in taken.keys() - set(groups):
+            self._resources.pipeline.cancel(taken[index])
+        return taken
 
     def drop(self, but: Collection[int]) -> None:
         """Forget what was read for other units than these. A device that failed will tell whoever reads it next."""

@@ -46,7 +46,7 @@ class Room:
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
-        forward = [unit.index for unit in units if not unit.unit.resident]
+        forward = [unit.index for unit in units if not unit.unit.stays]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self._training = True
 
@@ -64,7 +64,7 @@ class Room:
 
     def order(self) -> list[OffloadedUnit]:
         """All units, the one that the next training forward uses first comes first."""
-        order = policy.update_order(len(self.units), lambda index: self.units[index].unit.resident, self._traces[True])
+        order = policy.update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
         return [self.units[index] for index in order]
 
     @property
@@ -105,7 +105,7 @@ class Room:
 
     def bring(self, unit: OffloadedUnit) -> None:
         """When this returns the parameters of the unit have their values."""
-        if not unit.unit.resident:
+        if not unit.unit.stays:
             self._trace.visit(unit.index)
         self._resources.device.idle_begins()
         self._take_back(unit)
@@ -239,7 +239,7 @@ class Room:
         return next((self.units[index] for index in ordered if not self.units[index].weights.referred_to()), None)
 
     def _may_go(self, unit: OffloadedUnit, *, for_prefetch: bool) -> bool:
-        if unit.weights.in_use or unit.unit.resident or not self._takes_room(unit) or unit.reads_slot():
+        if unit.weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
             return False
         # A prefetch waits for no update, and makes room for what is needed now, not for another prefetch.
         return not for_prefetch or (unit.weights.residency is not Residency.FETCHING and unit.at_rest)

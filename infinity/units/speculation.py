@@ -36,11 +36,11 @@ class Counts:
     """Units' updates since the model was offloaded.
 
     Attributes:
-        early: begun before the step was decided, and right.
-        undone: begun early for nothing.
+        early: speculative ones that the step agreed with.
+        undone: speculative ones that were undone.
         late: begun when the step was decided.
         clipped: steps, not units, that clipped their gradients or had another loss scale than before, where updates
-            may begin early: then none is right.
+            may speculate: then none is right.
     """
 
     early: int = 0
@@ -80,17 +80,17 @@ class Speculation:
         if units:
             self._learn(wrong=True)
 
-    def step_decided(self, early: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
+    def step_decided(self, right: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
         """Also where nothing was speculated: what a speculation would have come to.
 
         Args:
-            early, wrong, requested: units whose updates were begun early and go on, begun for nothing, and wanted.
+            right, wrong, requested: units whose speculative updates go on, those whose are undone, and those to update.
             clipped: the gradients are not multiplied by what was expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
         self.counts.undone += len(wrong)
-        self.counts.early += len(early)
-        self.counts.late += len(requested - early)
+        self.counts.early += len(right)
+        self.counts.late += len(requested - right)
         self.counts.clipped += clipped and self.mode in ("auto", "during_backward")
         if wrong and not clipped:
             self.warn(
@@ -99,7 +99,7 @@ class Speculation:
             )
 
     def warn(self, cause: str, advice: str) -> None:
-        """Say once why an early update was undone and which setting avoids it."""
+        """Say once why a speculative update was undone and which setting avoids it."""
         if cause in self._warned:
             return
         self._warned.add(cause)

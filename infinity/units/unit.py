@@ -112,9 +112,9 @@ class OffloadedUnit:
         if self.decided is not None:
             self._await(self.decided, "weights")
 
-    def land_update(self) -> UnitUpdate | None:
+    def finish_update(self) -> UnitUpdate | None:
         """Wait for the decided update: from now on its new values count in the store, too, and no update is under way.
-        Returns it, or None when a signal's handler that came during the wait has landed it. Raises as apply_update."""
+        Returns it, or None when a signal's handler that came during the wait has done so. Raises as apply_update."""
         update = self.decided
         if update is None:
             raise AssertionError(f"unit '{self.name}' has no decided update")
@@ -124,10 +124,10 @@ class OffloadedUnit:
             return None
         with interrupts_deferred():
             for transfer in update.transfers.values():
-                transfer.land()
+                transfer.finish()
             if update.viewed and update.place.shadow is not None:
                 self._shadows.give_back(update.place.shadow)
-            update.to(UpdateState.LANDED)
+            update.to(UpdateState.FINISHED)
             self.update = None
         return update
 
@@ -171,7 +171,7 @@ class OffloadedUnit:
         return self.decided is None or self.decided.reached("weights")
 
     def reads_slot(self) -> bool:
-        """Whether an update that began early reads the weights from the unit's slot, so that the slot must stay."""
+        """Whether a speculative update reads the weights from the unit's slot, so that the slot must stay."""
         return self.update is not None and self.update.reads_slot()
 
     def writes_from_slot(self) -> bool:

@@ -2,7 +2,7 @@
 
 [Note: a step is a dataflow]
 
-    gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ LANDED
+    gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ FINISHED
                                            │                            ▲
                                            └─step() disagrees──▶ UNDONE │
     step() ─────────────────────────────────────────────────────────────┘
@@ -14,7 +14,7 @@ So it may be undone at any time, and whoever looks meanwhile sees the weights of
 
 A decided update may overwrite. Whoever wants the unit waits for this unit alone, and where its new weights are in
 memory only until they are computed: then the update is applied, while what goes to the store may still be on its way
-there. From the landing on that counts, too.
+there. Once the update is finished, what was written counts, too.
 
 Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
 """
@@ -64,7 +64,7 @@ class UpdateTransfer(Transfer):
     """The update of a unit's group under way.
 
     Attributes:
-        moves: where each state goes: its home, and the slot of the store it is written to, None where it stays in RAM.
+        moves: where each state goes: its home, and the copy in the store it is written to, None where it stays in RAM.
     """
 
     future: _native.UpdateFuture
@@ -88,7 +88,7 @@ class UpdateTransfer(Transfer):
             return self.future.done()
         return (self.future.computed if milestone == "computed" else self.future.weights).done()
 
-    def land(self) -> None:
+    def finish(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""
         for home, copy in self.moves:
             if copy is None:
@@ -96,24 +96,24 @@ class UpdateTransfer(Transfer):
             else:
                 home.written(copy)
 
-    def slot_of(self, home: Home) -> int | None:
-        """The slot of the store that the new values of a state are written to; None when it is not updated."""
-        return next((slot for moved, slot in self.moves if moved is home), None)
+    def copy_of(self, home: Home) -> int | None:
+        """The copy in the store that the new values of a state are written to; None when it is not updated."""
+        return next((copy for moved, copy in self.moves if moved is home), None)
 
 
 class UpdateState(enum.Enum):
     SPECULATIVE = "speculative"
     DECIDED = "decided"
     APPLIED = "applied"
-    LANDED = "landed"
+    FINISHED = "finished"
     UNDONE = "undone"
 
 
 _NEXT = {
     UpdateState.SPECULATIVE: {UpdateState.DECIDED, UpdateState.UNDONE},
     UpdateState.DECIDED: {UpdateState.APPLIED},
-    UpdateState.APPLIED: {UpdateState.LANDED},
-    UpdateState.LANDED: set(),
+    UpdateState.APPLIED: {UpdateState.FINISHED},
+    UpdateState.FINISHED: set(),
     UpdateState.UNDONE: set(),
 }
 
@@ -178,7 +178,7 @@ class UnitUpdate:
     def written(self, weights: WeightsHome) -> Written:
         """The new weights that are on their way to the store."""
         return {
-            index: (transfer.slot_of(weights.groups[index]), transfer.until("weights"))
+            index: (transfer.copy_of(weights.groups[index]), transfer.until("weights"))
             for index, transfer in self.transfers.items()
         }
 
@@ -200,16 +200,16 @@ def submit_update(
     *,
     step: int,
     committed: bool,
-    held: _native.UpdateFuture | None,
+    ahead: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
-    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for early
-    ones: the newest is the next. So what is left of them when the step is decided lies all over the model, and the next
-    forward meets it now and then instead of all at once.
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
+    speculative ones: the newest is the next. So what is left of them when the step is decided lies all over the model,
+    and the next forward meets it now and then instead of all at once.
 
     Args:
         step: the optimizer step, counted from 1.
         committed: the step becomes a generation, so what is in RAM is written, too.
-        held: what `hold_update` gave for this group; it is taken over.
+        ahead: what `read_update_ahead` gave for this group; it is taken over.
     """
     group = unit.groups[group_index]
     states = homes.states[group_index]
@@ -236,8 +236,8 @@ def submit_update(
         exp_avg_sq=exp_avg_sq,
         grad=gradients.stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
-        first=weights.speculative,
-        held=held,
+        speculative=weights.speculative,
+        ahead=ahead,
     )
     moves = tuple(streams.moves)
     return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)
@@ -253,7 +253,7 @@ def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
     return name
 
 
-def hold_update(
+def read_update_ahead(
     resources: Resources, unit: Unit, homes: UnitHomes, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
     """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
@@ -270,7 +270,7 @@ def hold_update(
             return None
         return _native.StateStream(file=resources.require_store().file, offset=home.stored().offset)
 
-    return resources.pipeline.hold(
+    return resources.pipeline.read_ahead(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),
         master=states.master,
@@ -311,7 +311,7 @@ class _Streams:
             return None
         if home.in_memory:
             if self._speculative:
-                raise AssertionError("an early update of a state in RAM would overwrite it")
+                raise AssertionError("a speculative update of a state in RAM would overwrite it")
             memory = home.view()
         return self._stream(home, memory, None)
 
@@ -322,7 +322,7 @@ class _Streams:
         if not home.in_memory:
             return self._stream(home, None, slot)
         if place.shadow is None:
-            raise AssertionError("an early update of weights in RAM needs other memory")
+            raise AssertionError("a speculative update of weights in RAM needs other memory")
         return self._stream(home, place.shadow.view(home.start, home.nbytes), home.view())
 
     def _stream(self, home: Home, memory: _native.Buffer | None, source: _native.Buffer | None) -> _native.StateStream:
@@ -331,12 +331,12 @@ class _Streams:
             self.moves.append((home, None))
             return _native.StateStream(memory=memory, source=source)
         extent = home.stored()
-        slot = self._resources.spare_slot(extent) if self._speculative else self._resources.destination(extent)
-        if slot is None:
-            raise AssertionError(f"no spare slot for {extent.state} of unit '{extent.unit}'")
-        self.moves.append((home, slot))
-        self.elsewhere |= home.in_memory or slot != extent.slot
-        file, write_offset = self._resources.require_store().file, extent.offsets[slot]
+        copy = self._resources.spare_copy(extent) if self._speculative else self._resources.destination(extent)
+        if copy is None:
+            raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
+        self.moves.append((home, copy))
+        self.elsewhere |= home.in_memory or copy != extent.copy
+        file, write_offset = self._resources.require_store().file, extent.offsets[copy]
         return _native.StateStream(
             memory=memory, file=file, offset=extent.offset, write_offset=write_offset, source=source
         )

@@ -1,4 +1,4 @@
-"""The updates under way: begun on speculation or once the step is decided, and landed one by one (update.py)."""
+"""The updates under way: begun on speculation or once the step is decided, and finished one by one (update.py)."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ class Updates:
             homes += [weights.groups[group] for group in unit.homes.states]
         elif weights.nbytes > self.shadows.free_bytes:
             return False
-        return all(self._resources.spare_slot(home.stored()) is not None for home in homes)
+        return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
 
     def speculate(self, unit: OffloadedUnit, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
         """Begin the update of a unit before the step is decided. False where there is no memory for it, or where only a
         part of its weights would be new in other memory."""
         place = WeightsPlace(speculative=True)
         if unit.homes.weights.lease is None:
-            place = replace(place, slot=unit.weights.host_memory() if self._may_hold(unit) else None)
+            place = replace(place, slot=unit.weights.host_memory() if self._may_keep_slot(unit) else None)
         else:
             if len(wanted) < len(unit.unit.groups):
                 return False  # the other memory would have nothing of a group without gradients
@@ -99,13 +99,13 @@ class Updates:
         """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
         self.ahead.begin((unit for unit in order if unit.update is None), step)
 
-    def _may_hold(self, unit: OffloadedUnit) -> bool:
-        """Updates that read slots must not hold up those who need one."""
-        held = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
-        return (held + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
+    def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
+        """Updates that read slots must leave enough of them for others."""
+        kept = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
+        return (kept + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
 
     def wait_for_readers(self) -> None:
-        """Wait until no update reads a slot. A failure is told by whoever lands the update, or undoes it."""
+        """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
         for unit in self._under_way.values():
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
@@ -178,7 +178,7 @@ class Updates:
         update = UnitUpdate(unit.name, wanted, place, committed=committed)
         unit.begin_update(update)
         self._under_way[unit.index] = unit
-        held = self.ahead.take(unit, wanted)
+        ahead = self.ahead.take(unit, wanted)
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(
                 self._resources,
@@ -190,18 +190,18 @@ class Updates:
                 place,
                 step=step,
                 committed=committed,
-                held=held.get(index),
+                ahead=ahead.get(index),
             )
 
-    # -- landing ------------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
-    def land(self, unit: OffloadedUnit) -> None:
+    def finish(self, unit: OffloadedUnit) -> None:
         """Wait for the decided update of a unit, if there is one: its new values count from now on.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.
         """
-        update = None if unit.decided is None else unit.land_update()
+        update = None if unit.decided is None else unit.finish_update()
         if update is None:
             return
         del self._under_way[unit.index]
@@ -212,21 +212,21 @@ class Updates:
                 unit.name,
             )
 
-    def land_done(self) -> None:
-        """Land the updates that are done, in the order in which they began, up to the first that is not."""
+    def finish_written(self) -> None:
+        """Finish the updates that are written, in the order in which they began, up to the first that is not."""
         while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
-            self.land(unit)
+            self.finish(unit)
 
-    def land_all(self) -> None:
-        """Wait for every decided update. Raises as `land`."""
+    def finish_all(self) -> None:
+        """Wait for every decided update. Raises as `finish`."""
         for unit in self.decided:
-            self.land(unit)
+            self.finish(unit)
 
     def require_well(self) -> None:
         """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
-        when it has landed."""
+        when it is finished."""
         unit = self.oldest_decided
-        update = None if unit is None else unit.update  # another thread may land it meanwhile
+        update = None if unit is None else unit.update  # another thread may finish it meanwhile
         if update is not None:
             update.require_well()
 

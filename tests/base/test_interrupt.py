@@ -148,7 +148,7 @@ def test_of_several_signals_the_first_is_delivered_and_none_comes_late() -> None
     whole(lambda: None)()
 
 
-def test_other_threads_hold_nothing_back() -> None:
+def test_other_threads_defer_nothing() -> None:
     def wait() -> None:
         began.set()
         over.wait()
@@ -181,13 +181,13 @@ def test_a_child_that_is_forked_in_something_whole_can_be_stopped() -> None:
     assert os.waitstatus_to_exitcode(status) == 7
 
 
-def test_where_no_thread_gets_signals_nothing_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_thread_gets_signals_nothing_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(number: int, handler: object) -> None:
         raise ValueError("signal only works in main thread of the main interpreter")
 
     with monkeypatch.context() as patched:
         patched.setattr(interrupt, "_signals", interrupt._Signals())
         patched.setattr(signal, "signal", refuse)
-        run = whole(lambda: interrupt._signals.held)
+        run = whole(lambda: interrupt._signals.deferred)
         run()
         assert not run()

@@ -51,13 +51,13 @@ class Model:
     def oldest_decided(self) -> str | None:
         return "a unit" if self.running else None
 
-    def land_done(self) -> None:
+    def finish_written(self) -> None:
         while self.running[:1] == [True]:
             self.running.pop(0)
-            self._log("land")
+            self._log("finish update")
 
-    def land_all(self) -> None:
-        self._log("land all")
+    def finish_all(self) -> None:
+        self._log("finish updates")
         self.waited |= not all(self.running)
         self.running.clear()
 
@@ -109,7 +109,7 @@ class ProgressMachine(RuleBasedStateMachine):
 
     @rule(updates=st.integers(0, 3))
     def a_step_is_decided(self, updates: int) -> None:
-        self.model.progress.land_updates()
+        self.model.progress.finish_updates()
         self.model.progress.make_way()
         self.model.waited = False
         self.step += 1
@@ -153,16 +153,16 @@ TestProgress = ProgressMachine.TestCase
 TestProgress.settings = few
 
 
-def test_a_commit_goes_on_when_the_last_update_has_landed() -> None:
+def test_a_commit_goes_on_when_the_last_update_is_finished() -> None:
     model = Model()
     model.running = [True, False]
     model.progress.begin_commit(2)
     assert model.log == ["begin 2"]
     model.progress.carry_on()
-    assert model.log == ["begin 2", "land"]
+    assert model.log == ["begin 2", "finish update"]
     model.running[0] = True
     model.progress.carry_on()
-    assert model.log == ["begin 2", "land", "land", "written"]
+    assert model.log == ["begin 2", "finish update", "finish update", "written"]
     model.synced = True
     model.progress.carry_on()
     assert "finish" not in model.log

@@ -105,7 +105,7 @@ class Reference:
         self.seconds = time.monotonic() - began
 
     def extent(self, state: str, unit: int) -> tuple[int, int]:
-        """Bytes [begin, end) of the `unit`-th place that holds a state, all its slots; -1 is the last."""
+        """Bytes [begin, end) of the `unit`-th place that holds a state, all its copies; -1 is the last."""
         found = [extent for extent in self._extents if extent["state"] == state and extent["changes"]][unit]
         return found["begin"], found["end"]
 

@@ -23,13 +23,13 @@ TEST_CASE("lent memory is reclaimed once none of its buffers is in use, and is n
   const Pages own(2 * kPageBytes);
   const Pages lent(2 * kPageBytes + 100);
   Staging staging(own.data(), 2, kPageBytes, 1);
-  CHECK(staging.held_tiles_max() == 1);
+  CHECK(staging.ahead_tiles_max() == 1);
   staging.lend(lent.data(), 2 * kPageBytes + 100);
-  CHECK(staging.held_tiles_max() == 3);
+  CHECK(staging.ahead_tiles_max() == 3);
   std::byte* const buffer = staging.take();
   CHECK(buffer == lent.data());
   auto answer = staging.reclaim(lent.data());
-  CHECK(staging.held_tiles_max() == 1);
+  CHECK(staging.ahead_tiles_max() == 1);
   CHECK_FALSE(answered(answer));
   CHECK_THROWS_AS(static_cast<void>(staging.reclaim(lent.data())), std::invalid_argument);
   staging.give_back(buffer);
@@ -61,7 +61,7 @@ TEST_CASE("no buffer is handed out after a device was given up, and nothing is r
 
 TEST_CASE("a job and a tile take the steps of their notes and no others") {
   Job job;
-  CHECK_THROWS_AS(job.go(JobPhase::held), std::logic_error);
+  CHECK_THROWS_AS(job.go(JobPhase::ahead), std::logic_error);
   job.go(JobPhase::begun);
   CHECK_THROWS_AS(job.go(JobPhase::done), std::logic_error);
   job.go(JobPhase::ending);

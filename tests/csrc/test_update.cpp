@@ -127,7 +127,7 @@ TEST_CASE("closing a pipeline completes every job") {
   }
 }
 
-TEST_CASE("held jobs from many threads are taken over or taken back, and the others go on") {
+TEST_CASE("jobs that read ahead, from many threads, are taken over or taken back, and the others go on") {
   EngineOptions options;
   options.block_bytes = 2 * kPageBytes;
   Rig rig(options);
@@ -138,23 +138,23 @@ TEST_CASE("held jobs from many threads are taken over or taken back, and the oth
   {
     UpdatePipeline pipeline(rig.engine, rig.pool, rig.staging->data(), rig.staging->nbytes(), kTile, kTileBytes, 2,
                             Isa::baseline);
-    REQUIRE(pipeline.held_tiles_max() == 2);
+    REQUIRE(pipeline.ahead_tiles_max() == 2);
     for (std::uint64_t thread = 0; thread < 3; ++thread) {
       threads.emplace_back([&, thread] {
         for (unsigned round = 0; round < 12; ++round) {
           const UpdateJob job = rig.job(true, thread);
-          const Future held = pipeline.hold(job);
+          const Future ahead = pipeline.read_ahead(job);
           for (unsigned turn = 0; turn < 100 * (round % 3); ++turn) std::this_thread::yield();
           if (round % 4 == 3) {
-            pipeline.cancel(held);
-            if (wait(held) == nullptr) ++failed;
+            pipeline.cancel(ahead);
+            if (wait(ahead) == nullptr) ++failed;
             continue;
           }
-          const Future decided = pipeline.submit(job, round % 2 == 0, held);
+          const Future decided = pipeline.submit(job, round % 2 == 0, ahead);
           if (round % 4 == 2) pipeline.cancel(decided);
           const auto failure = wait(decided);
           if (failure != nullptr && failure->kind != FailureKind::canceled) ++failed;
-          if (wait(held) != nullptr) ++failed;
+          if (wait(ahead) != nullptr) ++failed;
         }
       });
     }
@@ -164,15 +164,15 @@ TEST_CASE("held jobs from many threads are taken over or taken back, and the oth
       if (!pipeline.reclaim(lent.data())) ++failed;
     }
     for (auto& thread : threads) thread.join();
-    for (std::uint64_t job = 0; job < 3; ++job) left.push_back(pipeline.hold(rig.job(true, job)));
-    CHECK(pipeline.held_tiles_max() == 2);
+    for (std::uint64_t job = 0; job < 3; ++job) left.push_back(pipeline.read_ahead(rig.job(true, job)));
+    CHECK(pipeline.ahead_tiles_max() == 2);
     left.push_back(pipeline.submit(rig.job(true, 3), true, left[0]));
   }
   CHECK(failed == 0);
   for (const Future& future : left) CHECK(future->done());
 }
 
-TEST_CASE("a device that is given up fails held jobs, and those that take them over") {
+TEST_CASE("a device that is given up fails jobs that read ahead, and those that take them over") {
   for (std::uint64_t index = 0; index < 8; ++index) {
     EngineOptions options;
     options.deadline = std::chrono::milliseconds(30);
@@ -181,13 +181,13 @@ TEST_CASE("a device that is given up fails held jobs, and those that take them o
     {
       UpdatePipeline pipeline(rig->engine, rig->pool, rig->staging->data(), rig->staging->nbytes(), kTile, kTileBytes,
                               2, Isa::baseline);
-      const Future held = pipeline.hold(rig->job(true));
-      if (index % 2 == 0 && index < 6) static_cast<void>(wait(held));  // of its two tiles, three states each
+      const Future ahead = pipeline.read_ahead(rig->job(true));
+      if (index % 2 == 0 && index < 6) static_cast<void>(wait(ahead));  // of its two tiles, three states each
       std::vector<Future> futures;
       try {
-        futures.push_back(pipeline.submit(rig->job(true), false, held));
+        futures.push_back(pipeline.submit(rig->job(true), false, ahead));
       } catch (const std::invalid_argument&) {
-        CHECK(held->done());  // given up before
+        CHECK(ahead->done());  // given up before
         futures.push_back(pipeline.submit(rig->job(true)));
       }
       for (const Future& future : futures) {
@@ -195,7 +195,7 @@ TEST_CASE("a device that is given up fails held jobs, and those that take them o
         REQUIRE(failure != nullptr);
         CHECK_MESSAGE(failure->kind == FailureKind::timeout, failure->message);
       }
-      CHECK(wait(pipeline.hold(rig->job(true, 2))) != nullptr);
+      CHECK(wait(pipeline.read_ahead(rig->job(true, 2))) != nullptr);
       CHECK(*pipeline.abandoned());
     }
   }

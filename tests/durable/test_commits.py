@@ -149,7 +149,7 @@ class CommitsMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._alive() and self.under_way is not None)
     @rule()
-    def everything_has_landed(self) -> None:
+    def every_update_is_finished(self) -> None:
         syncs = len(self.run.store.syncs)
         before = self.commits._commit
         assert before is not None
@@ -241,7 +241,7 @@ def test_what_is_in_ram_is_written_before_the_sync_begins() -> None:
     run.homes[1].changed()
     run.begin().finish()
     assert run.store.stored == {("b.0.exp_avg", 1): b"\2" * PAGE_BYTES}
-    assert [(home.stored().slot, home.dirty) for home in run.homes] == [(0, False), (1, False)]
+    assert [(home.stored().copy, home.dirty) for home in run.homes] == [(0, False), (1, False)]
 
 
 def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
@@ -260,7 +260,7 @@ def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
         run.begin().finish()
     assert not run.store.syncs
     assert not run.store.under_way
-    assert [(home.stored().slot, home.dirty) for home in run.homes] == [(0, True), (0, True)]
+    assert [(home.stored().copy, home.dirty) for home in run.homes] == [(0, True), (0, True)]
 
 
 def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -> None:

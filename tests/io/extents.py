@@ -13,9 +13,9 @@ class ExtentMap:
         self.nbytes = 0
         self.extents: list[Extent] = []
 
-    def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, slots: int = 1) -> Extent:
+    def add(self, unit: str, state: str, nbytes: int, *, group: int = 0, copies: int = 1) -> Extent:
         nbytes = round_up(nbytes, PAGE_BYTES)
-        offsets = tuple(self.nbytes + index * nbytes for index in range(slots))
-        self.nbytes += slots * nbytes
+        offsets = tuple(self.nbytes + index * nbytes for index in range(copies))
+        self.nbytes += copies * nbytes
         self.extents.append(Extent(unit, group, state, offsets, nbytes))
         return self.extents[-1]

@@ -246,25 +246,25 @@ def test_a_header_is_not_rebuilt_where_no_byte_of_the_generation_lies(tmp_path: 
 
 
 class Small:
-    """A store in stripes of a page with one generation of an extent, and its second slot written; then resumed without
+    """A store in stripes of a page with one generation of an extent, and its second copy written; then resumed without
     headers."""
 
     def __init__(self, root: Path, pages: int) -> None:
         self.paths = [root / disk for disk in DISKS]
         self.memory = _native.Arena(16 * PAGE_BYTES, huge_pages=False).view(0, 16 * PAGE_BYTES)
         extents = ExtentMap()
-        self.extent = extents.add("unit", "weight", pages * PAGE_BYTES, slots=2)
+        self.extent = extents.add("unit", "weight", pages * PAGE_BYTES, copies=2)
         self.engine = _native.IOEngine()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "STRIPE_BYTES", PAGE_BYTES)
             patch.setattr(store, "_probe", lambda *_: 1e9)
             first = SwapStore(self.paths, extents.nbytes, self.engine, mode="generations")
-        for slot in (0, 1):
-            first.write(self.extent, self.memory[: self.extent.nbytes], slot=slot).result()
-        self.extent.slot = 1
+        for copy in (0, 1):
+            first.write(self.extent, self.memory[: self.extent.nbytes], copy=copy).result()
+        self.extent.copy = 1
         Generations(first, [self.extent], 1).make(1, {}, {})
         first.close()
-        self.extent.slot = 0
+        self.extent.copy = 0
         self.before = headers(self.paths)
         for path in self.paths:
             (path / HEADER_NAME).unlink()
@@ -278,13 +278,13 @@ class Small:
 
 @pytest.mark.parametrize(("pages", "proven"), [(1, False), (2, True), (3, True)])
 def test_a_page_of_the_generation_on_each_disk_proves_the_headers(pages: int, proven: bool, tmp_path: Path) -> None:
-    """A block of checksums may lie on several disks, and another slot proves nothing."""
+    """A block of checksums may lie on several disks, and another copy proves nothing."""
     small = Small(tmp_path, pages)
     with contextlib.nullcontext() if proven else pytest.raises(ResumeError, match=str(small.paths[0] / SWAP_NAME)):
         small.generations.recover(small.memory)
     small.close()
     assert headers(small.paths) == (small.before if proven else [None, None])
-    assert small.extent.slot == int(proven)
+    assert small.extent.copy == int(proven)
 
 
 def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again(
@@ -302,10 +302,10 @@ def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again
         patch.setattr(durable, "write_file", fail)
         with pytest.raises(SwapIOError):
             small.generations.recover(small.memory)
-    assert (small.extent.slot, small.generations.newest, small.store.proven) == (0, None, False)
+    assert (small.extent.copy, small.generations.newest, small.store.proven) == (0, None, False)
     assert headers(small.paths) == [small.before[0], None]
     assert small.generations.recover(small.memory).step == 1
-    assert (small.extent.slot, small.store.proven) == (1, True)
+    assert (small.extent.copy, small.store.proven) == (1, True)
     small.close()
     assert headers(small.paths) == small.before
 

@@ -81,10 +81,10 @@ MUTANTS = [
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
-        "a slot that no generation names for what is written next",
+        "a copy that no generation names for what is written next",
         "infinity/io/generations.py",
-        "        if extent.slot not in self._named(extent):\n            return extent.slot\n",
-        "        return extent.slot\n",
+        "        if extent.copy not in self._named(extent):\n            return extent.copy\n",
+        "        return extent.copy\n",
         _CRASH,
     ),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = [
         ("tests/cli/test_checkpoint.py", "-k", "foreign or another_run"),
     ),
     Mutant(
-        "a group that goes to another slot goes there as a whole",
+        "a group that goes to another copy goes there as a whole",
         "infinity/units/update.py",
         "        whole=streams.elsewhere,\n",
         "        whole=False,\n",
@@ -315,9 +315,9 @@ MUTANTS = [
         (_RESUME,),
     ),
     Mutant(
-        "a commit undoes what was begun early",
+        "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
-        "        self._early.drop()  # they write where others may write now\n",
+        "        self._speculator.drop()  # they write where others may write now\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),
@@ -345,8 +345,8 @@ MUTANTS = [
     Mutant(
         "what is written by hand goes where no generation is",
         "infinity/coordinator/gathering.py",
-        "    slot = resources.destination(extent)\n",
-        "    slot = extent.slot\n",
+        "    copy = resources.destination(extent)\n",
+        "    copy = extent.copy\n",
         (_GATHERED, "-k", "crash"),
     ),
     Mutant(

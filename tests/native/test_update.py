@@ -55,7 +55,7 @@ class Bench:
             tile, weight_dtype="bf16", master="split16", moments="fp32", gradients=True
         )
         self.pipeline = _native.UpdatePipeline(
-            self.engine, self.pool, self.take(3 * nbytes), tile, nbytes, held_tiles_max=1
+            self.engine, self.pool, self.take(3 * nbytes), tile, nbytes, ahead_tiles_max=1
         )
         self.values = initial()
         self.memory: dict[str, memoryview] = {}

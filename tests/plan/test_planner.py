@@ -91,12 +91,12 @@ def test_a_plan_describes_itself() -> None:
     ("config", "sizes"),
     [
         ({}, "192.00 MiB = 192.00 MiB of states"),
-        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"commit_every": 1}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free copies"),
         (
             {"commit_every": 1, "keep": 3},
-            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free slots and earlier generations",
+            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free copies and earlier generations",
         ),
-        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free slots"),
+        ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free copies"),
         ({"gradients": "nvme"}, "256.00 MiB = 192.00 MiB of states + 64.00 MiB for gradients"),
         ({"weights": "host"}, "160.00 MiB = 160.00 MiB of states"),
         ({"weights": "host", "optimizer": "host"}, "0 B"),
@@ -142,7 +142,7 @@ def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
 
 @pytest.mark.parametrize("overlap", ["auto", "during_backward"])
 @pytest.mark.parametrize("commit_every", [0, 1])
-def test_nothing_is_reserved_for_early_updates_that_a_gpu_does_not_make(overlap: str, commit_every: int) -> None:
+def test_nothing_is_reserved_for_speculative_updates_that_a_gpu_does_not_make(overlap: str, commit_every: int) -> None:
     memory = {"device": "64MiB", "host": "1GiB"}
     config = {"weights": "host", "optimizer": "nvme", "memory": memory, "commit_every": commit_every}
     made = plan(device="cuda", overlap=overlap, **config)
@@ -154,7 +154,7 @@ def test_nothing_is_reserved_for_early_updates_that_a_gpu_does_not_make(overlap:
     assert plan(overlap=overlap, **config).budgets.shadow_bytes > 0
 
 
-def test_states_in_ram_take_the_room_that_early_updates_would_want_on_the_cpu() -> None:
+def test_states_in_ram_take_the_room_that_speculative_updates_would_want_on_the_cpu() -> None:
     config = {"weights": "host", "optimizer": "auto", "memory": {"device": "64MiB", "host": "220MiB"}}
     on_gpu, on_cpu = plan(device="cuda", overlap="auto", **config), plan(overlap="auto", **config)
     assert on_gpu.layout.arena.states > on_cpu.layout.arena.states

@@ -66,7 +66,7 @@ def test_what_spills_is_counted() -> None:
     assert staging.tile_bytes == held.budgets.staging.tile_bytes + 4 * staging.tile_numel
 
 
-def test_generations_have_no_slots_for_gradients() -> None:
+def test_generations_have_no_copies_of_gradients() -> None:
     one, three = (plan(1 << 30, **NVME, gradients="nvme", commit_every=1, keep=keep) for keep in (1, 3))
     assert one.layout.swap.nbytes == 24 * NUMEL + 4 * NUMEL
     assert three.layout.swap.nbytes == 48 * NUMEL + 4 * NUMEL

@@ -146,7 +146,7 @@ def test_the_host_budget_that_is_advised_fits_one_page_less_does_not_and_all_lar
 def test_the_largest_two_modules_are_counted_with_what_is_around_them_and_what_stays() -> None:
     found = discover(Blocks((1, 2, 2, 3), {}))
     of = {unit.name: unit for unit in found.units}
-    assert [unit.name for unit in found.units if unit.resident] == ["remainder"]
+    assert [unit.name for unit in found.units if unit.stays] == ["remainder"]
 
     def needed(fetched: set[str], *sites: tuple[str, set[str]]) -> tuple[int, list[str]]:
         made = [HookSite(name, nn.Module(), tuple(of[unit].index for unit in units)) for name, units in sites]

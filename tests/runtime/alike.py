@@ -24,8 +24,8 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero 
 def tight(model: nn.Module, together: int = 2) -> dict[str, str]:
     """Memory for the units that stay and the `together` largest of the others, or what a plan needs at least."""
     units = discover(model).units
-    staying = sum(unit.weight_bytes for unit in units if unit.resident)
-    moving = sorted((unit.weight_bytes for unit in units if not unit.resident), reverse=True)
+    staying = sum(unit.weight_bytes for unit in units if unit.stays)
+    moving = sorted((unit.weight_bytes for unit in units if not unit.stays), reverse=True)
     least = sum(sorted((unit.weight_bytes for unit in units), reverse=True)[:2])
     largest = max(sum(moving[:together]), least)
     needed = round_up(staying + largest, PAGE_BYTES)

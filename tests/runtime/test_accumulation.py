@@ -1,4 +1,4 @@
-"""Several backward passes before a step: updates begin early in the last one only, once it is known which that is."""
+"""Several backward passes before a step: updates speculate in the last one only, once it is known which that is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Warnings = Callable[[], list[str]]
 
 @pytest.fixture
 def offloaded(tmp_path: Path) -> Iterator[Train]:
-    """A model whose updates all can begin early, and its batches."""
+    """A model whose updates all can speculate, and its batches."""
     opened = []
 
     def make(**config: Any) -> tuple[Any, list[Any]]:
@@ -47,12 +47,12 @@ def counts_of(model: Any) -> Counts:
 
 
 def begun(model: Any) -> int:
-    """Early updates under way."""
+    """Speculative updates under way."""
     return len(registry.coordinator_of(model).updates.speculative)
 
 
 def accumulate(model: Any, batches: list[Any], no_sync: Callable[[], Any] = nullcontext) -> list[int]:
-    """The passes of one step, all but the last in `no_sync`; the early updates under way after each."""
+    """The passes of one step, all but the last in `no_sync`; the speculative updates under way after each."""
     seen = []
     for index, batch in enumerate(batches):
         with nullcontext() if index == len(batches) - 1 else no_sync():
@@ -71,7 +71,7 @@ def steps(model: Any, batches: list[Any], optim: Any, no_sync: Callable[[], Any]
     return seen
 
 
-def require_early_in_the_last_pass_only(model: Any, seen: list[list[int]], warnings: Warnings) -> None:
+def require_speculation_in_the_last_pass_only(model: Any, seen: list[list[int]], warnings: Warnings) -> None:
     for *before, last in seen:
         assert before == [0] * (PASSES - 1)
         assert last > 0
@@ -94,7 +94,7 @@ def test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on(
     model, batches = offloaded()
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     seen = steps(model, batches, optim, model.no_sync if way == "model" else lambda: infinity.no_sync(model))
-    require_early_in_the_last_pass_only(model, seen, warnings)
+    require_speculation_in_the_last_pass_only(model, seen, warnings)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "2"])
@@ -107,7 +107,7 @@ def test_a_number_of_passes_that_is_none_is_refused(wrong: Any, offload: Any) ->
 def test_with_accumulation_steps_likewise(offloaded: Train, warnings: Warnings) -> None:
     model, batches = offloaded()
     optim = infinity.AdamW(model.parameters(), lr=1e-3, accumulation_steps=PASSES)
-    require_early_in_the_last_pass_only(model, steps(model, batches, optim), warnings)
+    require_speculation_in_the_last_pass_only(model, steps(model, batches, optim), warnings)
 
 
 def test_with_neither_one_warning_names_the_setting_and_the_next_step_knows(
@@ -160,7 +160,7 @@ def test_a_pass_that_fails_in_no_sync_leaves_a_good_next_step(offloaded: Train, 
     with pytest.raises(ZeroDivisionError), model.no_sync():
         failing.backward()
     optim.zero_grad()
-    require_early_in_the_last_pass_only(model, steps(model, batches, optim, model.no_sync), warnings)
+    require_speculation_in_the_last_pass_only(model, steps(model, batches, optim, model.no_sync), warnings)
 
 
 def test_no_sync_on_a_closed_model_says_so(offloaded: Train) -> None:

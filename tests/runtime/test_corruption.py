@@ -122,7 +122,7 @@ def damage(store: Store, directory: Path, kind: str, rng: random.Random) -> list
     swap = bytearray(store.history[-1])
     touched: list[ExtentRecord] = []
     if kind == "stale extent":
-        old = store.history[-4]  # what was in the same slot three steps, its turn, before
+        old = store.history[-4]  # what was in the same copy three steps, its turn, before
         stale = [e for e in store.newest.extents if old[e.offset : e.offset + e.nbytes] != _of(swap, e)]
         touched = [rng.choice(stale)]
         swap[touched[0].offset : touched[0].offset + touched[0].nbytes] = _of(old, touched[0])

@@ -56,7 +56,7 @@ def offloaded(tmp_path: Path) -> Iterator[Make]:
 
 @pytest.fixture
 def _all_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right guess counts as late where its update had not begun when the step came, which is a matter of time."""
+    """A right speculation counts as late where its update had not begun at the step, which is a matter of time."""
     monkeypatch.setattr(Updates, "_withdraw", lambda updates, candidates: set())
 
 
@@ -259,7 +259,7 @@ def test_every_overlap_ends_in_the_same_bits(
 
 
 @pytest.mark.usefixtures("_all_begun")
-def test_early_updates_are_right_while_the_scale_stays_and_undone_when_it_changed(offloaded: Make, caplog: Any) -> None:
+def test_speculation_is_right_while_the_scale_stays_and_undone_when_it_changed(offloaded: Make, caplog: Any) -> None:
     caplog.set_level(logging.WARNING, "infinity")
     model, batches = small()
     model = offloaded(model)
@@ -273,7 +273,7 @@ def test_early_updates_are_right_while_the_scale_stays_and_undone_when_it_change
 
 
 @pytest.mark.usefixtures("_all_begun")
-def test_a_scale_that_was_tried_and_taken_back_is_guessed_right(offloaded: Make) -> None:
+def test_a_scale_that_was_tried_and_taken_back_is_speculated_right(offloaded: Make) -> None:
     model, batches = small()
     model = offloaded(model)
     optim, scaler = infinity.AdamW(model.parameters(), lr=1e-3), scaler_of(256.0)

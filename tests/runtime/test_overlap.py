@@ -73,7 +73,7 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
 
 
 def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> Result:
-    """Losses, norms, weights and moments after STEPS steps, how many updates began early and were right, and how
+    """Losses, norms, weights and moments after STEPS steps, how many updates were speculative and right, and how
     many tiles of others were read before the step was decided."""
     model, batches = model_and_batches(accumulation)
     model = infinity.offload(model, config_of(path, **config))
@@ -97,8 +97,8 @@ def train(path: Path, clip: float | None, accumulation: int, **config: Any) -> R
         norms.append(optim.last_grad_norm)
     assert optim.skipped_steps == 1
     coordinator = registry.coordinator_of(model)
-    early, ahead = coordinator.speculation.counts.early, coordinator.resources.pipeline.counters()["ahead"]
-    result = losses, norms, weights_of(model) | states_of(model), early, ahead
+    right, ahead = coordinator.speculation.counts.early, coordinator.resources.pipeline.counters()["ahead"]
+    result = losses, norms, weights_of(model) | states_of(model), right, ahead
     require_no_leaks(model)
     infinity.close(model, discard=True)
     return result
@@ -157,9 +157,9 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
     assert found[2].keys() == wanted[2].keys()
     for name, values in found[2].items():
         assert torch.equal(values, wanted[2][name]), name
-    guesses = combination["overlap"] in ("auto", "during_backward") and clipping == "never"
-    if guesses and combination["cached"] == "none" and combination["commit_every"] <= 1:
-        assert found[3] > STEPS, "hardly anything was begun early"
+    speculates = combination["overlap"] in ("auto", "during_backward") and clipping == "never"
+    if speculates and combination["cached"] == "none" and combination["commit_every"] <= 1:
+        assert found[3] > STEPS, "hardly any update speculated"
     if combination["overlap"] in ("off", "before_forward"):
         assert found[3] == 0
     if combination["overlap"] == "off" or combination["cached"] == "all":
@@ -169,8 +169,8 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
         assert found[4] > STEPS, "hardly anything was read ahead"
 
 
-def test_a_first_step_that_is_skipped_after_early_updates_is_committed(tmp_path: Path) -> None:
-    """A guess that comes to nothing leaves no parameter with a state that no step made."""
+def test_a_first_step_that_is_skipped_after_speculative_updates_is_committed(tmp_path: Path) -> None:
+    """A speculation that comes to nothing leaves no parameter with a state that no step made."""
     model, (batch, *_) = model_and_batches(2)
     config = config_of(tmp_path, "nvme", "none", overlap="during_backward", moments="fp32", commit_every=1)
     model = infinity.offload(model, config)
@@ -198,7 +198,7 @@ class HalfUsed(nn.Module):
 
 
 def test_a_group_without_gradients_keeps_its_weights_when_the_unit_moves_in_ram(offload: Any) -> None:
-    """Its bf16 weights have none while its fp32 ones are updated early, into other memory."""
+    """Its bf16 weights have none while its fp32 ones are updated speculatively, into other memory."""
 
     def run(**config: Any) -> list[torch.Tensor]:
         model, unused = offload(HalfUsed(), weights="host", **config), []
@@ -210,11 +210,11 @@ def test_a_group_without_gradients_keeps_its_weights_when_the_unit_moves_in_ram(
             unused.append(weights_of(model)["unused"])
         return unused
 
-    for early in run(optimizer="nvme", overlap="during_backward"):
-        assert torch.equal(early, torch.ones(64, 64).bfloat16())
+    for weight in run(optimizer="nvme", overlap="during_backward"):
+        assert torch.equal(weight, torch.ones(64, 64).bfloat16())
 
 
-def begun_early(offload: Any) -> tuple[Any, Any, Any]:
+def speculated(offload: Any) -> tuple[Any, Any, Any]:
     """A model between backward and step, with updates under way."""
     model, batches = model_and_batches(1)
     model = offload(model, overlap="during_backward")
@@ -225,13 +225,13 @@ def begun_early(offload: Any) -> tuple[Any, Any, Any]:
 
 
 def test_an_update_that_may_be_undone_leaves_no_trace_in_the_optimizer(offload: Any) -> None:
-    _, optim, _ = begun_early(offload)
+    _, optim, _ = speculated(offload)
     assert optim.state_dict()["state"] == {}
 
 
 def test_a_step_after_an_interrupted_zero_grad_is_a_step(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while what was begun early is taken back."""
-    model, optim, batch = begun_early(offload)
+    """Ctrl-C comes while speculative updates are undone."""
+    model, optim, batch = speculated(offload)
     cancel = _native.UpdatePipeline.cancel
 
     def canceled(pipeline: Any, future: Any) -> None:
@@ -275,7 +275,7 @@ def test_what_was_read_ahead_stays_right_through_a_skipped_step_and_a_dropped_gr
 
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tmp_path: Path) -> None:
-    """What was begun early writes to slots that no generation names: so does a commit of what is only in RAM."""
+    """A speculative update writes to copies that no generation names: so does a commit of what is only in RAM."""
     config = config_of(tmp_path / "swap", weights, "none", overlap="during_backward", commit_every=2, moments="fp32")
     model, batches = model_and_batches(1)
     model = infinity.offload(model, config | {"keep": 2})

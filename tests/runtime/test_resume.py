@@ -280,7 +280,7 @@ def test_a_commit_moves_no_state_that_is_in_the_store(config: Any) -> None:
     assert written["host", 1] == written["host", 0] + weight_bytes
 
 
-def test_the_plan_says_what_the_slots_take_and_reserves_it(config: Any) -> None:
+def test_the_plan_says_what_the_copies_take_and_reserves_it(config: Any) -> None:
     sizes = {}
     for keep in (1, 2):
         swap = config("host", "host", commit_every=1, keep=keep)
@@ -291,7 +291,7 @@ def test_the_plan_says_what_the_slots_take_and_reserves_it(config: Any) -> None:
         assert plan.layout.swap.nbytes == (plan.layout.weight_bytes + plan.layout.state_bytes) * (keep + 1)
         held = Path(swap["nvme"]["paths"][0]) / "states.infinity-swap"
         assert held.stat().st_blocks * 512 >= plan.layout.swap.nbytes
-        assert f"every step, {keep} kept, each state in {keep + 1} slots" in plan.describe()
+        assert f"every step, {keep} kept, each state in {keep + 1} copies" in plan.describe()
         infinity.close(net)
 
 

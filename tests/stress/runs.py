@@ -67,8 +67,8 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         else:
             _require_told(player, error)
             counts["failed as told"] += 1
-    guesses = player.coordinator.speculation.counts
-    counts.update(early=guesses.early, undone=guesses.undone, late=guesses.late)
+    found = player.coordinator.speculation.counts
+    counts.update(early=found.early, undone=found.undone, late=found.late)
     _require_closed(player)
     del player, model
     if script.config["commit_every"]:

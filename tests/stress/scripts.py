@@ -1,7 +1,7 @@
 """What happens in one run, made from a seed: the loop, the config, and everything that disturbs them.
 
-What a run must end in is known beforehand: a disturbed attempt at an iteration is abandoned with zero_grad and made
-again, a disturbed forward is repeated. So the iterations alone, undisturbed, tell the bits.
+What a run must end in is known before it begins: a disturbed attempt at an iteration is abandoned with zero_grad and
+made again, a disturbed forward is repeated. So the iterations alone, undisturbed, tell the bits.
 """
 
 from __future__ import annotations

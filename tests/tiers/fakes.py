@@ -1,4 +1,4 @@
-"""What lies below the rooms, as a test wants it: requests that end when the test says, well or not."""
+"""What lies below homes, slots and units, as a test wants it: requests that end when the test says, well or not."""
 
 from __future__ import annotations
 
@@ -179,20 +179,20 @@ class Store:
         into: memoryview,
         *,
         io_class: str = "weights",
-        slot: int | None = None,
+        copy: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         def act() -> None:
             if after is not None:
                 after.result()
-            there = self.stored.get(self._key(extent, slot), b"")
+            there = self.stored.get(self._key(extent, copy), b"")
             into[: len(there)] = there[: len(into)]
 
         return self._start(extent, act)
 
-    def write(self, extent: Extent, data: memoryview, *, io_class: str, slot: int | None = None) -> Transfer:
+    def write(self, extent: Extent, data: memoryview, *, io_class: str, copy: int | None = None) -> Transfer:
         def act() -> None:
-            self.stored[self._key(extent, slot)] = bytes(data)
+            self.stored[self._key(extent, copy)] = bytes(data)
 
         return self._start(extent, act)
 
@@ -201,8 +201,8 @@ class Store:
         return transfer(self.syncs[-1])
 
     @staticmethod
-    def _key(extent: Extent, slot: int | None) -> tuple[str, int]:
-        return f"{extent.unit}.{extent.group}.{extent.state}", extent.slot if slot is None else slot
+    def _key(extent: Extent, copy: int | None) -> tuple[str, int]:
+        return f"{extent.unit}.{extent.group}.{extent.state}", extent.copy if copy is None else copy
 
     def is_scratch(self, path: str, offset: int) -> bool:
         return False
@@ -213,8 +213,8 @@ def transfer(future: Future, unit: str = "", state: str = "") -> Transfer:
     return Transfer(native, unit, state, 1)
 
 
-def extent(unit: str, state: str, *, group: int = 0, count: int = 1, slots: int = 2) -> Extent:
-    return Extent(unit, group, state, tuple(PAGE_BYTES * count * slot for slot in range(slots)), PAGE_BYTES * count)
+def extent(unit: str, state: str, *, group: int = 0, count: int = 1, copies: int = 2) -> Extent:
+    return Extent(unit, group, state, tuple(PAGE_BYTES * count * copy for copy in range(copies)), PAGE_BYTES * count)
 
 
 @dataclass
@@ -235,7 +235,7 @@ class Generations:
         return self.made[-1][0] if self.made else None
 
     def destination(self, extent: Extent) -> int:
-        return (extent.slot + 1) % len(extent.offsets)
+        return (extent.copy + 1) % len(extent.offsets)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         if self.failure is not None:

@@ -123,7 +123,7 @@ def test_another_stream_that_asks_for_weights_waits_for_their_upload(offload: An
     assert [stream for stream, _ in gpu.waits] == [side]
 
 
-def test_uploads_of_weights_in_ram_are_forgotten_once_they_have_landed(offload: Any, gpu: Imitation) -> None:
+def test_uploads_of_weights_in_ram_are_forgotten_once_they_are_complete(offload: Any, gpu: Imitation) -> None:
     model = offload(Blocks().bfloat16(), "host", memory=TIGHT)
     device = registry.coordinator_of(model).resources.device
     assert isinstance(device, CudaDevice)

@@ -16,10 +16,10 @@ def test_what_changes_in_ram_is_newer_than_the_store_until_it_is_written_or_read
     home.changed()
     assert home.dirty
     home.written(1)
-    assert (home.dirty, home.stored().slot, home.stored().offset) == (False, 1, PAGE_BYTES)
+    assert (home.dirty, home.stored().copy, home.stored().offset) == (False, 1, PAGE_BYTES)
     home.changed()
     home.read()
-    assert (home.dirty, home.stored().slot) == (False, 1)
+    assert (home.dirty, home.stored().copy) == (False, 1)
 
 
 def test_a_state_is_asked_for_where_it_is() -> None:

@@ -37,7 +37,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.lost: set[int] = set()
 
     def _spill(self, index: int, count: int) -> Spill:
-        return Spill(extent(str(index), "grad", count=count, slots=1), self.landing, lambda: count * PAGE_BYTES)
+        return Spill(extent(str(index), "grad", count=count, copies=1), self.landing, lambda: count * PAGE_BYTES)
 
     def _ended(self, extent: Any, failure: Failure | None) -> None:
         if failure is not None:
@@ -170,7 +170,7 @@ def window(count: int, *sizes: int) -> tuple[Landing, Store, list[Spill]]:
     native: Any = store
     landing = Landing(pages(count), native)
     spills = [
-        Spill(extent(str(index), "grad", count=size, slots=1), landing, lambda size=size: size * PAGE_BYTES)
+        Spill(extent(str(index), "grad", count=size, copies=1), landing, lambda size=size: size * PAGE_BYTES)
         for index, size in enumerate(sizes)
     ]
     return landing, store, spills

@@ -28,7 +28,7 @@ NUMEL = PAGE_BYTES // 4
 """Of a group with one page of fp32 weights."""
 
 
-def unit_of(index: int, groups: Sequence[int] = (1,), *, resident: bool = False) -> Unit:
+def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) -> Unit:
     """A unit of fp32 groups of so many pages, each with two parameters."""
     made, offset = [], 0
     for number, count in enumerate(groups):
@@ -38,7 +38,7 @@ def unit_of(index: int, groups: Sequence[int] = (1,), *, resident: bool = False)
         )
         made.append(Group(torch.float32, True, "fp32", specs, 2 * half, offset, PAGE_BYTES * count))
         offset += PAGE_BYTES * count
-    return Unit(index, str(index), tuple(made), offset, resident)
+    return Unit(index, str(index), tuple(made), offset, stays)
 
 
 def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:
@@ -108,28 +108,28 @@ class Gradients:
 class Pipeline:
     """As _native.UpdatePipeline: jobs are under way until the test, or who waits for them, ends them."""
 
-    held_tiles_max = 2
+    ahead_tiles_max = 2
 
     def __init__(self) -> None:
         self.jobs: list[UpdateFuture] = []
-        self.held: list[UpdateFuture] = []
+        self.ahead: list[UpdateFuture] = []
         self.canceled: list[UpdateFuture] = []
         self.lent: list[Any] = []
         self.lost = False  # a device was given up: what is lent does not come back
 
     def submit(self, **job: Any) -> UpdateFuture:
-        if job["held"] is not None:
-            self.held.remove(job["held"])
+        if job["ahead"] is not None:
+            self.ahead.remove(job["ahead"])
         self.jobs.append(UpdateFuture(**job))
         return self.jobs[-1]
 
-    def hold(self, **job: Any) -> UpdateFuture:
-        self.held.append(UpdateFuture(**job))
-        return self.held[-1]
+    def read_ahead(self, **job: Any) -> UpdateFuture:
+        self.ahead.append(UpdateFuture(**job))
+        return self.ahead[-1]
 
     def cancel(self, job: UpdateFuture) -> None:
-        if job in self.held:
-            self.held.remove(job)
+        if job in self.ahead:
+            self.ahead.remove(job)
         self.canceled.append(job)
         job.fate = job.fate or CANCELED
 
@@ -167,7 +167,7 @@ class Device:
 
 
 def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
-    """Without generations: every extent has a spare slot."""
+    """Without generations: every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
             budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL))
@@ -177,8 +177,8 @@ def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
         store=Store(),
         require_store=Store,
         generations=None,
-        destination=lambda extent: extent.slot,
-        spare_slot=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.slot), None),
+        destination=lambda extent: extent.copy,
+        spare_copy=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.copy), None),
     )
 
 

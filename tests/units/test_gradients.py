@@ -52,7 +52,7 @@ def group_of(unit: Unit = UNIT, *, home: int = 0, window: int = 0) -> GroupGradi
         store: Any = native
         landing = Landing(pages(window), store)
     lease = pages(home).lease(home * PAGE_BYTES, "gradients") if home else None
-    place = extent(unit.name, "grad", count=2, slots=1) if window else None
+    place = extent(unit.name, "grad", count=2, copies=1) if window else None
     return GroupGradients(unit, unit.groups[0], lease, place, landing, CpuDevice(), pool())
 
 
@@ -166,7 +166,7 @@ def spilling() -> SimpleNamespace:
     landing = Landing(pages(4), store)
     units, groups = [bf16_unit(index) for index in range(3)], []
     for unit in units:
-        place = extent(unit.name, "grad", count=2, slots=1)
+        place = extent(unit.name, "grad", count=2, copies=1)
         groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, CpuDevice(), pool()))
     of_units = [UnitGradients(unit, {0: group}) for unit, group in zip(units, groups, strict=True)]
     gradients = Gradients(of_units, landing, CpuDevice())

@@ -50,12 +50,12 @@ def test_a_unit_that_was_released_meanwhile_is_seen() -> None:
 
 @few
 @given(st.lists(UNITS), st.sets(UNITS))
-def test_updates_go_in_the_order_of_the_next_forward(order: list[int], resident: set[int]) -> None:
-    expected = [index for index in range(COUNT) if index in resident]
-    expected += [index for index in dict.fromkeys(order) if index not in resident]
+def test_updates_go_in_the_order_of_the_next_forward(order: list[int], staying: set[int]) -> None:
+    expected = [index for index in range(COUNT) if index in staying]
+    expected += [index for index in dict.fromkeys(order) if index not in staying]
     expected += [index for index in range(COUNT) if index not in expected]
-    made = policy.update_order(COUNT, resident.__contains__, Trace(order))
-    first = [index for index in made if index in resident]
+    made = policy.update_order(COUNT, staying.__contains__, Trace(order))
+    first = [index for index in made if index in staying]
     assert made[: len(first)] == first
-    assert [index for index in made if index not in resident] == [each for each in expected if each not in resident]
+    assert [index for index in made if index not in staying] == [each for each in expected if each not in staying]
     assert sorted(made) == list(range(COUNT))

@@ -28,11 +28,11 @@ class ReadAheadMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patch.undo()
 
-    @initialize(held_max=st.integers(0, 9))
-    def offload(self, held_max: int) -> None:
+    @initialize(ahead_max=st.integers(0, 9))
+    def offload(self, ahead_max: int) -> None:
         self.below = resources()
         self.pipeline: Any = self.below.pipeline
-        self.pipeline.held_tiles_max = self.held_max = held_max
+        self.pipeline.ahead_tiles_max = self.ahead_max = ahead_max
         shadows, space = no_shadows(self.pipeline), pages(6)
         self.units = [
             offloaded(unit, homes_of(unit, states=space if unit.index == IN_RAM else None), shadows)
@@ -40,12 +40,12 @@ class ReadAheadMachine(RuleBasedStateMachine):
         ]
         self.ahead = ReadAhead(self.below)
 
-    def _held(self) -> list[int]:
+    def _ahead(self) -> list[int]:
         return [unit.index for unit in self.units if unit.ahead]
 
     @rule(order=st.permutations(range(COUNT)))
     def begin(self, order: list[int]) -> None:
-        before, room = self._held(), self.held_max
+        before, room = self._ahead(), self.ahead_max
         room -= sum(GROUPS) * len(before)
         self.ahead.begin((self.units[index] for index in order), 1)
         expected = list(before)
@@ -53,7 +53,7 @@ class ReadAheadMachine(RuleBasedStateMachine):
             if room > 0 and index != IN_RAM and index not in before:
                 expected.append(index)
                 room -= sum(GROUPS)
-        assert set(self._held()) == set(expected)
+        assert set(self._ahead()) == set(expected)
 
     @rule(index=st.integers(0, COUNT - 1), groups=st.sets(st.sampled_from([0, 1])))
     def take(self, index: int, groups: set[int]) -> None:
@@ -64,19 +64,19 @@ class ReadAheadMachine(RuleBasedStateMachine):
         for group, job in before.items():
             assert (job in self.pipeline.canceled) == (group not in groups)
             if group in groups:
-                self.pipeline.held.remove(job)  # an update took it over
+                self.pipeline.ahead.remove(job)  # an update took it over
 
     @rule(but=st.sets(st.integers(0, COUNT - 1)))
     def drop(self, but: set[int]) -> None:
-        before = self._held()
+        before = self._ahead()
         self.ahead.drop(but=but)
-        assert self._held() == [index for index in before if index in but]
+        assert self._ahead() == [index for index in before if index in but]
 
     @invariant()
-    def every_held_job_belongs_to_a_unit_that_is_ahead(self) -> None:
-        held = [job for unit in self.units for job in unit.ahead.values()]
-        assert {id(job) for job in held} == {id(job) for job in self.pipeline.held}
-        assert set(self.ahead._units) == set(self._held())
+    def every_job_belongs_to_a_unit_that_is_ahead(self) -> None:
+        ahead = [job for unit in self.units for job in unit.ahead.values()]
+        assert {id(job) for job in ahead} == {id(job) for job in self.pipeline.ahead}
+        assert set(self.ahead._units) == set(self._ahead())
         assert all(len(unit.ahead) in (0, len(GROUPS)) for unit in self.units)
 
 

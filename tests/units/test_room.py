@@ -159,7 +159,7 @@ class NoUpdates:
 SIZES = (2, 1, 3, 1, 2)
 BUDGET = 6
 STAYS = 3
-"""The unit that is resident."""
+"""The unit that stays."""
 INDEX = st.integers(0, len(SIZES) - 1)
 
 
@@ -167,7 +167,7 @@ def alone(budget: int = BUDGET, sizes: Sequence[int] = SIZES, *, shares_memory: 
     """A room of units that are in the store."""
     below, pool = resources(slot_pages=budget, shares_memory=shares_memory), Pool(budget)
     shadows = no_shadows(below.pipeline)
-    made = [unit_of(index, (count,), resident=index == STAYS) for index, count in enumerate(sizes)]
+    made = [unit_of(index, (count,), stays=index == STAYS) for index, count in enumerate(sizes)]
     units = [offloaded(unit, homes_of(unit), shadows) for unit in made]
     updates: Any = NoUpdates(units)
     with pytest.MonkeyPatch.context() as patch:
@@ -324,16 +324,16 @@ class RoomMachine(RuleBasedStateMachine):
             slot.viewed = False
         self.views.clear()
 
-    @rule(index=INDEX, early=st.booleans())
-    def an_update_begins(self, index: int, early: bool) -> None:
+    @rule(index=INDEX, speculative=st.booleans())
+    def an_update_begins(self, index: int, speculative: bool) -> None:
         unit = self.units[index]
         if unit.update is not None:
             return
         slot: Any = unit.weights.slot if unit.weights.residency is Residency.RESIDENT else None
-        update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(slot, speculative=early), committed=False)
+        update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(slot, speculative=speculative), committed=False)
         update.transfers[0] = under_way(UpdateFuture(), [(unit.homes.weights.groups[0], 1)])
         unit.begin_update(update)
-        if not early and not self.uses[index] and index not in self.held:
+        if not speculative and not self.uses[index] and index not in self.held:
             self.room.update_decided(unit)
 
     @rule(index=INDEX)
@@ -354,7 +354,7 @@ class RoomMachine(RuleBasedStateMachine):
     def an_update_ends(self, index: int) -> None:
         unit = self.units[index]
         if unit.decided is not None:
-            unit.land_update()
+            unit.finish_update()
         elif unit.update is not None:
             unit.update.wait("written")
             unit.undo_update()
@@ -399,7 +399,7 @@ def residencies(room: Room) -> list[str]:
 
 def test_what_comes_next_is_fetched_ahead_and_what_comes_last_makes_room() -> None:
     room, _ = alone(budget=3, sizes=(1, 1, 1, 1, 1))
-    room.begin_pass(training=False)  # in the order of the indices, but for the unit that is resident
+    room.begin_pass(training=False)  # in the order of the indices, but for the unit that stays
     room.units[0].weights.use()
     brought(room, 0)
     assert residencies(room) == ["resident", "fetching", "fetching", "released", "released"]
@@ -419,11 +419,11 @@ def test_a_prefetch_sends_nobody_away_who_is_needed_before() -> None:
     assert len(pool.fetches) == fetched
 
 
-@pytest.mark.parametrize("why", ["used", "held", "viewed", "resident"])
+@pytest.mark.parametrize("why", ["used", "held", "viewed", "stays"])
 def test_who_is_needed_does_not_go_though_its_next_use_is_the_farthest(why: str) -> None:
     room, _ = alone(budget=2, sizes=(1, 1, 1, 1))
-    first = STAYS if why == "resident" else 0
-    room.begin_pass(training=False)  # in the order of the indices, but for the unit that is resident
+    first = STAYS if why == "stays" else 0
+    room.begin_pass(training=False)  # in the order of the indices, but for the unit that stays
     brought(room, first)
     unit = room.units[first]
     slot: Any = unit.weights.slot

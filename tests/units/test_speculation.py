@@ -70,7 +70,7 @@ def test_every_update_is_counted_once() -> None:
     assert speculation.counts == Counts(early=2, undone=4, late=2)
 
 
-def test_clips_are_counted_where_updates_might_have_begun_early() -> None:
+def test_clips_are_counted_where_updates_might_have_speculated() -> None:
     for speculation in (Speculation("before_forward"), Speculation("off")):
         step(speculation, wrong=False, clipped=True)
         assert speculation.counts.clipped == 0

@@ -1,6 +1,6 @@
-"""One unit and its update: begun, decided, applied, landed or undone in any order that is allowed, and no other.
+"""One unit and its update: begun, decided, applied, finished or undone in any order that is allowed, and no other.
 
-What counts meanwhile is what counted before; from the landing on it is what was written. Memory adds up, gradients stay
+What counts meanwhile is what counted before; from its end on it is what was written. Memory adds up, gradients stay
 where they are, and a decided update that fails is told to the health of the model.
 """
 
@@ -60,23 +60,23 @@ class UnitMachine(RuleBasedStateMachine):
     # -- what may happen ----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.unit.update is None)
-    @rule(speculative=st.booleans(), held=st.booleans())
-    def begin(self, speculative: bool, held: bool) -> None:
+    @rule(speculative=st.booleans(), in_slot=st.booleans())
+    def begin(self, speculative: bool, in_slot: bool) -> None:
         shadow = self.shadows.try_lease(PAGES * PAGE_BYTES) if speculative and self.in_ram else None
         self._fill(shadow, NEW)
-        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if held and not self.in_ram else None
+        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if in_slot and not self.in_ram else None
         update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
         self.futures = [UpdateFuture(), UpdateFuture()]
         self.before = [(home, self._copy(home)) for home in self.homes]
         for group, future in enumerate(self.futures):
             homes = [self.homes.weights.groups[group], *self.homes.states[group].homes()]
-            moves = [(home, None if home.in_memory else 1 - home.stored().slot) for home in homes]
+            moves = [(home, None if home.in_memory else 1 - home.stored().copy) for home in homes]
             update.transfers[group] = under_way(future, moves)
         self.unit.begin_update(update)
 
     @staticmethod
     def _copy(home: Home) -> int | None:
-        return None if home.in_memory else home.stored().slot
+        return None if home.in_memory else home.stored().copy
 
     @precondition(lambda self: self._state() is UpdateState.SPECULATIVE)
     @rule(viewed=st.booleans())
@@ -113,10 +113,10 @@ class UnitMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.unit.decided is not None)
     @rule()
-    def land(self) -> None:
+    def finish(self) -> None:
         update = self.update
-        if self._told(self.unit.land_update):
-            assert update.state is UpdateState.LANDED
+        if self._told(self.unit.finish_update):
+            assert update.state is UpdateState.FINISHED
             assert self.unit.update is None
             for home, before in self.before:
                 assert self._copy(home) == (None if before is None else 1 - before)
@@ -159,9 +159,9 @@ class UnitMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.unit.decided is None)
     @rule()
-    def what_is_not_decided_does_not_land(self) -> None:
+    def what_is_not_decided_does_not_finish(self) -> None:
         with pytest.raises(AssertionError, match="has no decided update"):
-            self.unit.land_update()
+            self.unit.finish_update()
 
     @precondition(lambda self: self.unit.decided is not None)
     @rule()
@@ -177,7 +177,7 @@ class UnitMachine(RuleBasedStateMachine):
         assert [each for each in both if each is not None] == ([] if self.unit.update is None else [self.unit.update])
 
     @invariant()
-    def the_store_counts_as_before_until_the_landing(self) -> None:
+    def the_store_counts_as_before_until_the_end(self) -> None:
         for home, before in self.before if self.unit.update is not None else ():
             assert self._copy(home) == before
             assert not home.dirty
@@ -234,22 +234,22 @@ def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, Health]:
     return offloaded(unit_of(0), homes, shadows, health), health
 
 
-@pytest.mark.parametrize("act", ["apply_update", "await_slot", "land_update"])
+@pytest.mark.parametrize("act", ["apply_update", "await_slot", "finish_update"])
 def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     unit, health = small()
     begun(unit).fate = Failure()
     with pytest.raises(SwapIOError) as caught:
         getattr(unit, act)()
     assert health.failure is caught.value
-    assert unit.homes.weights.groups[0].stored().slot == 0
+    assert unit.homes.weights.groups[0].stored().copy == 0
 
 
-@pytest.mark.parametrize("act", ["apply_update", "land_update"])
-def test_an_update_that_lands_while_somebody_waits_for_it_lands_once(act: str) -> None:
+@pytest.mark.parametrize("act", ["apply_update", "finish_update"])
+def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once(act: str) -> None:
     """A signal's handler comes during a wait, and may commit."""
     machine = UnitMachine()
     machine.offload(in_ram=True)
-    machine.begin(speculative=True, held=False)
+    machine.begin(speculative=True, in_slot=False)
     machine.decide(viewed=False)
     unit, update, home = machine.unit, machine.update, machine.homes.weights.lease
     shadow, waits = update.place.shadow, []
@@ -257,12 +257,12 @@ def test_an_update_that_lands_while_somebody_waits_for_it_lands_once(act: str) -
     def wait(milestone: Any) -> None:
         waits.append(milestone)
         if len(waits) == 1:
-            unit.land_update()
+            unit.finish_update()
 
     update.wait = wait  # type: ignore[method-assign]
     getattr(unit, act)()
     assert unit.update is None
-    assert update.state is UpdateState.LANDED
+    assert update.state is UpdateState.FINISHED
     assert machine.homes.weights.lease is shadow is not home
     assert machine.shadows.free_bytes == PAGES * PAGE_BYTES
 
@@ -275,7 +275,7 @@ def test_what_was_computed_is_applied_though_the_store_fails_later() -> None:
     unit.apply_update()
     assert health.failure is None
     with pytest.raises(SwapIOError):
-        unit.land_update()
+        unit.finish_update()
     assert health.failure is not None
 
 
@@ -295,12 +295,12 @@ def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     unit, _ = small()
     assert unit.weights_under_way() == {}
     future = begun(unit)
-    (slot, transfer) = unit.weights_under_way()[0]
-    assert slot == 1
+    (copy, transfer) = unit.weights_under_way()[0]
+    assert copy == 1
     future.advance()
     assert not transfer.done()
     future.advance()
     assert transfer.done()
-    unit.land_update()
+    unit.finish_update()
     begun(unit, speculative=True)
     assert unit.weights_under_way() == {}

@@ -17,16 +17,16 @@ from infinity.units.update import (
     UpdateState,
     UpdateTransfer,
     WeightsPlace,
-    hold_update,
+    read_update_ahead,
     submit_update,
 )
 from tests.tiers.fakes import Failure, Store, UpdateFuture, imitate_streams, nobody_waits, pages
 from tests.units.fakes import Gradients, Pipeline, homes_of, resources, under_way, unit_of, wanted
 
-SPECULATIVE, DECIDED, APPLIED, LANDED, UNDONE = UpdateState
-NOTE = {(SPECULATIVE, DECIDED), (SPECULATIVE, UNDONE), (DECIDED, APPLIED), (APPLIED, LANDED)}
+SPECULATIVE, DECIDED, APPLIED, FINISHED, UNDONE = UpdateState
+NOTE = {(SPECULATIVE, DECIDED), (SPECULATIVE, UNDONE), (DECIDED, APPLIED), (APPLIED, FINISHED)}
 WAY = {SPECULATIVE: [], DECIDED: [DECIDED], UNDONE: [UNDONE]}
-WAY |= {APPLIED: [DECIDED, APPLIED], LANDED: [DECIDED, APPLIED, LANDED]}
+WAY |= {APPLIED: [DECIDED, APPLIED], FINISHED: [DECIDED, APPLIED, FINISHED]}
 UNIT = unit_of(0)
 
 
@@ -75,16 +75,16 @@ def test_a_milestone_is_reached_when_every_group_has_reached_it_well_or_not() ->
 
 def test_an_update_reads_its_slot_until_it_is_computed_and_writes_from_it_until_the_weights_are_there() -> None:
     slot = pages(1).lease(PAGE_BYTES, "a slot")
-    early, late, elsewhere = UpdateFuture(), UpdateFuture(), UpdateFuture()
-    speculative = update(early, place=WeightsPlace(slot=slot, speculative=True))
-    decided = update(late, place=WeightsPlace(slot=slot))
+    one, other, elsewhere = UpdateFuture(), UpdateFuture(), UpdateFuture()
+    speculative = update(one, place=WeightsPlace(slot=slot, speculative=True))
+    decided = update(other, place=WeightsPlace(slot=slot))
     without = update(elsewhere)
     assert (speculative.reads_slot(), speculative.writes_from_slot()) == (True, False)
     assert (decided.reads_slot(), decided.writes_from_slot()) == (False, True)
     assert (without.reads_slot(), without.writes_from_slot()) == (False, False)
-    early.advance(), late.advance()
+    one.advance(), other.advance()
     assert (speculative.reads_slot(), decided.writes_from_slot()) == (False, True)
-    late.advance()
+    other.advance()
     assert not decided.writes_from_slot()
 
 
@@ -98,15 +98,15 @@ def test_a_failure_is_told_once_it_is_known() -> None:
         made.require_well()
 
 
-def test_landing_turns_each_state_to_what_was_written() -> None:
+def test_finishing_turns_each_state_to_what_was_written() -> None:
     homes = homes_of(UNIT, pages(1))
     states = homes.states[0]
     transfer = under_way(UpdateFuture(), [(homes.weights.groups[0], None), (states.homes()[0], 1)])
-    assert transfer.slot_of(states.homes()[0]) == 1
-    assert transfer.slot_of(states.homes()[1]) is None
-    transfer.land()
+    assert transfer.copy_of(states.homes()[0]) == 1
+    assert transfer.copy_of(states.homes()[1]) is None
+    transfer.finish()
     assert homes.weights.groups[0].dirty
-    assert [home.stored().slot for home in states.homes()] == [1, 0]
+    assert [home.stored().copy for home in states.homes()] == [1, 0]
 
 
 # -- how a group is handed to the pipeline ----------------------------------------------------------------------------
@@ -120,7 +120,9 @@ def _readable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 def submit(homes: UnitHomes, place: WeightsPlace, *, committed: bool = False, **options: Any) -> UpdateTransfer:
     gradients: Any = Gradients(UNIT).groups[0]
     request = replace(wanted(UNIT)[0], **options)
-    return submit_update(resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, held=None)
+    return submit_update(
+        resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, ahead=None
+    )
 
 
 def job(transfer: UpdateTransfer) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def test_a_speculative_update_writes_beside_what_is_current() -> None:
         stream = made[state]
         assert (stream.file, stream.offset, stream.write_offset, stream.memory) == (Store.file, 0, PAGE_BYTES, None)
     assert made["weight"].source == slot.view()
-    assert made["first"]
+    assert made["speculative"]
     assert made["whole"]
     assert {move for _, move in transfer.moves} == {1}
     assert JobTag.unpack(made["tag"]) == JobTag(7, 0, 0)
@@ -149,7 +151,7 @@ def test_a_decided_update_may_overwrite() -> None:
     made = job(submit(homes_of(UNIT), WeightsPlace(slot=slot)))
     assert (made["weight"].memory, made["weight"].source) == (slot.view(), None)
     assert {made[state].write_offset for state in ("weight", "exp_avg", "exp_avg_sq")} == {0}
-    assert (made["first"], made["whole"], made["grad"]) == (False, False, "gradients of 0.0")
+    assert (made["speculative"], made["whole"], made["grad"]) == (False, False, "gradients of 0.0")
 
 
 def test_new_weights_in_ram_go_to_the_shadow_and_the_current_ones_stay() -> None:
@@ -173,14 +175,14 @@ def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -
     assert exp_avg.memory == home.view()
     assert exp_avg.file == (Store.file if committed else None)
     assert (home, 0 if committed else None) in transfer.moves
-    with pytest.raises(AssertionError, match="an early update of a state in RAM"):
+    with pytest.raises(AssertionError, match="a speculative update of a state in RAM"):
         submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
 
 
-def test_a_speculative_update_needs_a_spare_slot_of_every_state() -> None:
+def test_a_speculative_update_needs_a_spare_copy_of_every_state() -> None:
     homes = homes_of(UNIT)
     homes.states[0].homes()[1].stored().offsets = (0,)
-    with pytest.raises(AssertionError, match="no spare slot for exp_avg_sq"):
+    with pytest.raises(AssertionError, match="no spare copy for exp_avg_sq"):
         submit(homes, WeightsPlace(speculative=True))
 
 
@@ -191,11 +193,11 @@ def test_moments_that_no_rule_uses_are_not_moved() -> None:
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
-def test_states_are_held_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
+def test_states_are_read_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
     below = resources(shares_memory=shares_memory)
-    hold_update(below, UNIT, homes_of(UNIT), 0, step=2)
+    read_update_ahead(below, UNIT, homes_of(UNIT), 0, step=2)
     pipeline: Pipeline = below.pipeline
-    held = pipeline.held[0].job
-    assert (held["weight"] is None) == shares_memory
-    assert held["exp_avg"].file == held["exp_avg_sq"].file == Store.file
-    assert held["residual"] is None
+    ahead = pipeline.ahead[0].job
+    assert (ahead["weight"] is None) == shares_memory
+    assert ahead["exp_avg"].file == ahead["exp_avg_sq"].file == Store.file
+    assert ahead["residual"] is None

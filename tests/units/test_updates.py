@@ -1,7 +1,7 @@
-"""The updates of a model over a pipeline that is imitated: speculated, undone, decided and landed in any order.
+"""The updates of a model over a pipeline that is imitated: speculated, undone, decided and finished in any order.
 
 What is decided is what the step wants, of the units it wants it of; nothing is in flight after undoing; each state
-counts as before until its unit landed; memory for new weights adds up.
+counts as before until its update was finished; memory for new weights adds up.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class UpdatesMachine(RuleBasedStateMachine):
             assert unit.decided.place.speculative == (unit.index in goes_on)
         later = [job for job in self.pipeline.jobs[:earlier] if not job.done()]
         assert later == [job for unit in decided if unit.index in goes_on for job in _jobs(unit.update) if job in later]
-        assert not self.pipeline.held
+        assert not self.pipeline.ahead
 
     @staticmethod
     def _is_right(update: UnitUpdate | None, requested: UnitRequest | None, committed: bool) -> bool:
@@ -159,26 +159,26 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.updates.oldest_decided is not None)
     @rule(data=st.data())
-    def land(self, data: Any) -> None:
+    def finish(self, data: Any) -> None:
         unit = data.draw(st.sampled_from(self.updates.decided))
         written = self._written(unit)
-        self.updates.land(unit)
-        self._landed(unit, written)
+        self.updates.finish(unit)
+        self._finished(unit, written)
 
     @staticmethod
     def _written(unit: OffloadedUnit) -> list[Any]:
         assert unit.update is not None
         return [move for transfer in unit.update.transfers.values() for move in transfer.moves]
 
-    def _landed(self, unit: OffloadedUnit, written: list[Any]) -> None:
+    def _finished(self, unit: OffloadedUnit, written: list[Any]) -> None:
         assert unit.update is None
-        assert all(home.dirty if slot is None else home.stored().slot == slot for home, slot in written)
+        assert all(home.dirty if copy is None else home.stored().copy == copy for home, copy in written)
         self._forget([unit.index])
 
     @rule()
-    def land_what_is_done(self) -> None:
+    def finish_what_is_written(self) -> None:
         before, waits = [(unit, self._written(unit), unit.update) for unit in self.updates.decided], self._waits()
-        self.updates.land_done()
+        self.updates.finish_written()
         assert self._waits() == waits
         stops = False
         for unit, written, update in before:
@@ -186,11 +186,11 @@ class UpdatesMachine(RuleBasedStateMachine):
             if stops:
                 assert unit.update is update
             else:
-                self._landed(unit, written)
+                self._finished(unit, written)
 
     @rule()
-    def land_all(self) -> None:
-        self.updates.land_all()
+    def finish_all(self) -> None:
+        self.updates.finish_all()
         self._forget([index for index in self.begun if self.units[index].update is None])
         assert self.updates.oldest_decided is None
 
@@ -227,8 +227,8 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_updates_keep_of_the_slots_is_a_share(self) -> None:
-        held = [unit for unit in self.updates.speculative if unit.reads_slot()]
-        assert sum(unit.unit.weight_bytes for unit in held) * 4 <= self.below.plan.budgets.slot_bytes
+        reading = [unit for unit in self.updates.speculative if unit.reads_slot()]
+        assert sum(unit.unit.weight_bytes for unit in reading) * 4 <= self.below.plan.budgets.slot_bytes
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -275,12 +275,12 @@ def test_what_speculation_needs(machine: UpdatesMachine) -> None:
     gradients.in_ram = False
     assert not updates.can_speculate(unit)
     gradients.in_ram = True
-    spare = machine.below.spare_slot
-    machine.below.spare_slot = lambda extent: None if extent.state == "weight" else spare(extent)
+    spare = machine.below.spare_copy
+    machine.below.spare_copy = lambda extent: None if extent.state == "weight" else spare(extent)
     assert not updates.can_speculate(unit)
     assert updates.can_speculate(machine.units[3])  # its weights are in RAM
     resting = offloaded(unit_of(9), homes_of(unit_of(9), states=pages(2)), machine.shadows)
-    machine.below.spare_slot = spare
+    machine.below.spare_copy = spare
     assert not updates.can_speculate(resting)
 
 
@@ -310,13 +310,13 @@ def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) ->
         machine.updates.require_well()
 
 
-def test_weights_that_are_not_finite_are_told_when_they_land(
+def test_weights_that_are_not_finite_are_told_when_their_update_is_finished(
     machine: UpdatesMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine.decide({0: 1.0, 1: 1.0}, list(range(COUNT)), False)
     machine.pipeline.jobs[1].finite = False
     with caplog.at_level(logging.WARNING, logger="infinity"):
-        machine.updates.land_all()
+        machine.updates.finish_all()
     assert [record.message.split(" is not")[0] for record in caplog.records] == [
         "step 1: a weight or a moment of unit '0'"
     ]
@@ -331,5 +331,5 @@ def test_shadows_come_back_when_updates_speculate_again(machine: UpdatesMachine)
     assert machine.shadows.free_bytes == 2 * PAGE_BYTES
     assert all(job.computed.done() for job in machine.pipeline.jobs)
     assert not any(job.done() for job in machine.pipeline.jobs)
-    assert not machine.pipeline.held
+    assert not machine.pipeline.ahead
     assert machine.pipeline.canceled[-1].fate is CANCELED

@@ -1,4 +1,4 @@
-"""What a coordinator asks: the rooms of one offloaded model."""
+"""What a coordinator asks: the parts of one offloaded model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Protocol
 from torch import nn
 
 from infinity.base.timeline import Timeline
-from infinity.coordinator.early import EarlyUpdates
 from infinity.coordinator.progress import Progress
 from infinity.coordinator.readers import Readers
+from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.state.released import released_class
@@ -33,8 +33,8 @@ class Optimizer(Checkpointed, Predictable, Protocol):
     """An optimizer, as the coordinator sees it."""
 
 
-class Rooms(ABC):
-    """The rooms, opened in the order in which they know each other.
+class Parts(ABC):
+    """The parts, opened in the order in which they know each other.
 
     Attributes:
         units: in the order of their indices.
@@ -63,7 +63,7 @@ class Rooms(ABC):
             for unit, named in zip(units, parameters, strict=True)
             for name, parameter in named.items()
         }
-        self._staying = frozenset(unit.index for unit in units if unit.resident)
+        self._staying = frozenset(unit.index for unit in units if unit.stays)
         released, shadows = released_class(self), _open_shadows(units, resources)
         gradients = [UnitGradients(unit, open_gradients(unit, resources)) for unit in units]
         self.gradients = Gradients(gradients, resources.landing, resources.device)
@@ -76,7 +76,7 @@ class Rooms(ABC):
         self.speculation = Speculation(resources.plan.placement.updates.overlap)
         self.room = Room(self.units, resources, self.updates, self.timeline)
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
-        self._early = EarlyUpdates(self.speculation, self.updates, self.passes, commits, self.progress)
+        self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
 
     @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:

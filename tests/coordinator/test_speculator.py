@@ -1,4 +1,4 @@
-"""When updates begin early: each thing that must be so, one by one, and what comes before."""
+"""When updates speculate: each thing that must be so, one by one, and what comes before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from infinity.coordinator.early import EarlyUpdates
+from infinity.coordinator.speculator import Speculator
 from infinity.errors import SwapIOError
 from infinity.units.speculation import Counts, Speculation
 from infinity.units.update import UnitUpdate, WeightsPlace
@@ -17,7 +17,7 @@ UNIT = unit_of(0)
 
 
 class Model:
-    """What early updates ask, and a log of what they do. Everything speaks for beginning early."""
+    """What a Speculator asks, and a log of what it does. Everything speaks for speculating."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -33,7 +33,7 @@ class Model:
         self.shadows = SimpleNamespace(lend=lambda: self.log.append("lend"))
         self.unit: Any = SimpleNamespace(index=0, name="0", gradients=SimpleNamespace(finite=True), update=None)
         here: Any = self
-        self.early = EarlyUpdates(self.speculation, here, here, here, here)
+        self.speculator = Speculator(self.speculation, here, here, here, here)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("carry_on", "finish_commit", "settle", "reclaim_shadows"):
@@ -68,13 +68,13 @@ class Model:
 
     def complete(self, step: int = 3) -> list[Any]:
         optimizer: Any = self
-        self.early.complete(self.unit, optimizer, step)
+        self.speculator.complete(self.unit, optimizer, step)
         return self.log
 
     def begin_backward(self, step: int = 3) -> list[Any]:
         optimizer: Any = self
         others: list[Any] = [SimpleNamespace(index=index) for index in (2, 1)]
-        self.early.backward_begins(lambda: others, optimizer, step)
+        self.speculator.backward_begins(lambda: others, optimizer, step)
         return self.log
 
 
@@ -98,12 +98,12 @@ def test_it_does_not_seem_worth_while(but: dict[str, Any]) -> None:
     model = Model()
     model.unit.gradients.finite = but.pop("finite", True)
     without = "optimizer" in but
-    model.early._speculation = but.pop("speculation", model.speculation)
+    model.speculator._speculation = but.pop("speculation", model.speculation)
     for name, value in but.items():
         setattr(model, name, value)
     if without:
-        model.early.complete(model.unit, None, 3)
-        model.early.backward_begins(lambda: [], None, 3)
+        model.speculator.complete(model.unit, None, 3)
+        model.speculator.backward_begins(lambda: [], None, 3)
     else:
         model.complete()
     assert model.log == []
@@ -123,14 +123,14 @@ def test_what_does_not_fit_or_is_not_wanted_does_not_begin(but: dict[str, Any]) 
     assert model.complete() == ["carry_on", "finish_commit", "settle"]
 
 
-def test_before_the_last_backward_states_are_read_that_no_early_update_needs() -> None:
+def test_before_the_last_backward_states_are_read_that_no_speculative_update_needs() -> None:
     model = Model()
     assert model.begin_backward() == ["reclaim_shadows", ("read ahead", [], 3)]
     model = Model()
     model.fits = False
     assert model.begin_backward() == ["reclaim_shadows", ("read ahead", [2, 1], 3)]
     model = Model()
-    model.early._speculation = Speculation("before_forward")
+    model.speculator._speculation = Speculation("before_forward")
     assert model.begin_backward() == ["lend", ("read ahead", [2, 1], 3)]
 
 
@@ -149,22 +149,22 @@ def speculated(model: Model, index: int, requested: Any) -> Any:
     return unit
 
 
-def test_an_early_update_is_wrong_when_the_step_wants_something_else_of_it() -> None:
+def test_a_speculative_update_is_wrong_when_the_step_wants_something_else_of_it() -> None:
     model = Model()
     for index in range(3):
         speculated(model, index, wanted(UNIT, lr=1.0))
-    assert model.early.wrong({0: wanted(UNIT, lr=1.0), 1: wanted(UNIT, lr=2.0)}) == {1, 2}
+    assert model.speculator.wrong({0: wanted(UNIT, lr=1.0), 1: wanted(UNIT, lr=2.0)}) == {1, 2}
 
 
-def test_what_became_of_early_updates_is_learned() -> None:
+def test_what_became_of_speculative_updates_is_learned() -> None:
     model = Model()
     optimizer: Any = model
     begun = [speculated(model, 0, wanted(UNIT))]
     begun.append(SimpleNamespace(index=1, update=UnitUpdate("1", {}, WeightsPlace(), committed=False)))
-    model.early.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
+    model.speculator.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
     assert model.speculation.counts == Counts(early=1, undone=1, late=1)
     model.expected_scale = 0.5
-    model.early.step_decided(begun, {1}, {0: wanted(UNIT)}, optimizer)
+    model.speculator.step_decided(begun, {1}, {0: wanted(UNIT)}, optimizer)
     assert model.speculation.counts.clipped == 1
 
 
@@ -173,8 +173,8 @@ def test_what_is_undone_is_counted_though_undoing_fails() -> None:
     speculated(model, 0, wanted(UNIT))
     model.failure = SwapIOError("write", path="/swap")
     with pytest.raises(SwapIOError):
-        model.early.undo("a cause", "Advice.")
+        model.speculator.undo("a cause", "Advice.")
     assert model.speculation.counts.undone == 1
     model.failure = None
-    model.early.drop()
+    model.speculator.drop()
     assert model.speculation.counts.undone == 1

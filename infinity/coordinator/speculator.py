@@ -14,7 +14,7 @@ from infinity.units.update import UnitRequest
 from infinity.units.updates import Updates
 
 
-class EarlyUpdates:
+class Speculator:
     """Called under the coordinator's lock."""
 
     def __init__(
@@ -103,6 +103,6 @@ class EarlyUpdates:
         optimizer: Predictable | None,
     ) -> None:
         """Learn from a step. Args: begun: the units with an update of it."""
-        early = {unit.index for unit in begun if unit.update is not None and unit.update.place.speculative}
+        right = {unit.index for unit in begun if unit.update is not None and unit.update.place.speculative}
         clipped = is_clipped(requests, 1.0 if optimizer is None else optimizer.expected_scale)
-        self._speculation.step_decided(early, wrong, requests.keys(), clipped=clipped)
+        self._speculation.step_decided(right, wrong, requests.keys(), clipped=clipped)
