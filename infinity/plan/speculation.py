@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.plan.placement import Placed, UpdateTiming
+from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
-from infinity.plan.spilling import GradientPlacement
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere

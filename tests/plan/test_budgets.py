@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.config import load_config
 from infinity.errors import PlanError
+from infinity.plan.budgets import needed_at_once
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.plan.together import needed_at_once
 from infinity.sizes import PAGE_BYTES, exact_bytes, parse_bytes
 from infinity.state.discover import HookSite, discover
 from tests.conftest import weights_of
