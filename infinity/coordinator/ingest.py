@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -12,15 +12,17 @@ from infinity.errors import ModelError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.state.dtypes import native_name
-from infinity.state.unit import Group, ParameterSpec
+from infinity.state.dtypes import native_name, residual_itemsize
+from infinity.state.unit import ParameterSpec
 from infinity.tiers.home import Home
+from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
 
 Source = Callable[[str], torch.Tensor]
 """Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
 
 _CHUNK_NUMEL = 1 << 20
+_CHUNK_BYTES = 4 << 20
 
 
 def ingest(coordinator: Coordinator, source: Source | None) -> None:
@@ -59,7 +61,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
         for spec in group.specs:
             value = _value_of(unit, spec, source)
             start, end = group.byte_range(spec)
-            _place(coordinator, unit, index, spec, value, lease.view(start, end - start))
+            _place(coordinator.resources, unit, index, spec, value, lease.view(start, end - start))
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
@@ -76,7 +78,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
 
 
 def _place(
-    coordinator: Coordinator,
+    resources: Resources,
     unit: OffloadedUnit,
     index: int,
     spec: ParameterSpec,
@@ -92,50 +94,47 @@ def _place(
         torch.frombuffer(weight, dtype=group.dtype).copy_(value)
     else:
         _native.round_weights(_bytes(value.float()), weight, native_name(group.dtype))
-    if states is None or states.residual is None:
+    if states is None or states.residual is None or (states.master == "split16" and value.dtype == torch.bfloat16):
         return
-    if states.master == "split16":
-        if value.dtype != torch.bfloat16:
-            _write_state(coordinator, states.residual, group, spec, 2, residual_of, value)
-        return
-    _write_state(coordinator, states.residual, group, spec, 4, lambda part: part.float().view(torch.uint8), value)
+    itemsize = residual_itemsize(states.master)
+    for begin in range(0, spec.numel, _CHUNK_NUMEL):
+        rest = residual_of(value[begin : begin + _CHUNK_NUMEL], states.master)
+        write_parts(resources, states.residual, {(spec.offset + begin) * itemsize: rest})
 
 
-def residual_of(part: torch.Tensor) -> torch.Tensor:
-    """int16 rest of split16, as uint8."""
-    high, rest = torch.empty(part.numel(), dtype=torch.int16), torch.empty(part.numel(), dtype=torch.int16)
-    _native.encode_split16(_bytes(part.float()), high.numpy(), rest.numpy())
+def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
+    """The residual of weights with these values, uint8: the rest of split16, or the fp32 master."""
+    if master != "split16":
+        return values.float().view(torch.uint8)
+    high, rest = torch.empty(values.numel(), dtype=torch.int16), torch.empty(values.numel(), dtype=torch.int16)
+    _native.encode_split16(_bytes(values.float()), high.numpy(), rest.numpy())
     return rest.view(torch.uint8)
 
 
-def _write_state(
-    coordinator: Coordinator,
-    home: Home,
-    group: Group,
-    spec: ParameterSpec,
-    itemsize: int,
-    convert: Callable[[torch.Tensor], torch.Tensor],
-    value: torch.Tensor,
-) -> None:
-    """Write elements of one parameter's state, in chunks; on NVMe whole pages are read, changed and written back."""
-    resources = coordinator.resources
-    # Whole pages around what is written must fit the staging.
-    room = min(_CHUNK_NUMEL, (resources.staging.nbytes - 2 * PAGE_BYTES) // itemsize)
-    for begin in range(0, spec.numel, room):
-        part = convert(value[begin : begin + room])
-        at = (spec.offset + begin) * itemsize
-        if home.in_memory:
-            torch.frombuffer(home.view()[at : at + part.numel()], dtype=torch.uint8).copy_(part)
-            home.changed()
-            continue
-        store, extent = resources.require_store(), home.stored()
-        first = at // PAGE_BYTES * PAGE_BYTES
-        nbytes = round_up(at + part.numel(), PAGE_BYTES) - first
-        # The staging of the update is idle while a model is loaded.
-        page = resources.staging.view(0, nbytes)
-        wait_all([store.read(extent, page, at=first, io_class="states")])
-        torch.frombuffer(page, dtype=torch.uint8)[at - first : at - first + part.numel()].copy_(part)
-        wait_all([store.write(extent, page, at=first, io_class="states")])
+def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
+    """Write bytes of a state, by where they begin in it; the others stay."""
+    if home.in_memory:
+        for begin, part in parts.items():
+            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
+        home.changed()
+        return
+    store, extent = resources.require_store(), home.stored()
+    slot = resources.destination(extent)
+    start, end = 0, home.nbytes
+    if slot == extent.slot:  # in place: whole pages around the parts will do
+        start = min(parts) // PAGE_BYTES * PAGE_BYTES
+        end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
+    memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)
+    for at in range(start, end, _CHUNK_BYTES):
+        page = memory.view(0, min(_CHUNK_BYTES, end - at))
+        wait_all([store.read(extent, page, at=at, io_class="states")])
+        held = torch.frombuffer(page, dtype=torch.uint8)
+        for begin, part in parts.items():
+            first, last = max(begin, at), min(begin + part.numel(), at + len(page))
+            if first < last:
+                held[first - at : last - at].copy_(part[first - begin : last - begin])
+        wait_all([store.write(extent, page, at=at, io_class="states", slot=slot)])
+    home.written(slot)
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:
