@@ -137,30 +137,23 @@ def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) ->
         return problem.weight
     fetched = problem.every - weights.in_ram if limits.shares_memory else problem.every
     needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
-    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), needed.nbytes), problem.weight_of(fetched))
+    nbytes = sum(unit.weight_bytes for unit in needed)
+    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), nbytes), problem.weight_of(fetched))
     if slots > limits.device:
-        largest = max(needed.units, key=lambda unit: unit.weight_bytes)
-        names = ", ".join(unit.name for unit in needed.units[:_NAMED_MAX])
-        more = f" and {len(needed.units) - _NAMED_MAX} more" if len(needed.units) > _NAMED_MAX else ""
+        largest = max(needed, key=lambda unit: unit.weight_bytes)
+        names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
+        more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         raise PlanError(
-            f"unit '{largest.name}' needs {format_bytes(needed.nbytes)} of device memory: its weights, "
+            f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
             f"(together {names}{more}); memory.device is {format_bytes(limits.device)}. Raise memory.device to "
-            f"{exact_bytes(needed.nbytes)} plus what activations need."
+            f"{exact_bytes(nbytes)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
 
 
-@dataclass(frozen=True)
-class Needed:
-    """The most that is needed at once: `nbytes` of weights, of these units; those that stay come last."""
-
-    nbytes: int
-    units: tuple[Unit, ...]
-
-
-def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> Needed:
-    """Which units' weights must be on the device at once: what the largest two modules need, and what stays.
+def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:
+    """The units whose weights must be on the device at once: what the largest two modules need, then what stays.
 
     While a module runs, its own units and those of the modules around it are in use: these may go on with theirs
     afterwards. And the next module's are fetched while views of the last one's may still be held, by autograd or by
@@ -186,8 +179,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
                 break
             if nbytes(one | other) > most:
                 best, most = one | other, nbytes(one | other)
-    indices = [*sorted(best), *sorted(staying)]
-    return Needed(nbytes(indices), tuple(units[index] for index in indices))
+    return [units[index] for index in (*sorted(best), *sorted(staying))]
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
