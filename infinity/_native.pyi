@@ -345,7 +345,6 @@ class StateStream:
     Args:
         offset, write_offset: where the state is read from in the file, and written to; None: the same place.
         source: (weights only) the current values, which are not changed; the new ones go to `memory` and the file.
-        current: False when only new values go to `memory` and the current ones are read from the file.
     """
 
     def __init__(
@@ -356,7 +355,6 @@ class StateStream:
         write_offset: int | None = None,
         *,
         source: Buffer | None = None,
-        current: bool = True,
     ) -> None: ...
 
 class UpdatePipeline:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from infinity.echo import quoted
 from infinity.errors import ConfigError, NotAvailableError, printable
-from infinity.files import read_regular, require_different, require_possible
+from infinity.files import nearest, read_regular, require_different, require_possible
 from infinity.sizes import THREADS_MAX, parse_bytes
 from infinity.strict import parse_json, parse_yaml
 
@@ -217,9 +217,8 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
 def _require_directories(paths: list[Path]) -> None:
     """Raises ConfigError for a path that can never be made: it, or an existing parent of it, is not a directory."""
     for path in paths:
-        there = path.expanduser().absolute()
         try:
-            above = next(each for each in (there, *there.parents) if each.exists())
+            above = nearest(path)
             found = above.is_dir()
         except OSError as error:
             raise ConfigError(f"nvme.paths: cannot use {printable(path)}: {error.strerror}") from error

@@ -98,6 +98,12 @@ def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
         rest, at = rest[written:], at + written
 
 
+def nearest(path: Path) -> Path:
+    """`path`, absolute, or its nearest parent that exists. Raises OSError where that cannot be asked."""
+    there = path.expanduser().absolute()
+    return next(each for each in (there, *there.parents) if each.exists())
+
+
 def require_possible(name: str) -> None:
     """Raises ValueError for a text that can never name a file or directory: it is empty, too long or not UTF-8, has a
     NUL, or begins with the home (~) of a user who does not exist."""

@@ -51,9 +51,9 @@ class Backend {
   virtual void wake() = 0;
   // Has the kernel keep the pages of this range at hand, which saves it work for each transfer within. The range must
   // stay mapped until the backend is gone. Returns "" or why it was refused, which costs speed only.
-  virtual std::string register_memory(std::byte* data, std::size_t nbytes);
+  virtual std::string register_memory(std::byte* /*data*/, std::size_t /*nbytes*/) { return ""; }
   // A file was closed: forget what is known of it, above all a registration that holds it open.
-  virtual void forget_file(std::uint64_t id);
+  virtual void forget_file(std::uint64_t /*id*/) {}
 };
 
 // Told by the backend which files it registered. Throws std::system_error with the cause and the fix (seccomp,

@@ -58,14 +58,9 @@ void check(const IoRequest& request) {
 }
 
 LaneOptions lane_options(const EngineOptions& options) {
-  LaneOptions lane;
-  lane.engine = options.engine;
-  lane.block_bytes = options.block_bytes;
-  lane.queue_depth = options.queue_depth;
-  lane.in_flight_bytes = options.in_flight_bytes;
-  lane.threads = options.threads;
+  LaneOptions lane = options;
   if (!options.faults.empty() || !options.journal.empty()) {
-    lane.faults = std::make_shared<FaultPlan>(options.faults, options.journal);
+    lane.plan = std::make_shared<FaultPlan>(options.faults, options.journal);
   }
   return lane;
 }
@@ -197,12 +192,10 @@ Future IoEngine::submit(const IoRequest& request) {
   try {
     shares = impl_->split(request);
   } catch (const std::system_error& error) {
-    Failure failure;
-    failure.operation = "opening the queue of the device";
-    failure.path = request.file->members()[0]->path();
-    failure.error_number = error.code().value();
-    failure.cause = error.what();
-    failure.message = failure.operation + " of " + failure.path + ": " + failure.cause;
+    const std::string doing = "opening the queue of the device";
+    const std::string& path = request.file->members()[0]->path();
+    Failure failure{FailureKind::io, doing, path, 0, 0, error.code().value(), error.what(), ""};
+    failure.message = doing + " of " + path + ": " + error.what();
     Future future = std::make_shared<Completion>();
     future->complete(std::move(failure));
     return future;

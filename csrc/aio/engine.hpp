@@ -14,12 +14,8 @@
 
 namespace infinity {
 
-struct EngineOptions {
-  std::string engine = "auto";                                    // auto | io_uring | threads
-  std::size_t block_bytes = 1u << 20;                             // larger requests are cut to this
-  unsigned queue_depth = 128;                                     // blocks in flight, per device
-  std::size_t in_flight_bytes = 32u << 20;                        // in flight, per device; one block is always allowed
-  unsigned threads = 8;                                           // of the thread engine, per device
+// The lane's options are those of each device.
+struct EngineOptions : LaneOptions {
   std::chrono::nanoseconds deadline = std::chrono::seconds(300);  // a block that takes longer never comes
   std::vector<Fault> faults;                                      // for tests
   std::string journal;                                            // for tests: see FaultPlan; empty for none

@@ -16,16 +16,8 @@ namespace {
 // A Failure of the whole request. It takes the path from the request: the lane's thread may reset io.file at any
 // moment.
 Failure describe(const Request& request, FailureKind kind, int error, const std::string& cause) {
-  Failure failure;
-  failure.kind = kind;
-  failure.operation = verb_of(request.io.kind);
-  failure.path = request.path;
-  failure.offset = request.io.offset;
-  failure.nbytes = request.io.nbytes;
-  failure.error_number = error;
-  failure.cause = cause;
-  compose(failure);
-  return failure;
+  const IoRequest& io = request.io;
+  return composed({kind, verb_of(io.kind), request.path, io.offset, io.nbytes, error, cause, ""});
 }
 
 }  // namespace

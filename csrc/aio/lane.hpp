@@ -27,7 +27,7 @@ struct LaneOptions {
   unsigned queue_depth = 128;               // blocks in flight
   std::size_t in_flight_bytes = 32u << 20;  // of all blocks in flight; one block is always allowed
   unsigned threads = 8;                     // of the thread engine
-  std::shared_ptr<FaultPlan> faults;        // for tests; may be null
+  std::shared_ptr<FaultPlan> plan;          // of faults, for tests; may be null
 };
 
 struct LaneCounters {
@@ -40,7 +40,7 @@ struct LaneCounters {
   std::uint64_t in_flight = 0;  // blocks, now
 };
 
-// One thread owns the backend. Parts of requests are queued by class and cut to blocks (see part_queue.hpp). Blocks of
+// One thread owns the backend. Parts of requests are queued by class and cut to blocks (see part.hpp). Blocks of
 // several requests are in flight at once, so the pipe does not drain between tensors.
 //
 // Every result is checked:

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "aio/lane.hpp"
-#include "aio/part_queue.hpp"
+#include "aio/part.hpp"
 #include "base/clock.hpp"
 
 namespace infinity {
@@ -258,7 +258,7 @@ std::unique_ptr<Backend> Lane::make_backend() {
   }
   name_ = backend->name();
   reason_ += "; " + backend->details();
-  return options_.faults == nullptr ? std::move(backend) : make_faulty_backend(std::move(backend), options_.faults);
+  return options_.plan == nullptr ? std::move(backend) : make_faulty_backend(std::move(backend), options_.plan);
 }
 
 void Lane::serve(std::promise<void>& opened) {

@@ -103,15 +103,8 @@ std::optional<Failure> SwapFile::check(std::uint64_t offset, const std::byte* da
   const std::size_t page = checksums_->first_difference(offset / kPageBytes, data, nbytes / kPageBytes);
   if (page == ChecksumTable::kNone) return std::nullopt;
   const Place place = locate(offset + page * kPageBytes);
-  Failure failure;
-  failure.kind = FailureKind::corruption;
-  failure.operation = "read";
-  failure.path = members_[place.member]->path();
-  failure.offset = place.offset;
-  failure.nbytes = kPageBytes;
-  failure.cause = "the data differ from what was written";
-  compose(failure);
-  return failure;
+  return composed({FailureKind::corruption, "read", members_[place.member]->path(), place.offset, kPageBytes, 0,
+                   "the data differ from what was written", ""});
 }
 
 }  // namespace infinity

@@ -4,9 +4,10 @@
 
 namespace infinity {
 
-void compose(Failure& failure) {
+Failure composed(Failure failure) {
   failure.message = failure.operation + " of " + std::to_string(failure.nbytes) + " bytes at offset " +
                     std::to_string(failure.offset) + " of " + failure.path + ": " + failure.cause;
+  return failure;
 }
 
 bool Completion::complete(std::optional<Failure> failure) {

@@ -32,8 +32,8 @@ struct Failure {
   std::string message;  // all of the above as one sentence
 };
 
-// Writes `message` from the other fields.
-void compose(Failure& failure);
+// The same with a `message` that says its other fields.
+[[nodiscard]] Failure composed(Failure failure);
 
 // pending ──complete()──▶ done, with or without a failure; never back.
 //

@@ -1,4 +1,3 @@
-#include <array>
 #include <system_error>
 
 #include "aio/engine.hpp"
@@ -8,37 +7,20 @@
 namespace infinity::bindings {
 namespace {
 
-constexpr std::array<const char*, kIoClasses> kClassNames = {"weights", "activations", "states", "writeback"};
-
-IoClass class_from(const std::string& name) {
-  for (std::size_t index = 0; index < kIoClasses; ++index) {
-    if (name == kClassNames[index]) return static_cast<IoClass>(index);
-  }
-  throw py::value_error("unknown I/O class '" + name + "'; use weights, activations, states or writeback");
-}
-
-constexpr std::array<const char*, 10> kFaultNames = {"error", "cut",     "flip", "stale", "misdirect",
-                                                     "delay", "shuffle", "lose", "kill",  "kill_after"};
+constexpr std::initializer_list<const char*> kClassNames = {"weights", "activations", "states", "writeback"};
+constexpr std::initializer_list<const char*> kFaultNames = {"error", "cut",     "flip", "stale", "misdirect",
+                                                            "delay", "shuffle", "lose", "kill",  "kill_after"};
 
 std::optional<OpKind> operation_from(const std::string& name) {
   if (name.empty()) return std::nullopt;
-  constexpr std::array<const char*, kOpKinds> kNames = {"read", "write", "sync"};
-  for (std::size_t index = 0; index < kOpKinds; ++index) {
-    if (name == kNames[index]) return static_cast<OpKind>(index);
-  }
-  throw py::value_error("unknown operation '" + name + "'; use read, write or sync");
+  return chosen<OpKind>("operation", name, {"read", "write", "sync"});
 }
 
 Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat,
                  const std::string& operation, std::uint64_t begin, std::uint64_t end, std::uint64_t seed) {
-  for (std::size_t at = 0; at < kFaultNames.size(); ++at) {
-    if (kind != kFaultNames[at]) continue;
-    if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
-    return {index, static_cast<FaultKind>(at), error_number, repeat, operation_from(operation), begin, end, seed};
-  }
-  throw py::value_error("unknown fault '" + kind +
-                        "'; use error, cut, flip, stale, misdirect, delay, shuffle, lose, "
-                        "kill or kill_after");
+  const auto chosen_kind = chosen<FaultKind>("fault", kind, kFaultNames);
+  if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
+  return {index, chosen_kind, error_number, repeat, operation_from(operation), begin, end, seed};
 }
 
 std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t block_bytes, unsigned queue_depth,
@@ -55,20 +37,17 @@ std::unique_ptr<PyEngine> open_engine(const std::string& engine, std::size_t blo
   options.deadline = std::chrono::nanoseconds(static_cast<std::int64_t>(deadline_s * 1e9));
   options.faults = std::move(faults);
   options.journal = std::move(journal);
-  try {
-    const py::gil_scoped_release unlocked;
-    return std::make_unique<PyEngine>(std::make_shared<IoEngine>(std::move(options)));
-  } catch (const std::system_error& error) {
-    const py::gil_scoped_acquire locked;
-    raise_os_error(error, "");
-  }
+  const py::gil_scoped_release unlocked;
+  return std::make_unique<PyEngine>(std::make_shared<IoEngine>(std::move(options)));
 }
 
 std::unique_ptr<PyFuture> submit(const PyEngine& engine, OpKind kind, const PyFile& file, std::uint64_t offset,
                                  const py::handle& buffer, const std::string& io_class, bool verify = true,
                                  const PyFuture* after = nullptr) {
   Memory memory = memory_from(buffer, kind == OpKind::read, kind == OpKind::read ? "into" : "data");
-  const IoRequest request{kind, class_from(io_class), file.get(), offset, memory.data, memory.nbytes, !verify};
+  const IoRequest request{
+      kind,   chosen<IoClass>("I/O class", io_class, kClassNames), file.get(), offset, memory.data, memory.nbytes,
+      !verify};
   Future future =
       after == nullptr ? engine.get()->submit(request) : IoEngine::submit_after(engine.get(), after->get(), request);
   return std::make_unique<PyFuture>(std::move(future), std::vector<Memory>{std::move(memory)});
@@ -85,8 +64,9 @@ py::dict counters_of(const PyEngine& engine) {
   const LaneCounters counters = engine.get()->counters();
   py::dict result;
   for (std::size_t index = 0; index < kIoClasses; ++index) {
-    result[py::str(std::string("read_bytes_") + kClassNames[index])] = counters.read_bytes[index];
-    result[py::str(std::string("write_bytes_") + kClassNames[index])] = counters.write_bytes[index];
+    const std::string name = kClassNames.begin()[index];
+    result[py::str("read_bytes_" + name)] = counters.read_bytes[index];
+    result[py::str("write_bytes_" + name)] = counters.write_bytes[index];
   }
   result["operations"] = counters.operations;
   result["retries"] = counters.retries;
@@ -106,6 +86,17 @@ std::unique_ptr<PyFile> stripe(const std::vector<const PyFile*>& files, std::vec
   return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(members), std::move(shares), stripe_bytes));
 }
 
+// Calls `call`; an OSError that it raises names `path`.
+template <class Call>
+auto naming(const std::string& path, const Call& call) {
+  try {
+    return call();
+  } catch (const std::system_error& error) {
+    set_os_error(error, path);
+    throw py::error_already_set();
+  }
+}
+
 // ValueError unless these are whole pages whose checksums are kept, if any are.
 void require_pages(const SwapFile& file, std::uint64_t offset, std::uint64_t nbytes) {
   const ChecksumTable* sums = file.checksums();
@@ -118,12 +109,10 @@ void require_pages(const SwapFile& file, std::uint64_t offset, std::uint64_t nby
 void bind_file(py::module_& module) {
   py::class_<PyFile>(module, "File")
       .def(py::init([](const std::string& path, bool create, bool direct, int numa_node) {
-             try {
+             return naming(path, [&] {
                auto file = std::make_shared<File>(path, create, direct, numa_node);
                return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(file)));
-             } catch (const std::system_error& error) {
-               raise_os_error(error, path);
-             }
+             });
            }),
            py::arg("path"), py::kw_only(), py::arg("create") = false, py::arg("direct") = true,
            py::arg("numa_node") = -1)
@@ -144,12 +133,10 @@ void bind_file(py::module_& module) {
           "preallocate",
           [](const PyFile& file, std::uint64_t nbytes) {
             const auto held = file.get();  // another thread may close it meanwhile
-            try {
+            naming(held->members()[0]->path(), [&] {
               const py::gil_scoped_release unlocked;
               held->preallocate(nbytes);
-            } catch (const std::system_error& error) {
-              raise_os_error(error, held->members()[0]->path());
-            }
+            });
           },
           py::arg("nbytes"))
       .def(

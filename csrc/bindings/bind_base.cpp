@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <system_error>
 
@@ -58,9 +59,8 @@ void require_apart(const std::vector<std::pair<const char*, const Memory*>>& mem
   }
 }
 
-void raise_os_error(const std::system_error& error, const std::string& path) {
+void set_os_error(const std::system_error& error, const std::string& path) {
   PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what(), path).ptr());
-  throw py::error_already_set();
 }
 
 PyFuture::PyFuture(Future future, std::vector<Memory> kept)
@@ -127,50 +127,34 @@ py::memoryview view_of(const std::shared_ptr<Arena>& arena, std::size_t offset, 
 }  // namespace
 
 void bind_base(py::module_& module) {
+  py::register_exception_translator([](std::exception_ptr raised) {
+    try {
+      std::rethrow_exception(std::move(raised));
+    } catch (const std::system_error& error) {
+      set_os_error(error, "");
+    }
+  });
+
   py::class_<ArenaView>(module, "_ArenaView", py::buffer_protocol()).def_buffer([](ArenaView& view) {
     return py::buffer_info(reinterpret_cast<std::uint8_t*>(view.arena->address() + view.offset),
                            static_cast<py::ssize_t>(view.nbytes));
   });
 
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
-      .def(py::init([](std::size_t nbytes, bool huge_pages, int numa_node) {
-             try {
-               return std::make_shared<Arena>(nbytes, huge_pages, numa_node);
-             } catch (const std::system_error& error) {
-               raise_os_error(error, "");
-             }
-           }),
-           py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true, py::arg("numa_node") = -1)
+      .def(py::init<std::size_t, bool, int>(), py::arg("nbytes"), py::kw_only(), py::arg("huge_pages") = true,
+           py::arg("numa_node") = -1)
       .def_property_readonly("address",
                              [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly("huge_pages", &Arena::huge_pages)
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"))
-      .def(
-          "discard",
-          [](Arena& arena, std::size_t offset, std::size_t nbytes) {
-            try {
-              arena.discard(offset, nbytes);
-            } catch (const std::system_error& error) {
-              raise_os_error(error, "");
-            }
-          },
-          py::arg("offset"), py::arg("nbytes"));
+      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")
       .def_property_readonly("kind",
                              [](const Failure& failure) {
-                               switch (failure.kind) {
-                                 case FailureKind::corruption:
-                                   return "corruption";
-                                 case FailureKind::timeout:
-                                   return "timeout";
-                                 case FailureKind::canceled:
-                                   return "canceled";
-                                 case FailureKind::io:
-                                   break;
-                               }
-                               return "io";
+                               constexpr std::array kNames = {"io", "corruption", "timeout", "canceled"};
+                               return kNames[static_cast<std::size_t>(failure.kind)];
                              })
       .def_readonly("operation", &Failure::operation)
       .def_readonly("path", &Failure::path)
@@ -187,11 +171,7 @@ void bind_base(py::module_& module) {
 
   py::class_<PyPool>(module, "ThreadPool")
       .def(py::init([](unsigned threads, int numa_node) {
-             try {
-               return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads, numa_node));
-             } catch (const std::system_error& error) {
-               raise_os_error(error, "");
-             }
+             return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads, numa_node));
            }),
            py::arg("threads"), py::kw_only(), py::arg("numa_node") = -1)
       .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); })

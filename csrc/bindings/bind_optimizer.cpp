@@ -2,27 +2,13 @@
 
 namespace infinity::bindings {
 
-DType dtype_from(const std::string& name) {
-  if (name == "fp32") return DType::fp32;
-  if (name == "bf16") return DType::bf16;
-  if (name == "fp16") return DType::fp16;
-  throw py::value_error("unknown dtype '" + name + "'; use fp32, bf16 or fp16");
-}
+DType dtype_from(const std::string& name) { return chosen<DType>("dtype", name, {"fp32", "bf16", "fp16"}); }
 
 Master master_from(const std::string& name) {
-  if (name == "weight") return Master::weight;
-  if (name == "split16") return Master::split16;
-  if (name == "fp32") return Master::fp32;
-  if (name == "none") return Master::none;
-  throw py::value_error("unknown master '" + name + "'; use weight, split16, fp32 or none");
+  return chosen<Master>("master", name, {"weight", "split16", "fp32", "none"});
 }
 
-Moments moments_from(const std::string& name) {
-  if (name == "fp32") return Moments::fp32;
-  if (name == "bf16") return Moments::bf16;
-  if (name == "int8") return Moments::int8;
-  throw py::value_error("unknown moments '" + name + "'; use fp32, bf16 or int8");
-}
+Moments moments_from(const std::string& name) { return chosen<Moments>("moments", name, {"fp32", "bf16", "int8"}); }
 
 Isa isa_from(const std::optional<std::string>& name) {
   const Isa isa = name ? isa_from_name(*name) : select_isa();
@@ -33,15 +19,6 @@ Isa isa_from(const std::optional<std::string>& name) {
 }
 
 namespace {
-
-Rule rule_from(const std::string& name) {
-  if (name == "adamw") return Rule::adamw;
-  if (name == "adam") return Rule::adam;
-  if (name == "lion") return Rule::lion;
-  if (name == "adagrad") return Rule::adagrad;
-  if (name == "sgd") return Rule::sgd;
-  throw py::value_error("unknown rule '" + name + "'; use adamw, adam, lion, adagrad or sgd");
-}
 
 Memory values(const py::object& buffer, std::size_t numel, std::size_t item, bool writable, const char* name) {
   if (numel > SIZE_MAX / item) throw py::value_error(std::string(name) + " cannot have so many elements");
@@ -156,8 +133,8 @@ Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& 
           step,
           skip,
           fresh.value_or(step == 1),
-          {rule_from(rule), lr, beta1, beta2, eps, weight_decay, dampening, lr_decay, initial_accumulator, nesterov,
-           maximize}};
+          {chosen<Rule>("rule", rule, {"adamw", "adam", "lion", "adagrad", "sgd"}), lr, beta1, beta2, eps, weight_decay,
+           dampening, lr_decay, initial_accumulator, nesterov, maximize}};
 }
 
 void bind_segment(py::module_& module) {

@@ -16,13 +16,12 @@ struct PyStream {
 };
 
 PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t offset,
-                     std::optional<std::uint64_t> write_offset, const py::object& source, bool current) {
+                     std::optional<std::uint64_t> write_offset, const py::object& source) {
   PyStream result;
   if (!memory.is_none()) result.memory = memory_from(memory, true, "memory");
   if (!source.is_none()) result.source = memory_from(source, false, "source");
   result.stream.memory = result.memory.data;
   result.stream.source = result.source.data;
-  result.stream.current = current;
   if (file != nullptr) result.stream.file = file->get();
   result.stream.offset = offset;
   result.stream.write_offset = write_offset.value_or(offset);
@@ -205,8 +204,7 @@ py::dict counters_of(const PyPipeline& self) {
 void bind_update(py::module_& module) {
   py::class_<PyStream>(module, "StateStream")
       .def(py::init(&make_stream), py::arg("memory") = py::none(), py::arg("file") = nullptr, py::arg("offset") = 0,
-           py::arg("write_offset") = py::none(), py::kw_only(), py::arg("source") = py::none(),
-           py::arg("current") = true);
+           py::arg("write_offset") = py::none(), py::kw_only(), py::arg("source") = py::none());
 
   py::class_<PyUpdate, PyFuture>(module, "UpdateFuture")
       .def_property_readonly("finite", &PyUpdate::finite)

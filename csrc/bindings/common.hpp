@@ -4,7 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,6 +40,19 @@ Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t align
 
 // ValueError when two of them share a byte.
 void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
+
+// The enumerator that `name` stands for; `names` are those of all enumerators, in their order. ValueError for another
+// name; it says what `what` may be.
+template <class Enum>
+Enum chosen(const char* what, const std::string& name, const std::initializer_list<const char*> names) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found != names.end()) return static_cast<Enum>(found - names.begin());
+  std::string message = std::string("unknown ") + what + " '" + name + "'; use ";
+  for (const auto* known = names.begin(); known != names.end(); ++known) {
+    message += (known == names.begin() ? "" : known + 1 == names.end() ? " or " : ", ") + std::string(*known);
+  }
+  throw py::value_error(message);
+}
 
 DType dtype_from(const std::string& name);
 Master master_from(const std::string& name);
@@ -114,8 +129,8 @@ using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
-// Throws OSError(errno, message, path) for a std::system_error.
-[[noreturn]] void raise_os_error(const std::system_error& error, const std::string& path);
+// Sets OSError(errno, message, path), which every std::system_error becomes; its path is empty unless it is set here.
+void set_os_error(const std::system_error& error, const std::string& path);
 
 void bind_base(py::module_& module);
 void bind_aio(py::module_& module);

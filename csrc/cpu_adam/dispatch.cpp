@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -158,17 +159,8 @@ std::vector<Isa> supported_isas() {
 }
 
 std::string isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::neon:
-      return "neon";
-    case Isa::baseline:
-      break;
-  }
-  return "baseline";
+  constexpr std::array kNames = {"baseline", "avx2", "avx512", "neon"};
+  return kNames[static_cast<std::size_t>(isa)];
 }
 
 Isa isa_from_name(const std::string& name) {

@@ -10,14 +10,7 @@
 namespace infinity {
 namespace {
 
-Failure canceled(const char* why) {
-  Failure failure;
-  failure.kind = FailureKind::canceled;
-  failure.operation = "update";
-  failure.error_number = ECANCELED;
-  failure.cause = failure.message = why;
-  return failure;
-}
+Failure canceled(const char* why) { return {FailureKind::canceled, "update", "", 0, 0, ECANCELED, why, why}; }
 
 bool same_form(const UpdateJob& one, const UpdateJob& other) {
   return one.numel == other.numel && one.format.weight == other.format.weight &&

@@ -12,7 +12,6 @@ namespace {
 void check_stream(const StateStream& stream, const char* name) {
   const std::string what(name);
   if (!stream.given()) throw std::invalid_argument(what + " is neither in memory nor in a file");
-  if (!stream.current && stream.file == nullptr) throw std::invalid_argument(what + " is read from no file");
   if (stream.file != nullptr && (stream.offset % kPageBytes != 0 || stream.write_offset % kPageBytes != 0 ||
                                  reinterpret_cast<std::uintptr_t>(stream.memory) % kPageBytes != 0)) {
     throw std::invalid_argument(what + " is not aligned to 4 KiB");

@@ -26,18 +26,16 @@ namespace infinity {
 // be the same place. Memory and offsets are 4 KiB-aligned where there is a file, with room for the last tile rounded up
 // to 4 KiB.
 //
-// The new values may go to another place of memory than the current ones, in two ways. `source` (weights only) holds
-// the current values and is not changed. Without `current` the current values are read from the file into `memory`.
+// New weights may go to another place of memory than the current ones, which `source` holds and which are not changed.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;
   std::uint64_t write_offset = offset;
   const std::byte* source = nullptr;
-  bool current = true;
 
   [[nodiscard]] bool given() const { return memory != nullptr || file != nullptr; }
-  [[nodiscard]] bool read_from_file() const { return source == nullptr && (memory == nullptr || !current); }
+  [[nodiscard]] bool read_from_file() const { return source == nullptr && memory == nullptr; }
 };
 
 struct UpdateJob {

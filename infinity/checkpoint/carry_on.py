@@ -14,9 +14,8 @@ from infinity.checkpoint.portable import Portable, master_name, moment_name, sca
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import Source
-from infinity.coordinator.moments import GivenMoment, MomentSource, fill_moments
-from infinity.coordinator.restore import go_on_from
+from infinity.coordinator.ingest import GivenMoment, MomentSource, Source, fill_moments
+from infinity.coordinator.opening import go_on_from
 from infinity.durable import buffers
 from infinity.errors import ResumeError
 from infinity.runtime.offload import close, offload

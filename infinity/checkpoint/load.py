@@ -20,6 +20,7 @@ from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
+from infinity.files import nearest
 from infinity.io.directory import generations_in
 from infinity.runtime.offload import offload
 from infinity.runtime.offload import resume as continue_run
@@ -170,9 +171,7 @@ def _scratch(config: SwapConfig) -> Iterator[str]:
     Raises:
         ConfigError: nothing can be written where nvme.paths would be.
     """
-    parent = config.nvme.paths[0].expanduser().absolute() if config.nvme.paths else None
-    while parent is not None and not parent.exists():
-        parent = parent.parent
+    parent = nearest(config.nvme.paths[0]) if config.nvme.paths else None
     if parent is not None and not os.access(parent, os.W_OK):
         parent = None
     try:

@@ -123,10 +123,8 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
     outside = [record for record in manifest.extents if record.offset + record.nbytes > store.nbytes]
     if outside:
         record = outside[0]
-        yield Damage(
-            record.unit, record.group, record.state, manifest.step, store.file.path, record.offset, record.nbytes,
-            "lies outside the store",
-        )  # fmt: skip
+        where = store.file.path, record.offset, record.nbytes
+        yield Damage(record, manifest.step, *where, "lies outside the store")
         return
     yield from verify(store, extents_of(manifest), manifest, memory)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import stat
@@ -187,7 +188,7 @@ def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[Document]:
             )
         record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
         if record is not None:
-            yield _whole(_record_text(record, where, tokenizer))
+            yield pieces(io.StringIO(_record_text(record, where, tokenizer)).read)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -198,22 +199,6 @@ def _lines(path: Path) -> Iterator[bytes]:
                 yield line
     except OSError as error:
         raise _unreadable(path, error) from error
-
-
-def _whole(text: str) -> Document:
-    return pieces(_Reader(text).read)
-
-
-class _Reader:
-    """A string with the read() of a file."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-
-    def read(self, count: int) -> str:
-        self._at += count
-        return self._text[self._at - count : self._at]
 
 
 def _parse(line: bytes, where: str) -> Any:

@@ -21,11 +21,10 @@ from infinity.cli import job, limits, tracing
 from infinity.cli.command import command
 from infinity.cli.data import PackedData
 from infinity.cli.documents import find_files
-from infinity.cli.optimizers import make_optimizer
+from infinity.cli.optimizers import DTYPES, make_optimizer, make_scaler
 from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.report import Report, make_report, write_report
-from infinity.cli.scaling import DTYPES, make_scaler
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.config import SwapConfig
 from infinity.echo import raised

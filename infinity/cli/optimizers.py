@@ -1,9 +1,13 @@
-"""`--optimizer`: the optimizers by their names on the command line."""
+"""`--optimizer` and `--dtype`: the optimizers by their names on the command line; and loss scaling, without which small
+fp16 gradients would be rounded to zero."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch import nn
 
 from infinity.cli.options import SGD_MOMENTUM
 from infinity.optim.adagrad import Adagrad
@@ -12,6 +16,8 @@ from infinity.optim.lion import Lion
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.sgd import SGD
 from infinity.state.moments import OptimizerName
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _MAKE: dict[str, Callable[..., OffloadedOptimizer]] = {
     "adamw": AdamW,
@@ -26,3 +32,13 @@ def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -
     """An optimizer with its own defaults and `options`: lr, weight_decay, max_grad_norm, seed,
     accumulation_steps."""
     return _MAKE[name](params, **options)
+
+
+def make_scaler(model: nn.Module, *, wanted: bool) -> torch.amp.GradScaler:
+    """A scaler for the model's loss. It is disabled, and does nothing, unless the model has trainable fp16 weights."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    enabled = wanted and any(parameter.dtype == torch.float16 for parameter in trained)
+    if enabled:
+        print("fp16 weights: the loss is scaled (--no-loss-scale switches that off)", flush=True)
+    device = next((parameter.device.type for parameter in trained), "cpu")
+    return torch.amp.GradScaler(device, enabled=enabled)

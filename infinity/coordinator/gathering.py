@@ -17,24 +17,19 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 from torch import nn
 
-from infinity import _native
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import residual_of
+from infinity.coordinator.ingest import residual_of, write_parts
 from infinity.errors import InfinityError, ModelError, PlanError
-from infinity.io.store import wait_all
 from infinity.plan.machine import available_device_bytes
-from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+from infinity.sizes import format_bytes
+from infinity.state.dtypes import residual_itemsize
 from infinity.state.unit import Group
 from infinity.tiers.accelerator import Slot
-from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
-
-_CHUNK_BYTES = 4 << 20
 
 Named = Mapping[int, Sequence[str]]
 """For each unit, by index, names of parameters of it."""
@@ -231,18 +226,17 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
     for index in sorted(touched):
         group = unit.unit.groups[index]
         weight = unit.homes.weights.groups[index]
-        _replace(resources, weight, {0: _bytes_of(slot, group)})
+        write_parts(resources, weight, {0: _bytes_of(slot, group)})
         states = unit.homes.states.get(index)
         if states is not None and states.residual is not None:
-            itemsize = 2 if states.master == "split16" else 4
+            itemsize = residual_itemsize(states.master)
             fresh = {}
             for name in changed:
                 found, spec = unit.unit.find(name)
                 if found is group:
                     value = unit.parameters[name].detach().cpu().contiguous().reshape(-1)
-                    rest = residual_of(value) if states.master == "split16" else value.float().view(torch.uint8)
-                    fresh[spec.offset * itemsize] = rest
-            _replace(resources, states.residual, fresh)
+                    fresh[spec.offset * itemsize] = residual_of(value, states.master)
+            write_parts(resources, states.residual, fresh)
     if changed:
         unit.weights.bump()  # what was saved for backward is of before
         coordinator.commits.touched()
@@ -251,25 +245,3 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
 def _bytes_of(slot: Slot, group: Group) -> torch.Tensor:
     """A group's weights on the host, uint8."""
     return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].cpu()
-
-
-def _replace(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
-    """Write bytes of a state, by where they begin in it; the others stay."""
-    if home.in_memory:
-        for begin, part in parts.items():
-            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
-        home.changed()
-        return
-    store, extent = resources.require_store(), home.stored()
-    copy = resources.destination(extent)
-    memory = _native.Arena(min(_CHUNK_BYTES, round_up(home.nbytes, PAGE_BYTES)), huge_pages=False)
-    for at in range(0, home.nbytes, _CHUNK_BYTES):
-        page = memory.view(0, min(_CHUNK_BYTES, home.nbytes - at))
-        wait_all([store.read(extent, page, at=at, io_class="states")])
-        held = torch.frombuffer(page, dtype=torch.uint8)
-        for begin, part in parts.items():
-            first, last = max(begin, at), min(begin + part.numel(), at + len(page))
-            if first < last:
-                held[first - at : last - at].copy_(part[first - begin : last - begin])
-        wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
-    home.written(copy)

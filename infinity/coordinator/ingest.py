@@ -1,8 +1,10 @@
-"""Bringing a model's weights home, unit by unit, so that no more than one tensor is held twice."""
+"""Bringing home what comes from elsewhere: weights, unit by unit, so that no more than one tensor is held twice; and
+moments, a chunk at a time, in whatever form the config asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -12,15 +14,20 @@ from infinity.errors import ModelError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.state.dtypes import native_name
+from infinity.state.dtypes import native_name, residual_itemsize
+from infinity.state.int8 import blocks_of, put_scales_back
+from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import Home
+from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
 
 Source = Callable[[str], torch.Tensor]
 """Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
 
 _CHUNK_NUMEL = 1 << 20
+_CHUNK_BYTES = 4 << 20
+_MOMENTS_NUMEL = 4 * _native.CHUNK_NUMEL
 
 
 def ingest(coordinator: Coordinator, source: Source | None) -> None:
@@ -59,7 +66,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
         for spec in group.specs:
             value = _value_of(unit, spec, source)
             start, end = group.byte_range(spec)
-            _place(coordinator, unit, index, spec, value, lease.view(start, end - start))
+            _place(coordinator.resources, unit, index, spec, value, lease.view(start, end - start))
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
@@ -76,7 +83,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
 
 
 def _place(
-    coordinator: Coordinator,
+    resources: Resources,
     unit: OffloadedUnit,
     index: int,
     spec: ParameterSpec,
@@ -92,51 +99,126 @@ def _place(
         torch.frombuffer(weight, dtype=group.dtype).copy_(value)
     else:
         _native.round_weights(_bytes(value.float()), weight, native_name(group.dtype))
-    if states is None or states.residual is None:
+    if states is None or states.residual is None or (states.master == "split16" and value.dtype == torch.bfloat16):
         return
-    if states.master == "split16":
-        if value.dtype != torch.bfloat16:
-            _write_state(coordinator, states.residual, group, spec, 2, residual_of, value)
-        return
-    _write_state(coordinator, states.residual, group, spec, 4, lambda part: part.float().view(torch.uint8), value)
+    itemsize = residual_itemsize(states.master)
+    for begin in range(0, spec.numel, _CHUNK_NUMEL):
+        rest = residual_of(value[begin : begin + _CHUNK_NUMEL], states.master)
+        write_parts(resources, states.residual, {(spec.offset + begin) * itemsize: rest})
 
 
-def residual_of(part: torch.Tensor) -> torch.Tensor:
-    """int16 rest of split16, as uint8."""
-    high, rest = torch.empty(part.numel(), dtype=torch.int16), torch.empty(part.numel(), dtype=torch.int16)
-    _native.encode_split16(_bytes(part.float()), high.numpy(), rest.numpy())
+def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
+    """The residual of weights with these values, uint8: the rest of split16, or the fp32 master."""
+    if master != "split16":
+        return values.float().view(torch.uint8)
+    high, rest = torch.empty(values.numel(), dtype=torch.int16), torch.empty(values.numel(), dtype=torch.int16)
+    _native.encode_split16(_bytes(values.float()), high.numpy(), rest.numpy())
     return rest.view(torch.uint8)
 
 
-def _write_state(
-    coordinator: Coordinator,
-    home: Home,
-    group: Group,
-    spec: ParameterSpec,
-    itemsize: int,
-    convert: Callable[[torch.Tensor], torch.Tensor],
-    value: torch.Tensor,
-) -> None:
-    """Write elements of one parameter's state, in chunks; on NVMe whole pages are read, changed and written back."""
-    resources = coordinator.resources
-    # Whole pages around what is written must fit the staging.
-    room = min(_CHUNK_NUMEL, (resources.staging.nbytes - 2 * PAGE_BYTES) // itemsize)
-    for begin in range(0, spec.numel, room):
-        part = convert(value[begin : begin + room])
-        at = (spec.offset + begin) * itemsize
-        if home.in_memory:
-            torch.frombuffer(home.view()[at : at + part.numel()], dtype=torch.uint8).copy_(part)
-            home.changed()
-            continue
-        store, extent = resources.require_store(), home.stored()
-        first = at // PAGE_BYTES * PAGE_BYTES
-        nbytes = round_up(at + part.numel(), PAGE_BYTES) - first
-        # The staging of the update is idle while a model is loaded.
-        page = resources.staging.view(0, nbytes)
-        wait_all([store.read(extent, page, at=first, io_class="states")])
-        torch.frombuffer(page, dtype=torch.uint8)[at - first : at - first + part.numel()].copy_(part)
-        wait_all([store.write(extent, page, at=first, io_class="states")])
+def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
+    """Write bytes of a state, by where they begin in it; the others stay."""
+    if home.in_memory:
+        for begin, part in parts.items():
+            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
+        home.changed()
+        return
+    store, extent = resources.require_store(), home.stored()
+    copy = resources.destination(extent)
+    start, end = 0, home.nbytes
+    if copy == extent.copy:  # in place: whole pages around the parts will do
+        start = min(parts) // PAGE_BYTES * PAGE_BYTES
+        end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
+    memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)
+    for at in range(start, end, _CHUNK_BYTES):
+        page = memory.view(0, min(_CHUNK_BYTES, end - at))
+        wait_all([store.read(extent, page, at=at, io_class="states")])
+        held = torch.frombuffer(page, dtype=torch.uint8)
+        for begin, part in parts.items():
+            first, last = max(begin, at), min(begin + part.numel(), at + len(page))
+            if first < last:
+                held[first - at : last - at].copy_(part[first - begin : last - begin])
+        wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
+    home.written(copy)
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:
     return tensor.contiguous().view(torch.uint8).numpy()
+
+
+# -- moments -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GivenMoment:
+    """A moment of one parameter.
+
+    Attributes:
+        values: fp32, of the parameter's shape.
+        scales: fp32, one for each block, where it was int8.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+
+
+MomentSource = Callable[[str, Moment], GivenMoment | None]
+"""Gives a moment of a parameter by its name; None where it has not begun."""
+
+
+def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
+    """Write moments to their homes, before the first step.
+
+    Raises:
+        ModelError: the model was offloaded for an optimizer that keeps less.
+        SwapIOError: the device failed.
+    """
+    states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
+    for unit in coordinator.units:
+        for index, homes in unit.homes.states.items():
+            group = unit.unit.groups[index]
+            for state, home in zip(states, (homes.exp_avg, homes.exp_avg_sq), strict=True):
+                named = {spec: source(spec.name, state) for spec in group.specs if spec.numel}
+                given = {spec: moment for spec, moment in named.items() if moment is not None}
+                if given and home is None:
+                    raise ModelError(
+                        f"there is {state} of '{next(iter(given)).name}', and this model was offloaded without room "
+                        "for it. Give the optimizer of the run as optimizer=."
+                    )
+                if given and home is not None:
+                    _fill_moment(coordinator, group, state, home, given)
+
+
+def _fill_moment(
+    coordinator: Coordinator, group: Group, state: Moment, home: Home, given: Mapping[ParameterSpec, GivenMoment]
+) -> None:
+    nbytes = round_up(_native.moment_bytes(group.moments, min(_MOMENTS_NUMEL, group.numel)), PAGE_BYTES)
+    memory = None if home.in_memory else _native.Arena(nbytes, huge_pages=False)
+    for begin in range(0, group.numel, _MOMENTS_NUMEL):
+        numel = min(_MOMENTS_NUMEL, group.numel - begin)
+        values = _assemble(given, begin, numel, with_scales=group.moments == "int8")
+        at, end = (_native.moment_bytes(group.moments, count) for count in (begin, begin + numel))
+        if memory is None:
+            target = home.view()[at:end]
+            home.changed()
+        else:
+            target = memory.view(0, round_up(end - at, PAGE_BYTES))[: end - at]
+        _native.encode_moments(values.numpy(), group.moments, is_signed=state == "exp_avg", data=target)
+        if memory is not None:
+            whole = memory.view(0, round_up(end - at, PAGE_BYTES))
+            wait_all([coordinator.resources.require_store().write(home.stored(), whole, at=at, io_class="states")])
+
+
+def _assemble(given: Mapping[ParameterSpec, GivenMoment], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
+    """Elements [begin, begin + numel) of a group, fp32; zeros where nothing was given."""
+    values = torch.zeros(numel)
+    for spec, moment in given.items():
+        first, last = max(begin, spec.offset), min(begin + numel, spec.offset + spec.numel)
+        if first >= last:
+            continue
+        values[first - begin : last - begin] = moment.values.reshape(-1)[first - spec.offset : last - spec.offset]
+        if with_scales and moment.scales is not None:
+            start, count = blocks_of(first - spec.offset), blocks_of(last - first)
+            of_blocks = values[first - begin : first - begin + count * _native.BLOCK_NUMEL]
+            put_scales_back(of_blocks, moment.scales[start : start + count])
+    return values

@@ -1,11 +1,10 @@
-"""From a model to its coordinator: discover → plan → open."""
+"""From a model to its coordinator: discover → plan → open → bring the values home."""
 
 from __future__ import annotations
 
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,15 +15,17 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
 from infinity.coordinator.parts import Optimizer
-from infinity.coordinator.restore import restore
-from infinity.durable import buffers
-from infinity.durable.commits import Commits
+from infinity.durable import buffers, rng
+from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import ModelError
+from infinity.errors import ModelError, ResumeError
+from infinity.io.manifest import Manifest
+from infinity.io.store import wait_all
 from infinity.plan.planner import make_plan
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
+from infinity.state.records import Body, parse_body
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,53 @@ def from_generation(model: nn.Module, step: int | None) -> Callable[[Coordinator
     """Values, and those of the persistent buffers, come from generation `step`, or the newest that is whole."""
 
     def fill(coordinator: Coordinator) -> None:
-        body: Any = restore(coordinator, step)
-        buffers.restore(model, body.buffers)
+        buffers.restore(model, _restore(coordinator, step).buffers)
 
     return fill
+
+
+def _restore(coordinator: Coordinator, step: int | None) -> Body:
+    """Find the newest generation that is whole (or `step`), take it over, and leave placeholders. Returns its body.
+
+    Raises:
+        ResumeError: there is none, or its states have another form than the config asks for.
+        SwapIOError: the device failed.
+    """
+    resources = coordinator.resources
+    if resources.generations is None:
+        raise AssertionError("resuming without generations")
+    manifest = resources.generations.recover(resources.staging.view(), step, _check)
+    expected = facts_of(resources)
+    if manifest.facts != expected:
+        differ = ", ".join(
+            f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
+            for key, value in expected.items()
+            if manifest.facts.get(key) != value
+        )
+        raise ResumeError(
+            f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "
+            "them with `infinity checkpoint export` and --from-checkpoint."
+        )
+    store = resources.require_store()
+    held = [home for home in resources.homes() if home.in_memory]
+    wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
+    for home in held:
+        home.read()
+    coordinator.room.adopt()
+    return go_on_from(coordinator, manifest)
+
+
+def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
+    """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
+    coordinator.at_step(manifest.step)
+    body = parse_body(manifest.body, f"generation {manifest.step}")
+    coordinator.commits.resume(manifest.step, body)
+    rng.restore(body.rng)
+    return body
+
+
+def _check(manifest: Manifest) -> None:
+    parse_body(manifest.body, f"generation {manifest.step}")
 
 
 def _require_free(found: Discovery) -> None:

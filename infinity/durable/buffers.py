@@ -13,10 +13,7 @@ from infinity.errors import ResumeError
 
 def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The persistent buffers by their full names, a shared one once for each name."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    return iter(reader(model)().items())
 
 
 def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:

@@ -50,16 +50,14 @@ class Damage:
     """A piece of a generation that does not hold what was written there.
 
     Attributes:
-        unit, group, state: of the extent.
+        extent: that the piece is of.
         step: of the generation.
         path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
         cause: what is wrong, in words.
         error: the failure, if the piece could not be read.
     """
 
-    unit: str
-    group: int
-    state: str
+    extent: Extent | ExtentRecord
     step: int
     path: str
     offset: int
@@ -68,8 +66,9 @@ class Damage:
     error: SwapIOError | None = None
 
     def __str__(self) -> str:
+        of = self.extent
         return (
-            f"{self.state} of unit '{self.unit}' (group {self.group}), generation {self.step}: {self.path}, offset "
+            f"{of.state} of unit '{of.unit}' (group {of.group}), generation {self.step}: {self.path}, offset "
             f"{self.offset}, {self.nbytes} bytes: {self.cause}"
         )
 
@@ -349,17 +348,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
         if error is not None:
             cause = f"cannot be read: {error.cause}"
-            yield Damage(
-                extent.unit,
-                extent.group,
-                extent.state,
-                manifest.step,
-                error.path,
-                error.offset,
-                error.nbytes,
-                cause,
-                error,
-            )
+            yield Damage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
             continue
         found = store.file.block_sums(extent.offset, extent.nbytes)
         if sums is None or not found or found == sums:
@@ -368,14 +357,9 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
             if found[at : at + SUM_BYTES] != sums[at : at + SUM_BYTES]:
                 start = at // SUM_BYTES * SUM_BLOCK_BYTES
                 nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
-                yield _damage(
-                    store, extent, manifest.step, start, nbytes, "does not have the checksum of what was written"
-                )
-
-
-def _damage(store: SwapStore, extent: Extent, step: int, start: int, nbytes: int, cause: str) -> Damage:
-    path, offset = store.file.locate(extent.offset + start)
-    return Damage(extent.unit, extent.group, extent.state, step, path, offset, nbytes, cause)
+                path, offset = store.file.locate(extent.offset + start)
+                cause = "does not have the checksum of what was written"
+                yield Damage(extent, manifest.step, path, offset, nbytes, cause)
 
 
 def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:

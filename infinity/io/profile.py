@@ -99,10 +99,7 @@ def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
     profiles = load_profiles(path)
     if not profiles:
         return None
-    directory = directory.expanduser().absolute()
-    while not directory.exists():
-        directory = directory.parent
-    return profiles.get(disk_key(directory))
+    return profiles.get(disk_key(files.nearest(directory)))
 
 
 def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None) -> Path:

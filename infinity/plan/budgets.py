@@ -3,7 +3,7 @@ and uploads in host memory. What rests in RAM is in the layout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,10 @@ from infinity.errors import ConfigError, PlanError
 from infinity.plan.machine import usable_cores
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Limits, Problem
-from infinity.plan.together import needed_at_once
 from infinity.sizes import PAGE_BYTES, exact_bytes, format_bytes, round_up
 from infinity.state.discover import HookSite
 from infinity.state.dtypes import master_format, native_name
-from infinity.state.unit import Group
+from infinity.state.unit import Group, Unit
 
 _STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
@@ -138,15 +137,62 @@ def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) ->
         return problem.weight
     fetched = problem.every - weights.in_ram if limits.shares_memory else problem.every
     needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
-    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), needed.nbytes), problem.weight_of(fetched))
+    nbytes = sum(unit.weight_bytes for unit in needed)
+    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), nbytes), problem.weight_of(fetched))
     if slots > limits.device:
-        largest = max(needed.units, key=lambda unit: unit.weight_bytes)
-        names = ", ".join(unit.name for unit in needed.units[:_NAMED_MAX])
-        more = f" and {len(needed.units) - _NAMED_MAX} more" if len(needed.units) > _NAMED_MAX else ""
+        largest = max(needed, key=lambda unit: unit.weight_bytes)
+        names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
+        more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         raise PlanError(
-            f"unit '{largest.name}' needs {format_bytes(needed.nbytes)} of device memory: its weights, "
+            f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
             f"(together {names}{more}); memory.device is {format_bytes(limits.device)}. Raise memory.device to "
-            f"{exact_bytes(needed.nbytes)} plus what activations need."
+            f"{exact_bytes(nbytes)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
+
+
+def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:
+    """The units whose weights must be on the device at once: what the largest two modules need, then what stays.
+
+    While a module runs, its own units and those of the modules around it are in use: these may go on with theirs
+    afterwards. And the next module's are fetched while views of the last one's may still be held, by autograd or by
+    recomputation. So there is room for two modules at once, beside the units that stay while the model runs.
+
+    Args:
+        sites: whose forward needs which units; none: every unit has a module of its own.
+        fetched: the units that take room, by index.
+    """
+    staying = {unit.index for unit in units if unit.stays and unit.index in fetched}
+
+    def nbytes(indices: Iterable[int]) -> int:
+        return sum(units[index].weight_bytes for index in indices)
+
+    moving: set[frozenset[int]] = {frozenset(each & set(fetched) - staying) for each in _sets(units, sites)}
+    ordered = sorted(moving, key=lambda each: (-nbytes(each), sorted(each)))
+    best, most = frozenset[int](), 0
+    for position, one in enumerate(ordered):
+        if 2 * nbytes(one) <= most:
+            break  # no two that come later are larger
+        for other in ordered[position:]:
+            if nbytes(one) + nbytes(other) <= most:
+                break
+            if nbytes(one | other) > most:
+                best, most = one | other, nbytes(one | other)
+    return [units[index] for index in (*sorted(best), *sorted(staying))]
+
+
+def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
+    """Of each module, with what is around it."""
+    if not sites:
+        return [{unit.index} for unit in units]
+    own: dict[str, set[int]] = {}
+    for site in sites:
+        own.setdefault(site.name, set()).update(site.units)
+    return [set().union(*(own.get(name, ()) for name in _around(site.name))) for site in sites]
+
+
+def _around(name: str) -> list[str]:
+    """The module's own name and those of the modules that it is in; '' is the model's."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]

@@ -15,9 +15,8 @@ from functools import cached_property
 from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
-from infinity.plan.placement import Placement, Resting
+from infinity.plan.placement import GradientPlacement, Placement, Resting
 from infinity.plan.problem import Problem, UnitBytes
-from infinity.plan.spilling import GradientPlacement
 from infinity.state.dtypes import master_format
 from infinity.state.unit import Group, Unit
 

@@ -4,11 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from infinity.config import SwapConfig
+from infinity.io.profile import profile_of
 from infinity.plan.budgets import Budgets
-from infinity.plan.describe import describe
-from infinity.plan.forecast import Forecast
-from infinity.plan.layout import Layout
+from infinity.plan.layout import Layout, SwapBytes
 from infinity.plan.placement import Placement
+from infinity.plan.problem import Problem
+from infinity.sizes import format_bytes
+
+_OVERLAP = {
+    "auto": "during backward as long as that turns out right, else before the next forward",
+    "during_backward": "during backward, redone where the step decides otherwise",
+    "before_forward": "from the step on, before each unit's next use",
+    "off": "in the step",
+}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """NVMe traffic of one step, when the step before had as many micro-batches and every moment there is room for is
+    used. What is read is an upper bound: gradients that are still in the window when the next pass adds to them are not
+    read. What a commit writes of the states in RAM is shared out over `commit_every` steps.
+
+    Attributes:
+        passes: backward passes before the step, as was planned for.
+        rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None
+            where it has not, or where nothing is on NVMe.
+    """
+
+    passes: int
+    read_bytes: int
+    written_bytes: int
+    rate: float | None
+
+    @property
+    def step_bytes(self) -> int:
+        """Both directions."""
+        return self.read_bytes + self.written_bytes
+
+    @property
+    def io_s(self) -> float | None:
+        """Seconds of I/O per step; None where the disks were not measured."""
+        return None if self.rate is None else self.step_bytes / self.rate
 
 
 @dataclass(frozen=True)
@@ -45,4 +82,111 @@ class Plan:
 
     def describe(self) -> str:
         """A few lines for the log: every tier, every budget, and what is predicted."""
-        return describe(self)
+        placement, layout, limits, forecast = self.placement, self.layout, self.budgets.limits, self.forecast
+        weights, optimizer, form = placement.weights, placement.optimizer, placement.form
+        predicted = "" if forecast.io_s is None else f", {forecast.io_s:.2f} s at the measured rate"
+        per_parameter = forecast.step_bytes / max(layout.trainable_numel, 1)
+        weights_share = _share(layout.arena.weights, len(weights.in_ram), len(layout.units))
+        states_share = _share(layout.arena.states, len(optimizer.in_ram), layout.trained_count)
+        return "\n".join(
+            [
+                f"{layout.numel / 1e6:.1f} M parameters, {layout.trainable_numel / 1e6:.1f} M trained, "
+                f"on {self.device}",
+                f"  weights      {weights.tier:<7}{format_bytes(layout.weight_bytes):>12}"
+                f"{weights_share if weights.tier == 'nvme' else ''}",
+                f"  optimizer    {optimizer.tier:<7}{format_bytes(layout.state_bytes):>12}  (master {form.master}, "
+                f"{form.moments} {' and '.join(form.stored) or 'no moments'})"
+                f"{states_share if optimizer.tier == 'nvme' else ''}",
+                f"  gradients    {_gradients(placement, self.budgets, layout)}",
+                f"  activations  {placement.activations}",
+                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights, the "
+                "rest for activations",
+                f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
+                f"  swap file     {_swap(layout.swap, placement.keep)}; one step moves about "
+                f"{format_bytes(forecast.step_bytes)} ({per_parameter:.1f} B per trained parameter{predicted})",
+                f"  generations   {_generations(placement)}",
+                f"  updates       {_updates(placement, self.budgets)}",
+            ]
+        )
+
+
+# -- what a step moves -------------------------------------------------------------------------------------------------
+
+
+def forecast(problem: Problem, placement: Placement, layout: Layout) -> Forecast:
+    """Count what a step moves while no slot outlives a pass (design §4, with the weights read once more where the
+    update is a phase of its own)."""
+    passes, read, written, committed = problem.passes, 0, 0, 0
+    # The first of several gradients comes as autograd gives it to a GPU's window; on the CPU in fp32, as the others.
+    widens = passes == 1 or not problem.limits.shares_memory
+    for unit in problem.units:
+        if unit.index in placement.weights.in_ram:
+            committed += unit.trained_weight
+        else:
+            read += 2 * passes * unit.weight + unit.trained_weight
+            written += unit.trained_weight
+        if unit.index in placement.optimizer.in_ram:
+            committed += unit.state
+        else:
+            read += unit.state
+            written += unit.state
+        if unit.index not in placement.gradients.in_ram:
+            first = unit.gradient_native if widens else unit.gradient_fp32
+            moved = first + (passes - 1) * unit.gradient_fp32
+            read += moved
+            written += moved
+    written += committed // placement.commit_every if placement.commit_every else 0
+    return Forecast(passes, read, written, _rate(problem.config) if layout.swap.nbytes else None)
+
+
+def _rate(config: SwapConfig) -> float | None:
+    profiles = {path: profile_of(path) for path in config.nvme.paths}
+    known = [profile.mixed_rate for profile in profiles.values() if profile is not None]
+    return sum(known) if len(known) == len(profiles) else None
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _share(held_bytes: int, held: int, count: int) -> str:
+    """How much of what is on NVMe is in RAM all the same; '' where that is nothing."""
+    return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
+
+
+def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
+    accumulation = "any number of micro-batches" if placement.accumulates else "one backward pass per step"
+    if placement.gradients.tier == "nvme":
+        passes = "" if placement.form.gradient_fp32 else "of one backward pass "
+        held = f"{passes}those of {len(placement.gradients.in_ram)} of {layout.trained_count} units in RAM"
+        accumulation += f"; {held}, and a window of {format_bytes(budgets.landing_bytes)}"
+    size = format_bytes(layout.arena.gradients + budgets.landing_bytes)
+    fp32 = "fp32, " if placement.form.gradient_fp32 else ""
+    return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
+
+
+def _swap(swap: SwapBytes, keep: int) -> str:
+    """What the swap file is made of; the parts add up to it."""
+    parts = {
+        "of states": swap.states,
+        "of free copies" if keep == 1 else "of free copies and earlier generations": swap.further_copies,
+        "for gradients": swap.scratch,
+    }
+    said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+    return f"{format_bytes(swap.nbytes)}{f' = {said}' if said else ''}"
+
+
+def _generations(placement: Placement) -> str:
+    if not placement.commit_every:
+        return "none (commit_every: 0): a run that dies starts again from a saved model"
+    when = "every step" if placement.commit_every == 1 else f"every {placement.commit_every} steps"
+    return f"{when}, {placement.keep} kept, each state in {placement.keep + 1} copies: all of it reserved now"
+
+
+def _updates(placement: Placement, budgets: Budgets) -> str:
+    updates = placement.updates
+    text = f"{_OVERLAP[updates.overlap]} (overlap: {updates.overlap})"
+    if budgets.staging.ahead_bytes:
+        text += f", {format_bytes(budgets.staging.ahead_bytes)} to read states ahead"
+    if budgets.shadow_bytes:
+        text += f", {format_bytes(budgets.shadow_bytes)} for that or for new weights"
+    return f"{text}; {updates.reason}" if updates.reason else text

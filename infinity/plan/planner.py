@@ -10,14 +10,20 @@ import torch
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.budgets import Budgets, Staging, plan_staging, slot_bytes
-from infinity.plan.forecast import forecast
 from infinity.plan.layout import lay_out
 from infinity.plan.machine import available_device_bytes, available_host_bytes
-from infinity.plan.placement import Form, Placed, Placement, Resting, place
-from infinity.plan.plan import Plan
+from infinity.plan.placement import (
+    Form,
+    GradientPlacement,
+    Placed,
+    Placement,
+    Resting,
+    gradient_placements,
+    place,
+)
+from infinity.plan.plan import Plan, forecast
 from infinity.plan.problem import Limits, Problem, UnitBytes, count
 from infinity.plan.speculation import ahead_bytes, reserve, shadow_wanted
-from infinity.plan.spilling import GradientPlacement, gradient_placements
 from infinity.sizes import exact_bytes, format_bytes
 from infinity.state.discover import HookSite
 from infinity.state.moments import STORED, OptimizerName

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.plan.placement import Placed, UpdateTiming
+from infinity.files import nearest
+from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
-from infinity.plan.spilling import GradientPlacement
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 _DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
@@ -130,11 +130,6 @@ def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
 
 def free_bytes(paths: Sequence[Path]) -> int:
     """What a file striped evenly over these directories can grow to."""
-    free: list[tuple[int, int]] = []
-    for path in paths:
-        there = path.expanduser().absolute()
-        while not there.exists():
-            there = there.parent
-        free.append((os.stat(there).st_dev, shutil.disk_usage(there).free))
+    free = [(os.stat(there).st_dev, shutil.disk_usage(there).free) for there in map(nearest, paths)]
     devices = [device for device, _ in free]
     return min((nbytes // devices.count(device) for device, nbytes in free), default=0) * len(paths)

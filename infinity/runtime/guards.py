@@ -30,24 +30,18 @@ class Guard:
         _refuse("pickling")
 
 
-class _StateDictGuard(Guard):
+class _GatheredOnly(Guard):
+    def __init__(self, what: str) -> None:
+        self._what = what
+
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _require_gathered(module, "state_dict()")
-
-
-class _LoadGuard(Guard):
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _require_gathered(module, "load_state_dict()")
-
-
-def _require_gathered(module: nn.Module, what: str) -> None:
-    if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
-        _refuse(what)
+        if any(isinstance(parameter, ReleasedParameter) for parameter in module.parameters()):
+            _refuse(self._what)
 
 
 def guard(model: nn.Module) -> None:
     """Put the guards on every module that has parameters below it."""
-    state_dict, load = _StateDictGuard(), _LoadGuard()
+    state_dict, load = _GatheredOnly("state_dict()"), _GatheredOnly("load_state_dict()")
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             module.register_state_dict_pre_hook(state_dict)

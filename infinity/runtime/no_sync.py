@@ -30,11 +30,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
         ModelError: the model was never offloaded.
         InfinityError: it was closed.
     """
-    return _only_accumulating(registry.coordinator_of(model))
-
-
-def _only_accumulating(coordinator: Coordinator) -> AbstractContextManager[None]:
-    return coordinator.accumulating()
+    return registry.coordinator_of(model).accumulating()
 
 
 class NoSync(Guard):
@@ -47,7 +43,7 @@ class NoSync(Guard):
         coordinator = self._coordinator()
         if coordinator is None:
             raise InfinityError("the model this no_sync was of is gone")
-        return _only_accumulating(coordinator)
+        return coordinator.accumulating()
 
 
 def give_no_sync(model: nn.Module, coordinator: Coordinator) -> None:

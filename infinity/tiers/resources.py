@@ -4,6 +4,7 @@ every state. All of it is opened as the plan's layout says."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -200,10 +201,10 @@ class Resources:
 def _open_pool(threads: int, node: int) -> _native.ThreadPool:
     try:
         return _native.ThreadPool(threads, numa_node=node)
-    except RuntimeError as error:
+    except OSError as error:
         raise ConfigError(
-            f"update.threads: {threads} threads cannot be started ({error}): this process may have no more. Lower "
-            "update.threads, or raise the limit (ulimit -u, or pids.max of the control group)."
+            f"update.threads: {threads} threads cannot be started ({os.strerror(error.errno or 0)}): this process may "
+            "have no more. Lower update.threads, or raise the limit (ulimit -u, or pids.max of the control group)."
         ) from error
 
 

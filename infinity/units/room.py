@@ -16,8 +16,7 @@ from infinity.sizes import format_bytes
 from infinity.tiers.accelerator import Slot
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import SlotPool, open_slots
-from infinity.units import policy
-from infinity.units.trace import Trace
+from infinity.units.trace import Trace, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 from infinity.units.weights import Residency
@@ -64,7 +63,7 @@ class Room:
 
     def order(self) -> list[OffloadedUnit]:
         """All units, the one that the next training forward uses first comes first."""
-        order = policy.update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
+        order = update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
         return [self.units[index] for index in order]
 
     @property
@@ -134,7 +133,7 @@ class Room:
             unit.weights.advance_fetch()
         if len(self._present) == len(self.units):
             return
-        upcoming = policy.to_prefetch(
+        upcoming = to_prefetch(
             self._trace.upcoming(), lambda index: self.units[index].weights.residency is Residency.RELEASED
         )
         for distance, index in upcoming:
@@ -235,7 +234,7 @@ class Room:
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
         """Args: distance: of the fetch that needs room, as for `_start`."""
         candidates = [unit.index for unit in self._in_order() if self._may_go(unit, for_prefetch=distance is not None)]
-        ordered = policy.victims(candidates, self._trace.next_use, -1 if distance is None else distance)
+        ordered = victims(candidates, self._trace.next_use, -1 if distance is None else distance)
         return next((self.units[index] for index in ordered if not self.units[index].weights.referred_to()), None)
 
     def _may_go(self, unit: OffloadedUnit, *, for_prefetch: bool) -> bool:

@@ -13,9 +13,8 @@ import pytest
 
 from infinity.cli import main
 from infinity.cli.bench import main as bench_main
-from infinity.cli.optimizers import _MAKE
+from infinity.cli.optimizers import _MAKE, DTYPES
 from infinity.cli.options import DTYPE_NAMES, OPTIMIZERS, Parser, number, size, whole
-from infinity.cli.scaling import DTYPES
 from infinity.errors import ConfigError
 from tests.models import llama
 from tests.test_front_door import HEAVY

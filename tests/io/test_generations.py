@@ -50,7 +50,7 @@ class Written:
 
     def verify(self, memory: memoryview) -> list[tuple[str, int, int]]:
         found = verify(self.store, self.extents, self.manifest, memory)
-        return [(damage.unit, damage.offset, damage.nbytes) for damage in found]
+        return [(damage.extent.unit, damage.offset, damage.nbytes) for damage in found]
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_an_extent_that_cannot_be_read_is_one_damage_and_the_others_are_checked(
     stores.append(Written(tmp_path / "swap", [1] * 10 + [40] + [1] * 10, (fault,)))
     stores[0].damage(20, 0)
     found = list(verify(stores[0].store, stores[0].extents, stores[0].manifest, memory_of(32 * PAGE)))
-    assert [(damage.unit, isinstance(damage.error, SwapIOError)) for damage in found] == [
+    assert [(damage.extent.unit, isinstance(damage.error, SwapIOError)) for damage in found] == [
         ("unit10", True),
         ("unit20", False),
     ]
@@ -160,6 +160,6 @@ def test_memory_is_free_again_for_whoever_stops_in_the_middle(
     stores[0].damage(0, 0)
     flight = Flight(stores[0].store, monkeypatch)
     found = verify(stores[0].store, stores[0].extents, stores[0].manifest, memory_of(32 * PAGE))
-    assert next(found).unit == "unit0"
+    assert next(found).extent.unit == "unit0"
     found.close()  # type: ignore[attr-defined]
     assert flight._count == 0

@@ -338,13 +338,13 @@ MUTANTS = [
     Mutant(
         "a written weight has a master of its value",
         "infinity/coordinator/gathering.py",
-        "            _replace(resources, states.residual, fresh)\n",
+        "            write_parts(resources, states.residual, fresh)\n",
         "            pass\n",
         (_GATHERED, "-k", "master_of_exactly"),
     ),
     Mutant(
         "what is written by hand goes where no generation is",
-        "infinity/coordinator/gathering.py",
+        "infinity/coordinator/ingest.py",
         "    copy = resources.destination(extent)\n",
         "    copy = extent.copy\n",
         (_GATHERED, "-k", "crash"),

@@ -347,22 +347,6 @@ def test_new_weights_go_elsewhere_and_the_old_ones_stay(
         bench.close()
 
 
-def test_weights_can_be_read_from_the_file_into_the_memory_that_keeps_the_new_ones(
-    expected: dict[str, bytes], tmp_path: Path
-) -> None:
-    bench = Bench(tmp_path, "io_uring", 8192, 2)
-    bench.file.keep_checksums(8 << 20)
-    streams = {name: bench.stream(name, "file") for name in STATES}
-    memory = bench.take(len(bench.values["weight"]))
-    streams["weight"] = _native.StateStream(memory, bench.file, bench.offsets["weight"], current=False)
-    future = bench.submit(streams, SEGMENTS, whole=True)
-    assert future.wait(60)
-    assert future.failure() is None
-    assert bytes(memory)[: len(expected["weight"])] == expected["weight"]
-    assert bench.result("weight", from_file=True) == expected["weight"]
-    bench.close()
-
-
 @pytest.mark.parametrize("tile", [4096, 1 << 17])
 def test_gradients_are_read_from_the_file(tile: int, expected: dict[str, bytes], tmp_path: Path) -> None:
     bench = Bench(tmp_path, "io_uring", tile, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def test_threads_that_cannot_be_started_are_an_error_with_the_fix(
     swap_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("Resource temporarily unavailable")
+        raise OSError(errno.EAGAIN, "cannot start 2 threads", "")
 
     with monkeypatch.context() as patched:
         patched.setattr(_native, "ThreadPool", refuse)

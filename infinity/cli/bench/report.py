@@ -24,7 +24,7 @@ from rich.text import Text
 from infinity.cli.bench.sustained import Sustained
 from infinity.cli.bench.sweep import Choice, Point
 from infinity.cli.bench.versus import Comparison
-from infinity.cli.bench.workload import PERCENTILES, Latencies, Sample, percentile
+from infinity.cli.bench.workload import FIO_NAMES, PERCENTILES, Latencies, percentile
 from infinity.echo import one_line
 from infinity.io.devices import DiskFacts, MachineFacts
 from infinity.sizes import format_bytes
@@ -134,7 +134,7 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
     for comparison in comparisons:
         label = f"{comparison.kind}, {format_block(comparison.block_bytes)} × {comparison.queue_depth}"
         for ratio in comparison.ratios:
-            verdict = "" if ratio.contender.startswith("fio") else _yes(ratio.median > comparison.noise_low)
+            as_good = "yes" if ratio.median > comparison.noise_low else "no"
             table.add_row(
                 label,
                 ratio.contender,
@@ -144,7 +144,7 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
                 f"{ratio.high:.2f}",
                 f"{ratio.cpu_s_per_gb:.4f}",
                 f"{ratio.cpu_ratio:.2f}",
-                verdict,
+                "" if ratio.contender.startswith("fio") else as_good,
             )
             label = ""
     console.print(table)
@@ -155,10 +155,6 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
             "fio: sysctl vm.nr_hugepages=64",
             soft_wrap=True,
         )
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def print_sustained(console: Console, sustained: Sustained) -> None:
@@ -240,11 +236,10 @@ def _path_json(report: PathReport) -> dict[str, Any]:
 
 def _job_json(point: Point) -> dict[str, Any]:
     load = point.workload
-    directions = {"read": "read", "overwrite": "write", "first_write": "write", "mixed": "rw"}
     return {
         "jobname": f"{load.kind}-{load.block_bytes}-{load.queue_depth}",
         "job options": {
-            "rw": directions[load.kind],
+            "rw": FIO_NAMES[load.kind],
             "bs": str(load.block_bytes),
             "iodepth": str(load.queue_depth),
             "ioengine": load.engine,
@@ -275,9 +270,3 @@ def _side_json(point: Point, side: str) -> dict[str, Any]:
             "percentile": {f"{percent:.6f}": percentile(latencies, percent) for percent in PERCENTILES},
         },
     }
-
-
-def written_bytes(samples: Sequence[tuple[str, Sample]]) -> int:
-    """Of (kind, sample) pairs: what they cost a drive."""
-    shares = {"read": 0.0, "mixed": 0.5}
-    return int(sum(sample.nbytes * shares.get(kind, 1.0) for kind, sample in samples))

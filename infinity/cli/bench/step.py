@@ -20,6 +20,7 @@ from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
+from infinity.files import nearest
 from infinity.io.devices import describe_disk
 from infinity.plan.plan import Plan
 from infinity.runtime.offload import close, offload
@@ -152,10 +153,7 @@ def _rated_tb(paths: list[Path]) -> float | None:
     """What all the drives are rated for, as far as their own counters tell."""
     rated: list[int] = []
     for path in paths:
-        directory = path.expanduser().absolute()
-        while not directory.exists():
-            directory = directory.parent
-        endurance = describe_disk(directory, endurance=True).endurance
+        endurance = describe_disk(nearest(path), endurance=True).endurance
         if endurance is None or endurance.rated_bytes is None:
             return None
         rated.append(endurance.rated_bytes)

@@ -21,13 +21,12 @@ from infinity.cli.bench.report import (
     print_points,
     print_sustained,
     swap_config,
-    written_bytes,
 )
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.sustained import Minute, Sustained, sustain
 from infinity.cli.bench.sweep import Choice, Point, Sweep, most_written
 from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
-from infinity.cli.bench.workload import Rig, Workload, verify
+from infinity.cli.bench.workload import WRITTEN_SHARE, Rig, Workload, verify
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
@@ -39,7 +38,6 @@ _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
 """Slow disks move less per run, so that a survey stays short."""
-_WRITTEN_SHARE = {"read": 0.0, "mixed": 0.5}
 
 
 def run_survey(options: argparse.Namespace, console: Console) -> Survey:
@@ -156,7 +154,7 @@ def _fio_bytes(options: argparse.Namespace, memory: int) -> int:
 
 def _written_beside_fio(rounds: int, fio_bytes: int) -> int:
     """By four contenders."""
-    return int(sum(4 * rounds * _WRITTEN_SHARE.get(kind, 1.0) for kind in COMPARED) * fio_bytes)
+    return int(sum(4 * rounds * WRITTEN_SHARE[kind] for kind in COMPARED) * fio_bytes)
 
 
 def _compare(
@@ -201,10 +199,10 @@ def _memory_bytes(size: int) -> int:
 
 def _written(points: list[Point], sustained: Sustained | None, file_bytes: int, probe_bytes: int) -> int:
     """Filling and verifying the file included."""
-    samples = [(point.workload.kind, sample) for point in points for sample in point.samples]
+    moved = sum(sample.nbytes * WRITTEN_SHARE[point.workload.kind] for point in points for sample in point.samples)
     probe = probe_bytes if points else 0
     settled = sustained.written_bytes if sustained else 0
-    return written_bytes(samples) + settled + 2 * file_bytes + probe
+    return int(moved) + settled + 2 * file_bytes + probe
 
 
 def require_directories(paths: Sequence[Path]) -> list[Path]:

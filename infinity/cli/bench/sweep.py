@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import KINDS, Kind, Rig, Sample, Workload
+from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
 
 DEPTHS = (1, 4, 8, 16, 32, 64)
 BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
@@ -115,8 +116,8 @@ class Sweep:
     @property
     def points(self) -> list[Point]:
         """By kind, block and depth."""
-        order = {kind: index for index, kind in enumerate(KINDS)}
-        keys = sorted(self._points, key=lambda key: (order[key[0]], key[1], key[2]))
+        order = get_args(Kind)
+        keys = sorted(self._points, key=lambda key: (order.index(key[0]), key[1], key[2]))
         return [self._points[key] for key in keys]
 
     def _find_depth(self, kind: Kind) -> None:

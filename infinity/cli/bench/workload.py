@@ -14,7 +14,8 @@ from infinity.cli.bench.scratch import Scratch
 from infinity.errors import BenchError
 
 Kind = Literal["read", "overwrite", "first_write", "mixed"]
-KINDS: tuple[Kind, ...] = ("read", "overwrite", "first_write", "mixed")
+FIO_NAMES: dict[Kind, str] = {"read": "read", "overwrite": "write", "first_write": "write", "mixed": "rw"}
+WRITTEN_SHARE: dict[Kind, float] = {"read": 0.0, "overwrite": 1.0, "first_write": 1.0, "mixed": 0.5}
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _MIXED_REQUEST_BYTES = 1 << 20  # reads and writes alternate in pieces of this, or of a block where that is larger

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.bench.fio import fio_arguments, parse_fio, run_fio
 from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.versus import _order, compare_with_fio
+from infinity.cli.bench.versus import _order, compare_with_fio, fio_arguments, parse_fio, run_fio
 from infinity.cli.bench.workload import Rig, Workload
 from infinity.errors import BenchError
 
