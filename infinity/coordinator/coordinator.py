@@ -423,14 +423,23 @@ class Coordinator(Parts):
         """These units have their values in this context, and stay."""
         taken: list[int] = []
         try:
-            for index in indices:
-                self.acquire(index)
-                taken.append(index)
+            self._take(indices, taken)
             yield
         finally:
-            for index in taken:
-                self.release(index)
+            self._give_back(taken)
             self.site_left()
+
+    @transition
+    def _take(self, indices: Iterable[int], taken: list[int]) -> None:
+        """Acquire units; `taken` tells which, whatever ends this."""
+        for index in indices:
+            self.acquire(index)
+            taken.append(index)
+
+    @transition
+    def _give_back(self, taken: list[int]) -> None:
+        while taken:
+            self.release(taken.pop())
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
