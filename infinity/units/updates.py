@@ -21,7 +21,7 @@ _SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates m
 
 class Updates:
     """Invariant: `_under_way` are the units with an update, in the order in which the updates began; those whose update
-    is decided come first.
+    is decided come first. Those that read slots are among `_readers`.
 
     Attributes:
         shadows: memory for the new weights of speculative updates.
@@ -33,6 +33,7 @@ class Updates:
         self.shadows = shadows
         self.ahead = ReadAhead(resources)
         self._under_way: dict[int, OffloadedUnit] = {}
+        self._readers: list[OffloadedUnit] = []
 
     @property
     def speculative(self) -> list[OffloadedUnit]:
@@ -101,12 +102,13 @@ class Updates:
 
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
         """Updates that read slots must leave enough of them for others."""
-        kept = sum(other.unit.weight_bytes for other in self.speculative if other.reads_slot())
+        self._readers = [other for other in self._readers if other.reads_slot()]
+        kept = sum(other.unit.weight_bytes for other in self._readers)
         return (kept + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
-        for unit in self._under_way.values():
+        for unit in self._readers:
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
 
@@ -178,6 +180,8 @@ class Updates:
         update = UnitUpdate(unit.name, wanted, place, committed=committed)
         unit.begin_update(update)
         self._under_way[unit.index] = unit
+        if place.speculative and place.slot is not None:
+            self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(

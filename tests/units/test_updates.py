@@ -119,6 +119,11 @@ class UpdatesMachine(RuleBasedStateMachine):
         assert [unit.update for unit in dropped] == [None] * len(dropped)
         self._forget([unit.index for unit in dropped])
 
+    @rule()
+    def who_needs_room_waits_for_those_that_read_slots(self) -> None:
+        self.updates.wait_for_readers()
+        assert not any(unit.reads_slot() for unit in self.units)
+
     @precondition(lambda self: self.updates.oldest_decided is None)
     @rule(
         requested=st.dictionaries(st.integers(0, COUNT - 1), LR),
@@ -205,6 +210,11 @@ class UpdatesMachine(RuleBasedStateMachine):
         assert not any(unit.reads_slot() for unit in self.units)
 
     # -- what stays ---------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def a_quarter_of_the_slots_at_most_is_kept_from_others(self) -> None:
+        kept = sum(unit.unit.weight_bytes for unit in self.units if unit.reads_slot())
+        assert kept * 4 <= self.below.plan.budgets.slot_bytes
 
     @invariant()
     def the_units_with_an_update_are_under_way_as_they_began(self) -> None:
