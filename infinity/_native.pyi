@@ -27,8 +27,6 @@ class Arena:
     def huge_pages(self) -> bool: ...
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
-    def discard(self, offset: int, nbytes: int) -> None:
-        """Give the pages of a 4 KiB-aligned range back to the system; they read as zeros afterwards."""
 
 class File:
     """A swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it in 4 KiB blocks.

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/page.hpp"
+#include "base/require.hpp"
 
 namespace infinity {
 namespace {
@@ -23,22 +24,18 @@ void check(const EngineOptions& options) {
   if (options.engine != "auto" && options.engine != "io_uring" && options.engine != "threads") {
     throw std::invalid_argument("unknown engine '" + options.engine + "'; use auto, io_uring or threads");
   }
-  if (options.queue_depth == 0 || options.queue_depth > 4096) {
-    throw std::invalid_argument("queue_depth must be between 1 and 4096");
-  }
-  if (options.threads == 0) throw std::invalid_argument("threads must be positive");
-  if (options.in_flight_bytes == 0) throw std::invalid_argument("in_flight_bytes must be positive");
-  if (options.deadline <= std::chrono::nanoseconds(0)) throw std::invalid_argument("the deadline must be positive");
-  if (options.block_bytes == 0 || options.block_bytes % kPageBytes != 0 || options.block_bytes > (1u << 30)) {
-    throw std::invalid_argument("block must be a positive multiple of 4 KiB, at most 1 GiB");
-  }
+  require(options.queue_depth > 0 && options.queue_depth <= 4096, "queue_depth must be between 1 and 4096");
+  require(options.threads > 0, "threads must be positive");
+  require(options.in_flight_bytes > 0, "in_flight_bytes must be positive");
+  require(options.deadline > std::chrono::nanoseconds(0), "the deadline must be positive");
+  require(options.block_bytes > 0 && options.block_bytes % kPageBytes == 0 && options.block_bytes <= (1u << 30),
+          "block must be a positive multiple of 4 KiB, at most 1 GiB");
 }
 
 void check(const IoRequest& request) {
   if (request.kind == OpKind::sync) return;
-  if (request.file == nullptr || request.data == nullptr || request.nbytes == 0) {
-    throw std::invalid_argument("a request needs a file, memory and at least one byte");
-  }
+  require(request.file != nullptr && request.data != nullptr && request.nbytes > 0,
+          "a request needs a file, memory and at least one byte");
   const auto address = reinterpret_cast<std::uintptr_t>(request.data);
   const ChecksumTable* sums = request.file->checksums();
   if ((request.file->direct() && address % kPageBytes != 0) ||

@@ -28,8 +28,6 @@ struct EngineOptions : LaneOptions {
 // fails with ECANCELED.
 class IoEngine {
  public:
-  static constexpr unsigned kRetriesMax = Lane::kRetriesMax;
-
   // Throws std::system_error (engine: io_uring where the kernel refuses) or std::invalid_argument (unknown engine, zero
   // depth, block not a positive multiple of 4 KiB).
   explicit IoEngine(EngineOptions options);

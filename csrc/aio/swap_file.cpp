@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <system_error>
 #include <utility>
 
 #include "base/page.hpp"
+#include "base/require.hpp"
 
 namespace infinity {
 namespace {
@@ -32,16 +32,12 @@ SwapFile::SwapFile(std::shared_ptr<File> file) : members_{std::move(file)}, dire
 
 SwapFile::SwapFile(std::vector<std::shared_ptr<File>> members, std::vector<unsigned> shares, std::uint64_t stripe_bytes)
     : members_(std::move(members)), shares_(std::move(shares)) {
-  if (members_.empty() || members_.size() > kMembersMax || members_.size() != shares_.size()) {
-    throw std::invalid_argument("a swap file needs 1 to 64 members, each with a share");
-  }
+  require(!members_.empty() && members_.size() <= kMembersMax && members_.size() == shares_.size(),
+          "a swap file needs 1 to 64 members, each with a share");
   constexpr unsigned kShareMax = 1024;
-  if (std::any_of(shares_.begin(), shares_.end(), [](unsigned share) { return share == 0 || share > kShareMax; })) {
-    throw std::invalid_argument("a share lies between 1 and 1024");
-  }
-  if (stripe_bytes == 0 || stripe_bytes % kPageBytes != 0) {
-    throw std::invalid_argument("stripes must be a positive multiple of 4 KiB");
-  }
+  require(std::all_of(shares_.begin(), shares_.end(), [](unsigned share) { return share > 0 && share <= kShareMax; }),
+          "a share lies between 1 and 1024");
+  require(stripe_bytes > 0 && stripe_bytes % kPageBytes == 0, "stripes must be a positive multiple of 4 KiB");
   direct_ = std::any_of(members_.begin(), members_.end(), [](const auto& file) { return file->direct(); });
   if (members_.size() == 1) return;
   stripe_bytes_ = stripe_bytes;

@@ -11,7 +11,6 @@
 #include <system_error>
 
 #include "base/numa.hpp"
-#include "base/page.hpp"
 
 namespace infinity {
 namespace {
@@ -41,18 +40,6 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
 Arena::~Arena() {
   // A forked child does not have the mapping (MADV_DONTFORK); memory of its own may be at these addresses by now.
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
-}
-
-void Arena::discard(std::size_t offset, std::size_t nbytes) {
-  if (offset > nbytes_ || nbytes > nbytes_ - offset) throw std::invalid_argument("the range is outside the arena");
-  // The kernel rounds the length up to whole pages: a neighbour's bytes would go with them.
-  if (offset % kPageBytes != 0 || (nbytes % kPageBytes != 0 && offset + nbytes != nbytes_)) {
-    throw std::invalid_argument("pages are given back in multiples of 4 KiB; got offset " + std::to_string(offset) +
-                                ", length " + std::to_string(nbytes));
-  }
-  if (madvise(address_ + offset, nbytes, MADV_DONTNEED) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot give pages back");
-  }
 }
 
 }  // namespace infinity

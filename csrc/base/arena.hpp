@@ -24,9 +24,6 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }
-  // Gives the pages of [offset, offset + nbytes) back to the system; they read as zeros afterwards. Throws
-  // std::invalid_argument unless both ends are 4 KiB borders (or the end is the arena's) inside the arena.
-  void discard(std::size_t offset, std::size_t nbytes);
 
  private:
   void* mapping_ = nullptr;

@@ -3,7 +3,23 @@
 
 namespace infinity {
 
-[[nodiscard]] bool cpu_has_avx2();    // AVX2, FMA and F16C
-[[nodiscard]] bool cpu_has_avx512();  // AVX-512 F, BW, DQ and VL, and all of the above
+// The builtins also ask the operating system (XGETBV) whether it saves the wide registers.
+[[nodiscard]] inline bool cpu_has_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+// And all of the above.
+[[nodiscard]] inline bool cpu_has_avx512() {
+#if defined(__x86_64__)
+  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
 
 }  // namespace infinity

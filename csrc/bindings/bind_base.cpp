@@ -147,8 +147,7 @@ void bind_base(py::module_& module) {
                              [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly("huge_pages", &Arena::huge_pages)
-      .def("view", &view_of, py::arg("offset"), py::arg("nbytes"))
-      .def("discard", &Arena::discard, py::arg("offset"), py::arg("nbytes"));
+      .def("view", &view_of, py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")
       .def_property_readonly("kind",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from types import TracebackType
 from typing import Literal, NamedTuple, get_args
 
 from infinity.errors import InfinityError
@@ -211,9 +210,7 @@ class Stall:
             self._stack[-1]._tell(self._began_ns)
         self._stack.append(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         ended_ns = time.perf_counter_ns()
         self._stack.pop()
         if self._stack:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import operator
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
@@ -187,12 +188,7 @@ def make_report(
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         state_bytes=after.state_bytes,
         cached_bytes=after.cached_bytes + after.cached_weight_bytes,
-        updates=Counts(
-            after.updates.early - before.updates.early,
-            after.updates.undone - before.updates.undone,
-            after.updates.late - before.updates.late,
-            after.updates.clipped - before.updates.clipped,
-        ),
+        updates=Counts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
         engine=after.engine,
         device=after.device,
         warm_up=warm_up,

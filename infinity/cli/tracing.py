@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from torch import nn
 
@@ -30,7 +29,7 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--trace {options.trace}: --output must be empty when the run ends; write it elsewhere")
 
 
-class TracedSteps:
+class TracedSteps(ExitStack):
     """Traces some steps of a run. A run that ends early leaves a trace of the steps that it did.
 
     Args:
@@ -46,6 +45,7 @@ class TracedSteps:
     def __init__(
         self, model: nn.Module, path: Path | None, steps: tuple[int, int] | None, *, done: int, total: int
     ) -> None:
+        super().__init__()
         self._model = model
         self._path = path
         self._first, self._last = steps or (min(done + 2, total), done + 1 + _STEPS)
@@ -53,23 +53,14 @@ class TracedSteps:
             raise ConfigError(f"--trace-steps {self._first}:{self._last}: this run does steps {done + 1} to {total}")
         self._first = max(self._first, done + 1)
         self._last = min(self._last, total)
-        self._open = ExitStack()
-
-    def __enter__(self) -> TracedSteps:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.close()
 
     def before(self, step: int) -> None:
         if self._path is not None and step == self._first:
-            self._open.enter_context(trace(self._model, self._path))
+            self.enter_context(trace(self._model, self._path))
 
     def after(self, step: int, *, stopping: bool = False) -> bool:
         """Whether the trace was written now: after its last step, or after the run's last step if that comes first."""
         if self._path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False
-        self._open.close()
+        self.close()
         return True

@@ -3,8 +3,7 @@ from the store."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +76,8 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    return _offload(model, config, device, optimizer, accumulation_steps, source, faults)
+    fill, placeless = from_source(source), source is not None
+    return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
 
 
 def resume(
@@ -113,14 +113,8 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as infinity.offload.
     """
-    return _offload(model, config, device, optimizer, accumulation_steps, None, faults, Resume(step))
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Weights and states come from the store: from generation `step`, or the newest."""
-
-    step: int | None = None
+    fill = from_generation(model, step)
+    return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, resumes=True, placeless=True)
 
 
 def _offload(
@@ -129,21 +123,23 @@ def _offload(
     device: torch.device | str | None,
     optimizer: OptimizerName,
     accumulation_steps: int | None,
-    source: Source | None,
     faults: Sequence[_native.Fault],
-    resumed: Resume | None = None,
+    fill: Callable[[Coordinator], None],
+    *,
+    resumes: bool = False,
+    placeless: bool,
 ) -> Model:
+    """Args: placeless: the parameters may be on the meta device, as their values come from elsewhere."""
     refuse_in_forked_child()
     use()
     require_accumulation_steps(accumulation_steps)
     resolved = load_config(config)
-    _require_offloadable(model, resolved, optimizer, resumed)
+    _require_offloadable(model, resolved, optimizer, resumes=resumes)
     target = _resolve_device(device)
-    if source is not None or resumed is not None:
+    if placeless:
         _leave_meta(model, target)
-    fill = from_source(source) if resumed is None else from_generation(model, resumed.step)
     coordinator, found = open_coordinator(
-        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumed is not None, fill=fill
+        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumes, fill=fill
     )
     try:
         _move_buffers(model, target)
@@ -159,14 +155,12 @@ def _offload(
     return model
 
 
-def _require_offloadable(
-    model: nn.Module, config: SwapConfig, optimizer: OptimizerName, resumed: Resume | None
-) -> None:
+def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: OptimizerName, *, resumes: bool) -> None:
     if registry.is_offloaded(model):
         raise ModelError("this model is offloaded already; infinity.close(model) ends that")
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
-    if resumed is not None and not config.commit_every:
+    if resumes and not config.commit_every:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 
 

@@ -19,52 +19,47 @@ On the CPU the slot is the lease: nothing is copied and there is nothing to wait
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from infinity.io.arena import Lease, PinnedArena
 
 
-class Slot(Protocol):
-    """A piece of device memory that a unit's weights occupy."""
-
-    tensor: torch.Tensor
-    """uint8 [weight_bytes], on the device."""
-
-    def wait(self) -> None:
-        """Make the running stream wait until the weights are there."""
-
-    def outstanding(self) -> bool:
-        """Whether anything but the slot and `expected` parameter views refers to the memory."""
-
-    def expect(self, views: int) -> None:
-        """So many references count for nothing: the parameters' own views."""
-
-    def free(self) -> None: ...
-
-
 def _references(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-class _Referred:
-    """The references to a slot's memory, counted by torch."""
+class Slot(ABC):
+    """A piece of device memory that a unit's weights occupy. torch counts the references to it.
+
+    Args:
+        tensor: uint8 [weight_bytes], on the device.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self._own = self._expected = _references(tensor)
 
-    def expect(self, views: int) -> None:
-        self._expected = self._own + views
+    @abstractmethod
+    def wait(self) -> None:
+        """Make the running stream wait until the weights are there."""
 
     def outstanding(self) -> bool:
+        """Whether anything but the slot and the parameter views that are expected refers to the memory."""
         return _references(self.tensor) > self._expected
 
+    def expect(self, views: int) -> None:
+        """So many references count for nothing: the parameters' own views."""
+        self._expected = self._own + views
 
-class HostSlot(_Referred):
+    @abstractmethod
+    def free(self) -> None: ...
+
+
+class HostSlot(Slot):
     """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
 
     def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
@@ -79,7 +74,7 @@ class HostSlot(_Referred):
             self.lease.release()
 
 
-class CudaSlot(_Referred):
+class CudaSlot(Slot):
     """Weights copied to the GPU. Dropping the tensor gives the memory back to torch's allocator.
 
     Args:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from infinity.errors import SwapTimeoutError
@@ -17,15 +18,21 @@ Written = Mapping[int, tuple[int | None, Transfer]]
 """Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
 
 
-class Fetch(Protocol):
+class Fetch(ABC):
     """Weights on their way into a slot. Life cycle: SlotPool.start() → finish(), once, which waits."""
+
+    def __init__(self, transfers: Sequence[Transfer] = ()) -> None:
+        self._transfers = transfers
 
     def wait(self) -> None:
         """Until finish() would wait no more. May be interrupted."""
+        for transfer in self._transfers:
+            transfer.wait()
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 (mostly there is nothing)
         """Start what can be started now, without waiting."""
 
+    @abstractmethod
     def finish(self) -> Slot: ...
 
 
@@ -41,15 +48,10 @@ class SlotPool(Protocol):
         """Whether a slot of these weights takes of the budget: evicting them makes room for others."""
 
 
-class _There:
+class _There(Fetch):
     def __init__(self, slot: Slot) -> None:
+        super().__init__()
         self._slot = slot
-
-    def wait(self) -> None:
-        return
-
-    def advance(self) -> None:
-        return
 
     def finish(self) -> Slot:
         return self._slot
@@ -86,17 +88,10 @@ def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> 
     return reads
 
 
-class _LeaseFetch:
-    def __init__(self, lease: Lease, transfers: list[Transfer]) -> None:
+class _LeaseFetch(Fetch):
+    def __init__(self, lease: Lease, transfers: Sequence[Transfer]) -> None:
+        super().__init__(transfers)
         self._lease = lease
-        self._transfers = transfers
-
-    def wait(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
-
-    def advance(self) -> None:
-        return
 
     def finish(self) -> Slot:
         try:
@@ -150,18 +145,14 @@ class CudaSlots:
         slot.free()
 
 
-class _UploadFetch:
-    def __init__(self, pool: CudaSlots, device: CudaDevice, lease: Lease, transfers: list[Transfer]) -> None:
+class _UploadFetch(Fetch):
+    def __init__(self, pool: CudaSlots, device: CudaDevice, lease: Lease, transfers: Sequence[Transfer]) -> None:
+        super().__init__(transfers)
         self._pool = pool
         self._device = device
         self._lease = lease
-        self._transfers = transfers
         self._slot: CudaSlot | None = None
         self._failure: Exception | None = None  # for finish() to tell
-
-    def wait(self) -> None:
-        for transfer in self._transfers:
-            transfer.wait()
 
     def advance(self) -> None:
         if self._slot is None and self._failure is None and all(each.done() for each in self._transfers):

@@ -98,31 +98,6 @@ def test_huge_pages_are_reported_as_the_kernel_took_the_advice() -> None:
     assert arena.huge_pages == ("hg" in mapping_flags(arena.address))
 
 
-def test_discarded_pages_read_as_zeros_and_their_neighbours_do_not() -> None:
-    arena = _native.Arena(4 * 4096, huge_pages=False)
-    everything = arena.view(0, 4 * 4096)
-    everything[:] = b"\xff" * (4 * 4096)
-    arena.discard(4096, 2 * 4096)
-    assert not is_resident(arena.address + 4096)
-    assert bytes(everything) == b"\xff" * 4096 + b"\0" * 8192 + b"\xff" * 4096
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(1, 4096), (0, 100), (4096, 4095)])
-def test_discarding_part_of_a_page_is_refused_and_loses_nothing(offset: int, nbytes: int) -> None:
-    arena = _native.Arena(3 * 4096, huge_pages=False)
-    everything = arena.view(0, 3 * 4096)
-    everything[:] = b"\xff" * (3 * 4096)
-    with pytest.raises(ValueError, match="4 KiB"):
-        arena.discard(offset, nbytes)
-    assert bytes(everything) == b"\xff" * (3 * 4096)
-
-
-@pytest.mark.parametrize(("offset", "nbytes"), [(0, 3 * 4096), (4096, (1 << 64) - 4096)])
-def test_discarding_outside_the_arena_is_refused(offset: int, nbytes: int) -> None:
-    with pytest.raises(ValueError, match="outside the arena"):
-        _native.Arena(2 * 4096).discard(offset, nbytes)
-
-
 def test_a_forked_child_drops_its_arena_without_touching_what_now_lies_there() -> None:
     """The child has no such mapping, so that address may hold memory of its own by then."""
     run_child(

@@ -10,7 +10,6 @@ import errno
 import os
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 from infinity import _native
 from infinity.errors import BenchError
@@ -65,9 +64,7 @@ class Scratch:
     def __enter__(self) -> Scratch:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
