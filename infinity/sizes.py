@@ -18,6 +18,7 @@ THREADS_MAX = 1024
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SHOWN = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*")
 
 
@@ -39,7 +40,7 @@ def parse_bytes(value: object) -> object:
 
 def format_bytes(nbytes: float) -> str:
     """1610612736 → '1.50 GiB'."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in _SHOWN:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{int(nbytes)} B"
@@ -48,9 +49,7 @@ def format_bytes(nbytes: float) -> str:
 def exact_bytes(nbytes: int) -> str:
     """A size for a swap config, rounded up to whole pages: 135168 → '132KiB', 2097152 → '2MiB'."""
     nbytes = round_up(nbytes, PAGE_BYTES)
-    unit, size = next(
-        (unit, size) for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)) if nbytes % size == 0
-    )
+    unit, size = next((unit, size) for unit, size in _SHOWN if nbytes % size == 0)
     return f"{nbytes // size}{unit}"
 
 

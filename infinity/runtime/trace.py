@@ -171,17 +171,8 @@ class _Events:
         unit, state, group = ("", "", 0) if extent is None else (extent.unit, extent.state, extent.group)
         args |= {"unit": unit, "state": state, "group": group, "bytes": int(request["nbytes"]), "offset": offset}
         args |= {"class": IO_CLASSES[request["io_class"]]}
-        row = f"{operation} {_ROW_OF_STATE.get(state, state or 'other')}"
-        return Event(row, operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args)
-
-
-_ROW_OF_STATE = {
-    "weight": "weights",
-    "residual": "states",
-    "exp_avg": "states",
-    "exp_avg_sq": "states",
-    "grad": "gradients",
-}
+        what = {"weight": "weights", "grad": "gradients", "": "other"}.get(state, "states")
+        return Event(f"{operation} {what}", operation, f"{operation} {state} {unit}".rstrip(), begin_ns, end_ns, args)
 
 
 class _Extents:
