@@ -17,7 +17,6 @@ from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.parts import Optimizer, Parts
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
-from infinity.plan.plan import Plan
 from infinity.state.released import USE_GATHERED
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
@@ -43,20 +42,6 @@ def transition(
 
 class Coordinator(Parts):
     """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.resources.plan
-
-    @property
-    def closed(self) -> bool:
-        return self.health.closed
-
-    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
-        for unit in self.units:
-            for index, group in enumerate(unit.unit.groups):
-                for spec in group.specs:
-                    yield unit.parameters[spec.name], Place(unit.unit, index, spec)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -461,9 +446,6 @@ class Coordinator(Parts):
             )
         with self.taking(indices):
             yield
-
-    def name_of(self, parameter: nn.Parameter) -> str:
-        return self._owners[id(parameter)][1]
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

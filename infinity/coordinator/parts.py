@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -16,8 +16,9 @@ from infinity.coordinator.readers import Readers
 from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
+from infinity.plan.plan import Plan
 from infinity.state.released import released_class
-from infinity.state.unit import Unit
+from infinity.state.unit import Place, Unit
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
 from infinity.units.gradients import Gradients, UnitGradients, open_gradients
@@ -78,12 +79,25 @@ class Parts(ABC):
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
 
-    @abstractmethod
-    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """As state/released.py: Lender."""
+    @property
+    def plan(self) -> Plan:
+        return self.resources.plan
+
+    @property
+    def closed(self) -> bool:
+        return self.health.closed
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        for unit in self.units:
+            for index, group in enumerate(unit.unit.groups):
+                for spec in group.specs:
+                    yield unit.parameters[spec.name], Place(unit.unit, index, spec)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return self._owners[id(parameter)][1]
 
     @abstractmethod
-    def name_of(self, parameter: nn.Parameter) -> str:
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
         """As state/released.py: Lender."""
 
 

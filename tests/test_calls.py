@@ -1,0 +1,118 @@
+"""Calls point down, as imports do: nothing in infinity is called by a room below it, and each leg of a weight's and of
+a gradient's life is a way down that touches few rooms.
+
+A room is a package; `state` is the values that all of them read, and none. What Python or torch calls (hooks, or
+properties of parameters) begins a way of its own. A way that only goes down visits no room twice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import infinity
+from tests.models import llama, loss_of
+
+ROOMS = ("runtime", "optim", "coordinator", "units", "durable", "tiers", "plan", "state", "io")
+"""From above; neither of the first two calls the other. What lies below them all is called from anywhere."""
+HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
+
+PROTOCOLS = {
+    # What the optimizer that entered is asked (units/speculation.py: Predictable; durable/optimizers.py: Checkpointed).
+    "OffloadedOptimizer.accumulation_steps",
+    "OffloadedOptimizer.checkpoint",
+    "OffloadedOptimizer.expected_scale",
+    "OffloadedOptimizer.expected_update",
+    "OffloadedOptimizer.names",
+    "OffloadedOptimizer.take_up",
+    "OffloadedOptimizer.take_up_hyperparameters",
+    # The window makes room for one group by sending another away, whose sums must be taken before.
+    "GroupGradients._settle",
+}
+LEGS = {
+    "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),
+    "a weight leaves": ("Room._evict",),
+    "a gradient lands": ("Coordinator.arrive",),
+    "an update begins": ("Coordinator.complete", "Coordinator.update"),
+    "an update is finished": ("Progress.finish_updates",),
+    "a step is committed": ("Progress.begin_commit", "Progress._advance_commit", "Coordinator._freeze_commit"),
+}
+_HERE = str(Path(infinity.__file__).parent) + "/"
+
+
+def room_of(frame: FrameType) -> str:
+    """The package of a frame's code, "" where it is none of infinity's."""
+    name = frame.f_code.co_filename
+    return name[len(_HERE) :].partition("/")[0] if name.startswith(_HERE) else ""
+
+
+class Calls:
+    """What sys.setprofile tells of infinity's own calls."""
+
+    def __init__(self) -> None:
+        self.upward: set[tuple[str, str]] = set()
+        self.legs: dict[str, set[str]] = defaultdict(set)  # rooms by the function that begins a leg
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        called = room_of(frame)
+        if event != "call" or called not in HEIGHT or frame.f_code.co_flags & inspect.CO_GENERATOR:  # that is a value
+            return
+        above = frame.f_back
+        while above is not None and room_of(above) in ("base", ""):
+            if "/contextlib" not in above.f_code.co_filename and room_of(above) != "base":
+                return
+            above = above.f_back
+        if above is None:
+            return
+        caller = room_of(above)
+        if caller in HEIGHT and HEIGHT[caller] < HEIGHT[called]:
+            self.upward.add((f"{caller}: {above.f_code.co_qualname}", frame.f_code.co_qualname))
+            return
+        if called == "state":
+            return
+        while above is not None and room_of(above):
+            self.legs[above.f_code.co_qualname].add(called)
+            above = None if above.f_code.co_qualname in PROTOCOLS else above.f_back
+
+
+@contextmanager
+def traced() -> Iterator[Calls]:
+    calls = Calls()
+    sys.setprofile(calls)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def live(swap: Path, **options: Any) -> None:
+    """A model's life: two steps, a look at its weights, a commit, the end."""
+    model, batch = llama()
+    config = {"memory": {"device": "400KiB", "host": "64MiB"}, "nvme": {"paths": [str(swap)]}, **options}
+    model = infinity.offload(model.bfloat16().train(), config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        loss_of(model, batch).backward()
+        optim.step()
+        optim.zero_grad()
+    with infinity.gathered(model, write=True):
+        pass
+    infinity.commit(model)
+    infinity.close(model)
+
+
+def test_calls_point_down_and_no_leg_visits_more_than_six_rooms(tmp_path: Path) -> None:
+    with traced() as calls:
+        live(tmp_path / "nvme", weights="nvme", optimizer="nvme", gradients="nvme", commit_every=1)
+        live(tmp_path / "host", weights="host", optimizer="nvme", commit_every=2)
+    assert {(caller, called) for caller, called in calls.upward if called not in PROTOCOLS} == set()
+    visited = {leg: set[str]().union(*(calls.legs[name] for name in names)) for leg, names in LEGS.items()}
+    assert all(visited.values()), "a leg begins elsewhere now"
+    with_caller = {leg: len(rooms | {"hooks or the optimizer"}) for leg, rooms in visited.items()}
+    assert {leg: count for leg, count in with_caller.items() if count > 6} == {}
