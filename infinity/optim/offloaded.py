@@ -8,7 +8,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,15 @@ logger = logging.getLogger(__name__)
 
 _SKIPS_IN_A_ROW_MAX = 5
 _NAMES = ("params", "param_names")  # of a param group: what it is of; the rest are hyperparameters
+
+
+class _Active(NamedTuple):
+    """A parameter with a gradient. Attributes: group: its param group."""
+
+    parameter: nn.Parameter
+    place: Place
+    group: dict[str, Any]
+    handle: GradientHandle
 
 
 class OffloadedOptimizer(GroupedOptimizer):
@@ -110,8 +119,8 @@ class OffloadedOptimizer(GroupedOptimizer):
             )
         coordinator.begin_step()
         active = self._active()
-        scale = loss_scale(self, ((place.spec.name, _handle(parameter)) for parameter, place, _ in active))
-        total, bad = coordinator.gradient_norm(place for _, place, _ in active)
+        scale = loss_scale(self, ((each.place.spec.name, each.handle) for each in active))
+        total, bad = coordinator.gradient_norm(each.place for each in active)
         reason, self._skip_reason = self._skip_reason, ""
         self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:
@@ -122,7 +131,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             self._inverse_scale = scale.inverse
         coordinator.end_step()
 
-    def _active(self) -> list[tuple[nn.Parameter, Place, dict[str, Any]]]:
+    def _active(self) -> list[_Active]:
         """Parameters with a gradient, in the order of the groups."""
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
             every = [(parameter, group, parameter.grad) for group in self.param_groups for parameter in group["params"]]
@@ -140,8 +149,8 @@ class OffloadedOptimizer(GroupedOptimizer):
                 )
             if not isinstance(gradient, GradientHandle):  # set by hand
                 self.coordinator.land(place, gradient, accumulate=False)
-                parameter.grad = self.coordinator.handle(parameter, place)
-            active.append((parameter, place, group))
+                gradient = parameter.grad = self.coordinator.handle(parameter, place)
+            active.append(_Active(parameter, place, group, gradient))
         return active
 
     def _clip_factor(self) -> float:
@@ -161,11 +170,12 @@ class OffloadedOptimizer(GroupedOptimizer):
             self._require_in_range()
         except ConfigError:
             return {}
-        active = [
-            (parameter, self._places[parameter], self.param_groups[index])
-            for parameter, index in self._members.get(unit, {}).items()
-            if parameter.grad is not None and index < len(self.param_groups)
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # as in _active
+            active = [
+                _Active(parameter, self._places[parameter], self.param_groups[index], gradient)
+                for parameter, index in self._members.get(unit, {}).items()
+                if isinstance(gradient := parameter.grad, GradientHandle) and index < len(self.param_groups)
+            ]
         requests, _ = self._requests(active, self.expected_scale)
         return {group_index: request for (_, group_index), request in requests.items()}
 
@@ -193,21 +203,21 @@ class OffloadedOptimizer(GroupedOptimizer):
                 "are those of the last good step. Lower the learning rate, check the data and the loss for NaN."
             )
 
-    def _update(self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float) -> None:
+    def _update(self, active: list[_Active], grad_scale: float) -> None:
         requests, after = self._requests(active, grad_scale)
         self.coordinator.update(requests)
         for parameter, state in after.items():
             self.state[parameter].update(state)
 
     def _requests(
-        self, active: list[tuple[nn.Parameter, Place, dict[str, Any]]], grad_scale: float
+        self, active: list[_Active], grad_scale: float
     ) -> tuple[dict[tuple[int, int], GroupUpdate], dict[nn.Parameter, dict[str, Any]]]:
         """What is to be done to each (unit, group), and the state of each parameter after that."""
         segments: dict[tuple[int, int], list[SegmentRequest]] = {}
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
         shared: dict[int, tuple[tuple[tuple[str, Any], ...], dict[str, Moment]]] = {}  # by param group
-        for parameter, place, group in active:
+        for parameter, place, group, _ in active:
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
@@ -359,9 +369,3 @@ class OffloadedOptimizer(GroupedOptimizer):
 
 
 _begin = operator.attrgetter("begin")
-
-
-def _handle(parameter: nn.Parameter) -> GradientHandle:
-    if not isinstance(parameter.grad, GradientHandle):
-        raise AssertionError("an active parameter without a handle")
-    return parameter.grad

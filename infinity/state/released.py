@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -86,6 +86,11 @@ class ReleasedParameter(nn.Parameter):
         else:
             answer = _as_pattern if func in _PATTERN_USES else _with_values
         return answer(func, *args, **kwargs)
+
+
+def ordinary_tensors() -> AbstractContextManager[object]:
+    """Tensors that are made in it are no inference tensors, which autograd refuses for ever."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder
+from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 from infinity.state.unit import Group, Unit
 from infinity.tiers.accelerator import Slot
 
@@ -65,7 +65,7 @@ class ParameterViews:
 
     def show(self, slot: Slot) -> None:
         """The parameters are views of a slot."""
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             storage = slot.tensor.untyped_storage()._cdata
             for group in self._unit.groups:
                 flat = _flat(slot, group)
@@ -83,7 +83,7 @@ class ParameterViews:
     def hide(self) -> None:
         """The parameters are placeholders, and may not be read."""
         self.close()
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.named.items():
                 if name not in self.gathered:
                     parameter.data = self.placeholders[name]
@@ -126,7 +126,7 @@ class ParameterViews:
     def scatter(self, names: Collection[str], slot: Slot | None) -> None:
         """Parameters that were gathered are as the others again."""
         self.gathered.difference_update(names)
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             for name in names:
                 parameter = self.named[name]
                 parameter.data = self.placeholders[name] if slot is None else self.value_in(slot, name)

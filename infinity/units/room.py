@@ -233,15 +233,18 @@ class Room:
 
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
         """Args: distance: of the fetch that needs room, as for `_start`."""
-        candidates = [unit.index for unit in self._in_order() if self._may_go(unit, for_prefetch=distance is not None)]
-        ordered = victims(candidates, self._trace.next_use, -1 if distance is None else distance)
-        return next((self.units[index] for index in ordered if not self.units[index].weights.referred_to()), None)
+        ordered = victims(sorted(self._present), self._trace.next_use, -1 if distance is None else distance)
+        units = (self.units[index] for index in ordered)
+        return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
 
-    def _may_go(self, unit: OffloadedUnit, *, for_prefetch: bool) -> bool:
-        if unit.weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
+    def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
+        """Args: prefetch: that waits for no update, and makes room for what is needed now, not for another prefetch."""
+        weights = unit.weights
+        if weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
             return False
-        # A prefetch waits for no update, and makes room for what is needed now, not for another prefetch.
-        return not for_prefetch or (unit.weights.residency is not Residency.FETCHING and unit.at_rest)
+        if prefetch and (weights.residency is Residency.FETCHING or not unit.at_rest):
+            return False
+        return not weights.referred_to()
 
     def _evict(self, unit: OffloadedUnit) -> None:
         if unit.weights.residency is Residency.FETCHING:

@@ -79,7 +79,7 @@ def victims(candidates: Iterable[int], next_use: Callable[[int], int], beyond: i
     """Units that may make room, the one with the farthest next use first; of equals the first in `candidates`.
 
     Args:
-        candidates: units, by index, that nothing keeps on the device.
+        candidates: units on the device, by index.
         next_use: visits from now until a unit is used again.
         beyond: only units whose next use is later than this many visits from now.
     """

@@ -22,6 +22,7 @@ Both end in the same bits as a step that waits for all of it, since it is the sa
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, overload
@@ -75,18 +76,18 @@ class UpdateTransfer(Transfer):
         """After `result`: whether all new weights and moments were."""
         return self.future.finite
 
+    @functools.cached_property
+    def _futures(self) -> dict[Milestone, _native.IOFuture]:
+        """Kept: each time it is asked for one, the native future makes another object."""
+        return {"computed": self.future.computed, "weights": self.future.weights, "written": self.future}
+
     def until(self, milestone: Milestone) -> Transfer:
         """The part of it that ends there."""
-        if milestone == "written":
-            return self
-        future = self.future.computed if milestone == "computed" else self.future.weights
-        return Transfer(future, self.unit, self.state, self.step, self.state_of)
+        return Transfer(self._futures[milestone], self.unit, self.state, self.step, self.state_of)
 
     def done_until(self, milestone: Milestone) -> bool:
         """Whether that part has ended, well or not."""
-        if milestone == "written":
-            return self.future.done()
-        return (self.future.computed if milestone == "computed" else self.future.weights).done()
+        return self._futures[milestone].done()
 
     def finish(self) -> None:
         """After `result`, once: from now on the new values are the ones that count."""

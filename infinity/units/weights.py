@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import enum
 
-import torch
-
 from infinity.base.interrupt import interruptible
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
+from infinity.state.released import ordinary_tensors
 from infinity.state.unit import Unit
 from infinity.tiers.accelerator import HostSlot, Slot
 from infinity.tiers.slots import Fetch
@@ -96,7 +95,7 @@ class Weights:
             raise AssertionError(f"unit '{self._name}' is fetching nothing")
         with interruptible():
             self.fetch.wait()
-        with torch.inference_mode(False), torch.no_grad():
+        with ordinary_tensors():
             try:
                 slot = self.fetch.finish()
             except SwapTimeoutError:

@@ -387,8 +387,8 @@ MUTANTS = [
     Mutant(
         "a unit that somebody holds views of does not go",
         "infinity/units/room.py",
-        " if not self.units[index].weights.referred_to()), None)\n",
-        "), None)\n",
+        "        return not weights.referred_to()\n",
+        "        return True\n",
         ("tests/units/test_room.py", "-k", "does_not_go"),
     ),
 ]
