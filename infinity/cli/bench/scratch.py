@@ -1,4 +1,4 @@
-"""The files infinity-bench measures on: made new, never found, and gone at any exit.
+"""The files that infinity-bench measures on: each is newly made, never one that was there, and is gone after any exit.
 
 A scratch file loses its name as soon as it is open, so the system frees its space whenever the process ends: also by
 Ctrl-C, by an exception or killed.
