@@ -82,6 +82,7 @@ lint: bootstrap
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
+	$(BIN)/pytest -q -n 0 tests/test_attributes.py
 
 # Checks infinity on a machine with a GPU, which needs no network if the bundle is there: builds infinity, measures, runs the
 # tests marked gpu and times a training step, with a JSON line for each stage. GPU_CHECK has more options
