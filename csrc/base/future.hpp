@@ -17,7 +17,7 @@ enum class FailureKind : std::uint8_t {
   io,          // the device or the system said no
   corruption,  // what was read is not what was written
   timeout,     // no answer before the deadline: the device may still use the request's memory, for ever
-  canceled,    // the engine was closed first
+  canceled,    // taken back, or closed first
 };
 
 // Why an operation failed. `error_number` is an errno value, or 0 where no system call failed.

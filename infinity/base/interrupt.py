@@ -3,9 +3,10 @@
 [Note: where Ctrl-C may come]
 Python runs a signal's handler between any two instructions of the main thread, and what it raises leaves half of what
 was being done: a lease that nobody knows, some parameters shown and others not. So whatever changes more than one thing
-is `whole`: signals that come meanwhile are delivered when it is over. It may wait for a device, and the user must not:
-where it waits and nothing is half done, `interruptible` lets them in. A step lets none in before its end:
-`interrupts_deferred`.
+is `whole`: of the signals that come meanwhile the first of each kind is delivered when it is over. Where it waits long
+and nothing is half done (for a fetch, and for a unit's update), `interruptible` lets them in. Its other waits, such as
+those for a commit or for the window of spilled gradients, let none in; nor does a step before its end
+(`interrupts_deferred`).
 
 Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was deferred before a fork is the
 parent's; a forked child begins with nothing deferred, and may be stopped as any process.
@@ -90,14 +91,18 @@ class _Signals:
 
     def let_go(self) -> None:
         self.deferred = False
-        if self.came:
-            self.deliver()
+        self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of the first signal that came."""
-        came, self.came = self.came, []
-        for handler, number, frame in came[:1]:
+        """Call the handler of each kind of signal that came, once, also where the one before it raises."""
+        if not self.came:
+            return
+        (handler, number, frame), *later = self.came
+        self.came = [each for each in later if each[1] != number]
+        try:
             handler(number, frame)
+        finally:
+            self.deliver()
 
     def forget(self) -> None:
         """In a forked child, whose main thread is the one that forked."""

@@ -30,7 +30,7 @@ R = TypeVar("R")
 def transition(
     method: Callable[Concatenate[Coordinator, P], R],
 ) -> Callable[Concatenate[Coordinator, P], R]:
-    """A method that any thread may call, and that Ctrl-C finds not begun or done, but where it waits for a device."""
+    """A method that any thread may call, and that Ctrl-C finds not begun or done, but where it is `interruptible`."""
 
     @functools.wraps(method)
     def run(self: Coordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""What a coordinator asks: the parts of one offloaded model."""
+"""The parts of one offloaded model, which its coordinator asks, and how they are opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pump: what completes in the background is carried on here, and nowhere else.
+"""The pump: what completes in the background is carried on here, and nowhere else. It has no thread: each forward,
+backward and step of a unit comes by and carries on with what has completed since.
 
 An update whose writes are complete is finished; after the last one of a step, its commit goes on: what is in RAM is
 written, the swap file is synced, and once that is done and the loop was at its top the manifest is written.
@@ -85,6 +86,6 @@ class Progress:
     def _advance_commit(self) -> None:
         if self._commits.under_way and self._updates.oldest_decided is None:
             with self.committing():
-                self._commits.written()
+                self._commits.write_rest()
                 if self._commits.ready:
                     self._commits.finish()

@@ -71,7 +71,8 @@ class Speculator:
             self._updates.read_ahead(waiting, step)
 
     def undo(self, cause: str, advice: str) -> None:
-        """Speculation was wrong: say why, once, and take it back. Raises SwapIOError: the device failed."""
+        """What comes before the step shows that speculation was wrong: say why, once, and take it back. What the step
+        itself does not want, as where it clips, Updates.decide undoes. Raises SwapIOError: the device failed."""
         self._speculation.warn(cause, advice)
         self.drop()
 
@@ -88,7 +89,8 @@ class Speculator:
         self._progress.drop_speculation()
 
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
-        """The units whose speculative updates do not do what is wanted."""
+        """The units whose speculative updates do not do what is wanted. Updates.decide undoes others, too, which were
+        not wrong: those that had not begun, and come in the order of the next forward."""
         return {
             unit.index
             for unit in self._updates.speculative

@@ -1,4 +1,5 @@
-"""A model's persistent buffers (running means of norms, say) in generations: what changes must come back."""
+"""A model's persistent buffers (running means of norms, say) in generations: training changes
+them, so a resumed run must have them again."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 [Note: when a commit is begun and when it is finished]
 A commit is begun when the step is decided. When the next training forward begins its body is frozen: what is tracked is
-as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one is finished, what is in
-RAM and was not written with them is written, and the fdatasync starts. When that is done, too, the manifest is written:
-the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit and the
-end of a run finish it, too.
+as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one is finished, the states
+in RAM that no update wrote to the store are written, and the fdatasync starts. When that is done, too, the manifest is
+written: the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit
+and the end of a run finish it, too.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Commit:
 
 
 class Commits:
-    """The generations of a run. Life cycle of each: begin() → forward_begins() → written() → finish(); the two in the
-    middle may come in either order or be left to finish(), which needs all updates of the step finished.
+    """The generations of a run. Life cycle of each: begin() → forward_begins() → write_rest() → finish(); the two in
+    the middle may come in either order or be left to finish(), which needs all updates of the step finished.
 
     Attributes:
         tracking: what was given to infinity.track.
@@ -124,7 +124,7 @@ class Commits:
         self.tracking.step_ended()
         self._commit, self._owed, self._touched = Commit(step), False, False
 
-    def written(self) -> None:
+    def write_rest(self) -> None:
         """All updates of the step are finished: write what they did not, and start making it durable. Once.
 
         Raises:
@@ -206,7 +206,7 @@ class Commits:
             return
         with interrupts_deferred(), self._telling():
             try:
-                self.written()
+                self.write_rest()
                 self._finish(self._commit)
             finally:
                 self._commit = None

@@ -4,8 +4,8 @@
 After optim.step() a loop steps its LR scheduler, counts, evaluates; then it asks its loader for the next batch and runs
 the next forward. A resumed run begins at the top of the loop, so what it must find is everything as it was just before
 the loader was asked. A tracked loader is watched for that: each time it is asked, all objects and random numbers are
-noted, until a forward begins. At the border of a pass it is asked twice, once for the batch it does not have and once
-for a new pass; the second note replaces the first, so schedulers that step once a pass have stepped.
+noted, until a forward begins. At the end of an epoch it is asked twice, once for the batch it does not have and once
+for a new epoch; the second note replaces the first, so schedulers that step once an epoch have stepped.
 
 Where no loader is tracked the random numbers are noted when the step ends and everything else when the next forward
 begins; there infinity.commit, called where an iteration ends, says exactly where that is.

@@ -5,6 +5,7 @@ A saved view of a unit's weights would keep the slot alive from forward to backw
 given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit, version, dtype,
 size, stride, offset) and makes it again, from the slot the unit has then, when the backward asks. Anything else is
 packed as the detached tensor and its version, because with hooks autograd's own check for in-place changes is off.
+What was packed before an update of the unit is refused (units/room.py bumps the version; tests/runtime/test_errors.py).
 Never one pair per unit: an inner pair hides the outer one, and with it torch.utils.checkpoint's.
 """
 

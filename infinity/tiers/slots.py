@@ -37,7 +37,7 @@ class Fetch(ABC):
 
 
 class SlotPool(Protocol):
-    """Where slots come from. `start` returns None when there is no room: evicting is the coordinator's business."""
+    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business."""
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         """Args: after: new weights on their way to the store; they are to be fetched."""
@@ -58,7 +58,8 @@ class _There(Fetch):
 
 
 class HostSlots:
-    """Weights used on the CPU. In RAM their home is the slot; on NVMe they are read straight into a lease, which is.
+    """Weights used on the CPU. In RAM their home is the slot; on NVMe they are read into a
+    lease, which is the slot then.
 
     The arena's free space is the budget: everything else in it was leased before.
     """

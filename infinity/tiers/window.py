@@ -5,7 +5,7 @@
     EMPTY ──bring──▶ HERE ──leave──▶ LEAVING ──▶ AWAY ──announce──▶ COMING ──bring──▶ HERE
 
 HERE, LEAVING and COMING hold a lease of the window; EMPTY and AWAY none. Who needs room waits for the writes that were
-begun first, then sends away what others brought first, so that one group always finds room. What is in the store is
+begun first, then sends away what has been HERE longest, so that one group always finds room. What is in the store is
 scratch: no generation names it and nothing outlives the run.
 
 A transfer that failed has lost the group's gradients: whoever needs them gets that error, until they are forgotten

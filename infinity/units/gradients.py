@@ -1,11 +1,14 @@
 """Gradients until the update: landing, adding up over micro-batches, and the exact global norm.
 
+The way of a gradient: ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land →
+_native.land_gradient.
+
 A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
 in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
 accumulated in one step begins the next in fp32.
 
-What has no room in RAM, or none to be widened, lands in a window of it and waits in the store (tiers/window.py). It is
-written when the backward of another unit begins.
+Gradients without room in RAM, or without room there to be widened, land in a window of RAM and wait in the store
+(tiers/window.py). They are written when the backward of another unit begins.
 
 The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own.
 """

@@ -1,7 +1,7 @@
 """What the parameters of a unit are at a moment: placeholders, views of a slot, or gathered copies.
 
-The class of a parameter says whether it may be read now (state/released.py). A unit is OPEN from where a forward, a
-backward or a gathering brings it to where that ends, or to its eviction.
+The class of a parameter says whether it may be read now (state/released.py). A unit is open, and its parameters may be
+read, from the moment a forward, a backward or a gathering brings it until that ends or the unit is evicted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 What an update reads is known before the step is decided, and nothing changes it until then. So where no update
 speculates, the first units of the next forward have their first tiles in the staging when the step comes: as many as
-may be read ahead. What was read stays right as long as nobody writes these states, through a step that is skipped, too;
-who updates a unit takes its jobs over.
+may be read ahead. What was read stays right as long as nobody writes these states, through a step that is skipped, too.
+The update of a unit takes over the jobs that read ahead for it.
 """
 
 from __future__ import annotations

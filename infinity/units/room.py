@@ -2,7 +2,7 @@
 
 After its forward a unit stays until room is needed; then the one with the farthest next use goes first. A unit may go
 when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to its slot:
-autograd may hold views it unpacked, and recomputation keeps detached ones, or the parameters.
+autograd may hold views that it unpacked; recomputation may hold detached views, or the parameters themselves.
 """
 
 from __future__ import annotations

@@ -4,17 +4,17 @@
 
     gradients complete ──speculate──▶ SPECULATIVE ──step() agrees──▶ DECIDED ──computed──▶ APPLIED ──written──▶ FINISHED
                                            │                            ▲
-                                           └─step() disagrees──▶ UNDONE │
-    step() ─────────────────────────────────────────────────────────────┘
+    step() ────────────────────────────────┼────────────────────────────┘
+                                           └─step() disagrees──▶ UNDONE
     backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
 
 A speculative update expects that the step will neither clip nor skip, with the hyperparameters of now. It reads what is
 current and writes beside it: to a copy of the extent that no generation names, and for weights in RAM to other memory.
 So it may be undone at any time, and whoever looks meanwhile sees the weights of before.
 
-A decided update may overwrite. Whoever wants the unit waits for this unit alone, and where its new weights are in
-memory only until they are computed: then the update is applied, while what goes to the store may still be on its way
-there. Once the update is finished, what was written counts, too.
+A decided update may overwrite. Whoever wants the unit waits for this unit alone. If its new weights go to memory, that
+wait ends when they are computed: the update is applied, while what goes to the store may still be on its way there.
+Once the update is finished, what was written counts, too.
 
 Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
 """

@@ -154,7 +154,7 @@ class CommitsMachine(RuleBasedStateMachine):
         before = self.commits._commit
         assert before is not None
         synced = before.sync is not None
-        self.commits.written()
+        self.commits.write_rest()
         assert len(self.run.store.syncs) == syncs + (not synced)
         assert not self.run.store.under_way
         assert not any(home.dirty for home in self.run.homes) or synced
@@ -225,7 +225,7 @@ def test_a_commit_is_frozen_once_and_synced_once() -> None:
 def test_a_sync_that_failed_fails_the_generation_and_is_not_tried_again() -> None:
     run = Run()
     run.begin().forward_begins()
-    run.commits.written()
+    run.commits.write_rest()
     run.store.syncs[0].end(Failure(operation="sync"))
     with pytest.raises(InfinityError, match="generation 2 could not be made durable: sync .* resumed is none"):
         run.commits.finish()
@@ -266,7 +266,7 @@ def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
 def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -> None:
     run = Run()
     commits = run.begin()
-    commits.written()
+    commits.write_rest()
     commits.step_begins()
     assert not commits.under_way
     assert run.store.syncs[0].done()
@@ -277,7 +277,7 @@ def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -
 
 def test_a_sync_of_a_commit_that_gave_way_tells_its_failure() -> None:
     run = Run()
-    run.begin().written()
+    run.begin().write_rest()
     run.store.syncs[0].fate = Failure(operation="sync")
     with pytest.raises(SwapIOError):
         run.commits.step_begins()

@@ -391,4 +391,11 @@ MUTANTS = [
         "        return True\n",
         ("tests/units/test_room.py", "-k", "does_not_go"),
     ),
+    Mutant(
+        "weights saved for backward are refused after an update",
+        "infinity/units/room.py",
+        "        unit.weights.bump()\n",
+        "",
+        ("tests/runtime/test_errors.py", "-k", "old_weights"),
+    ),
 ]
