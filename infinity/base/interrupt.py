@@ -4,8 +4,8 @@
 Python runs a signal's handler between any two instructions of the main thread, and what it raises leaves half of what
 was being done: a lease that nobody knows, some parameters shown and others not. So whatever changes more than one thing
 is `whole`: of the signals that come meanwhile the first of each kind is delivered when it is over. Where it waits long
-and nothing is half done (for a fetch, and for a unit's update), `interruptible` lets them in. Its other waits, such as
-those for a commit or for the window of spilled gradients, let none in; nor does a step before its end
+and nothing is half done (Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets them in. Its other waits,
+such as those for a commit or for the window of spilled gradients, let none in; nor does a step before its end
 (`interrupts_deferred`).
 
 Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was deferred before a fork is the

@@ -1,5 +1,5 @@
 """A process killed at any instant, again and again, goes on from its newest generation to the bits of the undisturbed
-run."""
+run (README, "Nothing lost")."""
 
 from __future__ import annotations
 

@@ -470,19 +470,30 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
     assert residencies(room) == ["released", "resident"]
 
 
-def test_views_of_a_slot_that_was_given_up_keep_its_memory_until_they_are_gone() -> None:
-    room, pool = alone(budget=4, sizes=(2, 2), shares_memory=False)
-    brought(room, 0)
-    unit, slot = room.units[0], room.units[0].weights.slot
-    viewed: Any = slot
-    viewed.viewed = True
+def decided(room: Room) -> OffloadedUnit:
+    """Unit 0, whose update was decided."""
+    unit = room.units[0]
     update = UnitUpdate("0", wanted(unit.unit), WeightsPlace(), committed=False)
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)
     room.update_decided(unit)
-    assert unit.weights.slot is None
+    return unit
+
+
+def test_a_decided_update_bumps_the_version_of_the_weights() -> None:
+    room, _ = alone(budget=4, sizes=(2, 2), shares_memory=False)
+    brought(room, 0)
+    assert decided(room).weights.version == 1
+
+
+def test_views_of_a_slot_that_was_given_up_keep_its_memory_until_they_are_gone() -> None:
+    room, pool = alone(budget=4, sizes=(2, 2), shares_memory=False)
+    brought(room, 0)
+    slot = room.units[0].weights.slot
+    viewed: Any = slot
+    viewed.viewed = True
+    assert decided(room).weights.slot is None
     assert id(slot) in pool.slots
-    assert unit.weights.version == 1
     viewed.viewed = False
     room.prefetch()
     brought(room, 0, 1)
