@@ -3,7 +3,7 @@
 [Note: where Ctrl-C may come]
 Python runs a signal's handler between any two instructions of the main thread, and what it raises leaves half of what
 was being done: a lease that nobody knows, some parameters shown and others not. So whatever changes more than one thing
-is `whole`: of the signals that come meanwhile the first of each kind is delivered when it is over. Where it waits long
+is `whole`: of the signals that come meanwhile the first is delivered when it is over, and no other. Where it waits long
 and nothing is half done (Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets them in. Its other waits,
 such as those for a commit or for the window of spilled gradients, let none in; nor does a step before its end
 (`interrupts_deferred`).
@@ -91,18 +91,14 @@ class _Signals:
 
     def let_go(self) -> None:
         self.deferred = False
-        self.deliver()
+        if self.came:
+            self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of each kind of signal that came, once, also where the one before it raises."""
-        if not self.came:
-            return
-        (handler, number, frame), *later = self.came
-        self.came = [each for each in later if each[1] != number]
-        try:
+        """Call the handler of the first signal that came: what a second one raised would hide what the first raised."""
+        came, self.came = self.came, []
+        for handler, number, frame in came[:1]:
             handler(number, frame)
-        finally:
-            self.deliver()
 
     def forget(self) -> None:
         """In a forked child, whose main thread is the one that forked."""

@@ -80,22 +80,6 @@ def test_handlers_are_given_back_also_those_that_raise() -> None:
     assert [signal.getsignal(number) for number in NUMBERS] == handlers
 
 
-def test_each_kind_of_signal_that_waited_is_delivered_once() -> None:
-    """Ctrl-C twice and SIGTERM once, while something whole runs."""
-    came: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        came.append(number)
-        stop(number, frame)
-
-    for number in NUMBERS:
-        signal.signal(number, note)
-    with pytest.raises(SystemExit) as raised:
-        whole(lambda: [signal.raise_signal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT)])()
-    assert came == [signal.SIGINT, signal.SIGTERM]
-    assert isinstance(raised.value.__context__, SystemExit), "what the first handler raised is lost"
-
-
 def test_no_handler_is_installed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = whole(lambda: None)
     nothing()

@@ -178,9 +178,12 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
         if touched:
             with opened([directory]) as files:
                 named = list(verify(files, extents_of(store.newest), store.newest, memory))
-            assert {(d.unit, d.group, d.state) for d in named} == {(e.unit, e.group, e.state) for e in touched}, where
+            assert {(d.extent.unit, d.extent.group, d.extent.state) for d in named} == {
+                (e.unit, e.group, e.state) for e in touched
+            }, where
             for each in named:
-                extent = next(e for e in touched if (e.unit, e.group, e.state) == (each.unit, each.group, each.state))
+                damaged = each.extent.unit, each.extent.group, each.extent.state
+                extent = next(e for e in touched if (e.unit, e.group, e.state) == damaged)
                 assert extent.offset <= each.offset < extent.offset + extent.nbytes, where
                 assert each.path == str(directory / SWAP_NAME), where
         caplog.clear()
