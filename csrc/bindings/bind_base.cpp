@@ -127,7 +127,7 @@ py::memoryview view_of(const std::shared_ptr<Arena>& arena, std::size_t offset, 
 }  // namespace
 
 void bind_base(py::module_& module) {
-  py::register_exception_translator([](std::exception_ptr raised) {
+  py::register_local_exception_translator([](std::exception_ptr raised) {
     try {
       std::rethrow_exception(std::move(raised));
     } catch (const std::system_error& error) {

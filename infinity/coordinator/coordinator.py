@@ -412,7 +412,6 @@ class Coordinator(Parts):
             yield
         finally:
             self._give_back(taken)
-            self.site_left()
 
     @transition
     def _take(self, indices: Iterable[int], taken: list[int]) -> None:
@@ -425,6 +424,7 @@ class Coordinator(Parts):
     def _give_back(self, taken: list[int]) -> None:
         while taken:
             self.release(taken.pop())
+        self._close_if_nobody_reads()
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

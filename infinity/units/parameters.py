@@ -53,7 +53,7 @@ class ParameterViews:
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
             self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
             self._classes[name] = type(parameter)
-            self._marks[name] = _mark(parameter)
+            self._marks[name] = 0, 0, parameter._version
         self.open = True
         self.hide()
 

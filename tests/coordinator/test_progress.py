@@ -81,9 +81,9 @@ class Model:
     def freeze(self) -> None:
         self.frozen = self.under_way
 
-    def written(self) -> None:
+    def write_rest(self) -> None:
         assert not self.running, "what is not written yet would be synced"
-        self._log("written")
+        self._log("write rest")
         self.written_once = True
 
     def finish(self) -> None:
@@ -162,7 +162,7 @@ def test_a_commit_goes_on_when_the_last_update_is_finished() -> None:
     assert model.log == ["begin 2", "finish update"]
     model.running[0] = True
     model.progress.carry_on()
-    assert model.log == ["begin 2", "finish update", "finish update", "written"]
+    assert model.log == ["begin 2", "finish update", "finish update", "write rest"]
     model.synced = True
     model.progress.carry_on()
     assert "finish" not in model.log
@@ -187,7 +187,7 @@ def test_a_commit_is_begun_when_it_is_due() -> None:
     model.progress.begin_commit(1)
     assert not model.under_way
     model.progress.begin_commit(2)
-    assert model.log == ["begin 2", "written"]
+    assert model.log == ["begin 2", "write rest"]
 
 
 def test_a_commit_that_was_not_frozen_gives_way_and_one_that_was_is_finished() -> None:
@@ -216,7 +216,7 @@ def test_speculation_is_dropped_and_counted() -> None:
 
 ACTS: dict[str, Callable[[Progress], object]] = {
     "begin 2": lambda progress: progress.begin_commit(2),
-    "written": lambda progress: progress.begin_commit(2),
+    "write rest": lambda progress: progress.begin_commit(2),
     "step begins": lambda progress: progress.make_way(),
     "undo": lambda progress: progress.drop_speculation(),
 }
