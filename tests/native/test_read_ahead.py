@@ -23,17 +23,7 @@ def decide(
     segments: list[_native.Segment],
     grad: _native.StateStream | None = None,
 ) -> _native.UpdateFuture:
-    return bench.pipeline.submit(
-        numel=NUMEL,
-        weight_dtype="bf16",
-        master="split16",
-        grad_dtype="bf16",
-        segments=segments,
-        grad_scale=0.5,
-        grad=bench.grad if grad is None else grad,
-        ahead=ahead,
-        **streams,
-    )
+    return bench.submit(streams, segments, grad=grad, ahead=ahead)
 
 
 def wait_until_read(bench: Bench, before: int, tile: int, names: tuple[str, ...]) -> None:

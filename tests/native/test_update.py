@@ -88,6 +88,7 @@ class Bench:
         whole: bool = False,
         grad: _native.StateStream | None = None,
         tag: int = 0,
+        ahead: _native.UpdateFuture | None = None,
     ) -> _native.UpdateFuture:
         return self.pipeline.submit(
             numel=NUMEL,
@@ -99,6 +100,7 @@ class Bench:
             whole=whole,
             grad=self.grad if grad is None else grad,
             tag=tag,
+            ahead=ahead,
             **streams,
         )
 
