@@ -97,6 +97,11 @@ class AtOperation:
     begin: int = 0
     end: int = 2**64 - 1
 
+    @property
+    def numbers_all_writes(self) -> bool:
+        """Whether `index` counts the writes of the whole run, not those of one place."""
+        return self.operation == "write" and (self.begin, self.end) == (0, 2**64 - 1)
+
 
 @dataclass(frozen=True)
 class AtTime:
