@@ -188,7 +188,7 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
 
 
 def on_meta(
-    model_class: Any, path: str, dtype: torch.dtype, scratch: str, kwargs: Mapping[str, Any]
+    model_class: Any, path: str, dtype: torch.dtype | str, scratch: str, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Source]:
     """The model with its parameters on the meta device and real buffers, and the place of each parameter's values."""
     from accelerate.hooks import remove_hook_from_submodules
