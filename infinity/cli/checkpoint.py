@@ -24,10 +24,10 @@ from infinity.errors import (
 )
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
-from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.store import SwapStore
+from infinity.io.whole import Damage, extents_of, verify
 from infinity.sizes import format_bytes
 
 _BUFFER_BYTES = 32 << 20
