@@ -312,9 +312,10 @@ class Generations:
         """The steps of the pinned generations by the folders that pin them, the oldest pin first."""
         return {Path(pin.folder): pin.step for pin in self._pins.entries}
 
-    def pin_of(self, folder: Path) -> Pin | None:
-        """What a folder pins."""
-        return self._pins.of(folder)
+    @property
+    def pin_list(self) -> list[Pin]:
+        """The pins, the oldest first."""
+        return list(self._pins.entries)
 
     def has_free_pin(self, folder: Path) -> bool:
         """Whether a folder can pin a generation."""
