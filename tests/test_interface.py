@@ -119,7 +119,8 @@ OPTIONS = {
     "infinity checkpoint list": "directory --verbose",
     "infinity checkpoint verify": "directory --verbose --step",
     "infinity checkpoint export": "directory --verbose --step --output",
-    "infinity checkpoint remove": "directory --verbose",
+    "infinity checkpoint unpin": "directory --verbose --folder --all-gone",
+    "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
     "infinity": "--version",
     "infinity-bench": (
