@@ -159,6 +159,7 @@ def _add_checkpoint(commands: Any) -> None:
         "list": "list the generations: step, time, size",
         "verify": "read all generations and name what is damaged",
         "export": "write a portable copy of a generation: weights and optimizer states as safetensors",
+        "unpin": "let the generations go that checkpoint folders pin",
         "remove": "delete all generations and free their space",
     }
     for verb, text in about.items():
@@ -170,6 +171,17 @@ def _add_checkpoint(commands: Any) -> None:
                 "--step",
                 type=whole(1, STEPS_MAX),
                 help="this generation only (export: default the newest that is whole)",
+            )
+        if verb == "unpin":
+            act.add_argument(
+                "--folder", type=path, action="append", help="this checkpoint folder; may be given several times"
+            )
+            act.add_argument("--all-gone", action="store_true", help="all folders that are not there any more")
+        if verb == "remove":
+            act.add_argument(
+                "--pinned",
+                action="store_true",
+                help="also where checkpoint folders pin generations: no run can go on from these folders then",
             )
         if verb == "export":
             act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
