@@ -229,15 +229,11 @@ def test_autocast_with_bf16_weights_and_a_few_in_fp32_is_let_through(offload: An
 @pytest.mark.parametrize(
     "use",
     [
-        lambda model: model.state_dict(),
-        lambda model: model.model.layers[0].state_dict(),
-        lambda model: model.save_pretrained("/nonexistent/never"),
         lambda model: copy.deepcopy(model),
         lambda model: copy.deepcopy(model.model.layers[1].mlp),
         lambda model: pickle.dumps(model),
-        lambda model: model.load_state_dict({}),
     ],
-    ids=["state_dict", "a block's state_dict", "save_pretrained", "deepcopy", "a block's deepcopy", "pickle", "load"],
+    ids=["deepcopy", "a block's deepcopy", "pickle"],
 )
 def test_nothing_passes_placeholders_on(use: Callable[[Any], Any], trained: Any) -> None:
     with pytest.raises(infinity.ReleasedParameterError, match="placeholders"):
