@@ -60,8 +60,10 @@ class Structure:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, or an assignment), so its "
-            "weights would not be in the store. Change the model before infinity.offload."
+            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, merge_and_unload, or an "
+            "assignment), so its weights would not be in the store. Change the model before infinity.offload; to save "
+            "a merged PEFT model, call merged.save_pretrained(directory) in the `with infinity.gathered(model):` in "
+            "which it was merged."
         )
 
 
