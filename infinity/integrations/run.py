@@ -37,6 +37,7 @@ class Wishes:
 
     Attributes:
         accumulation_steps: backward passes before a step.
+        optimizer: whose states to make room for.
         moments: how the optimizer keeps them ("int8" where a script asks for an 8-bit optimizer).
         folder: the checkpoint folder to go on from.
         pins: how many checkpoint folders there are at a time.
@@ -44,6 +45,7 @@ class Wishes:
     """
 
     accumulation_steps: int | None = None
+    optimizer: OptimizerName = "adamw"
     moments: str | None = None
     folder: Path | None = None
     pins: int = 0
@@ -115,7 +117,7 @@ class Run:
 
     # -- offloading ---------------------------------------------------------------------------------------------------
 
-    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName = "adamw") -> None:
+    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
         """Offload a model that is not, as one that is trained or one that is only evaluated.
 
         Raises:
@@ -135,7 +137,7 @@ class Run:
         else:
             model.requires_grad_(False)
         config = self._config_of(model, trained=trained)
-        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer}
+        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with values_of(model) as source:
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps

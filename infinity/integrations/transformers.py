@@ -12,6 +12,7 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.errors import ModelError
 from infinity.integrations.folders import Saving, letting_go
+from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 
@@ -27,6 +28,7 @@ def replace_training(run: Run, patches: Patches) -> None:
     of = _OfTrainer(run)
     patches.wrap(Trainer, "__init__", of.init)
     patches.wrap(Trainer, "create_optimizer", of.create_optimizer)
+    patches.wrap(Trainer, "get_optimizer_cls_and_kwargs", of.get_optimizer)
     patches.wrap(Trainer, "_load_from_checkpoint", of.load_from_checkpoint)
     patches.wrap(Trainer, "_save_checkpoint", of.save_checkpoint)
     patches.wrap(Trainer, "_finalize_training", of.finalize_training)
@@ -44,6 +46,7 @@ class _OfTrainer:
     def init(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
+        wish_for(trainer.args, self._run)
         self._run.wish(
             accumulation_steps=trainer.args.gradient_accumulation_steps, pins=_pins_of(trainer.args, self._run)
         )
@@ -53,6 +56,9 @@ class _OfTrainer:
         self._run.ensure_offloaded(trainer.model if model is None else model)
         optimizer: torch.optim.Optimizer = original(trainer, model)
         return optimizer
+
+    def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
+        return class_and_options(args) or original(args, *others, **options)
 
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
