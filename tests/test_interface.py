@@ -102,7 +102,7 @@ KEYS: dict[str, object] = {
     "update.tile": None,
     "update.threads": None,
     "overlap": "auto",
-    "commit_every": 0,
+    "commit_every": "auto",
     "keep": 1,
     "master": "split16",
     "moments": "fp32",

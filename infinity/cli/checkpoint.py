@@ -60,7 +60,7 @@ def _list(path: Path) -> int:
     header = of_store.header
     _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
-        print("updated in place (commit_every: 0): nothing can be resumed")
+        print("updated in place, without commits: nothing can be resumed")
         return 0
     damaged = 0
     if not (path / SWAP_NAME).exists():

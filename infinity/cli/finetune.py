@@ -55,9 +55,10 @@ def finetune(options: argparse.Namespace) -> int:
         model = _load_model(options, config, resuming=past is not None)
         try:
             output.require_room(statistics(model).plan.layout.weight_bytes)
+            _say_how_often(model)
             run = _Run(model, data, options, config)
             stopped = run.train()
-            if stopped and config.commit_every:
+            if stopped and run.durable:
                 return _leave(model, config, stopped, run.done)
             report = run.report()
             batch = next(data.batches(1, options.seed)) if options.verify_output else None
@@ -66,12 +67,16 @@ def finetune(options: argparse.Namespace) -> int:
             close(model)
     print(report.text())
     print(printable(f"model, report and loss curve: {options.output}"))
-    if config.commit_every:
+    if run.durable:
         swap = config.nvme.paths[0]
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     if batch is not None and logits is not None:
         _verify(options.output, batch, logits)
     return late or stopped
+
+
+def _say_how_often(model: Any) -> None:
+    print(printable(f"commits: {statistics(model).plan.placement.commits}"), flush=True)
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
@@ -102,7 +107,7 @@ def _save(
     """
     model = run.model
     # Without generations the weights are in this process only: if the output's disk fails, try the others.
-    elsewhere = [] if config.commit_every else [path.expanduser() for path in config.nvme.paths]
+    elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
     logits: torch.Tensor | None = None
@@ -119,7 +124,7 @@ def _save(
         try:
             saved = output.save(lambda directory: save_pretrained(model, directory), elsewhere)
         except InfinityError as error:
-            if not config.commit_every or isinstance(error, SwapIOError):
+            if not run.durable or isinstance(error, SwapIOError):
                 raise
             commit(model)
             again = command("finetune", "--resume", config.nvme.paths[0], "--output", "DIRECTORY")
@@ -243,16 +248,18 @@ class _Run:
 
     Attributes:
         model: the model that is trained.
+        durable: whether generations are kept.
         facts: of every step, including those before a resume.
         done: number of optimizer steps, including those before a resume.
     """
 
     def __init__(self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig) -> None:
         self.model = model
+        self.durable = statistics(model).plan.placement.commit_every > 0
         self._options = options
         self._promise = (
             "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
-            if config.commit_every
+            if self.durable
             else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
         )
         model.config.use_cache = False

@@ -219,7 +219,7 @@ def _without_generations(directory: Path) -> str:
     if header.member:
         return f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that one"
     if header.mode == "in place":
-        return "its run had commit_every: 0, which keeps no generations"
+        return "its run kept no generations (commit_every: 0, or no room for them)"
     return "no generation was committed there"
 
 

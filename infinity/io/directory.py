@@ -212,7 +212,8 @@ class SwapDirectory(StoreDirectory):
                 f"{self.path} holds {what}. To go on from it "
                 "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code. To begin "
                 f"anew give this run another directory in nvme.paths, or remove the old one with `infinity checkpoint "
-                f"remove {self.path}`."
+                f"remove {self.path}`. A script whose runs need not go on after their end removes the store itself: "
+                "infinity.close(model, discard=True)."
             )
 
     def make_room(self) -> None:

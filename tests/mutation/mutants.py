@@ -39,6 +39,20 @@ _FAULTS = ("tests/native/test_engine_faults.py", "tests/runtime/test_faults.py")
 
 MUTANTS = [
     Mutant(
+        "commit_every: auto asks whether the disk has room",
+        "infinity/plan/planner.py",
+        "    if missing > 0 and not resumes:\n",
+        "    if missing > 0 and False:\n",
+        ("tests/plan/test_frequency.py",),
+    ),
+    Mutant(
+        "what due() answered for a step stays",
+        "infinity/durable/pace.py",
+        "        return step % self._asked_every == 0\n",
+        "        return step % self._every == 0\n",
+        ("tests/durable/test_pace.py",),
+    ),
+    Mutant(
         "fsync of a manifest before its rename",
         "infinity/io/durable.py",
         '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
