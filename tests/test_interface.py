@@ -109,7 +109,7 @@ KEYS: dict[str, object] = {
 }
 OPTIONS = {
     "infinity finetune": (
-        "--model --data --config --output --from-checkpoint --resume --steps --batch-size "
+        "--model --data --config --output --from-checkpoint --resume --keep-store --steps --batch-size "
         "--gradient-accumulation --sequence-length --dtype --optimizer --lr --schedule --warmup-steps "
         "--weight-decay --max-grad-norm --no-loss-scale --seed --threads --verify-output --verbose --trace "
         "--trace-steps"

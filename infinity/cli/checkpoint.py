@@ -22,8 +22,7 @@ from infinity.errors import (
     ResumeError,
     printable,
 )
-from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, remove_store
 from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
@@ -156,12 +155,8 @@ def _remove(paths: list[Path]) -> int:
         for path in paths:
             directories.append(SwapDirectory(path, create=False))
             held.callback(directories[-1].close)
-        for directory in directories:  # before the manifests, which show which run a header belongs to
-            freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
-            durable.remove(directory.swap_path)
-            _say(f"{directory.path}: {format_bytes(freed)} freed")
-        for directory in reversed(directories):  # the first one has the manifests, and goes last
-            directory.remove_all()
+        for path, freed in remove_store(directories).items():
+            _say(f"{path}: {format_bytes(freed)} freed")
     return 0
 
 
