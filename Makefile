@@ -20,11 +20,12 @@ MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='tes
 demo: bootstrap
 	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
 	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
-	  $(BIN)/infinity finetune --resume demo/swap --verify-output; \
+	  $(BIN)/infinity finetune --resume demo/swap --verify-output --keep-store; \
 	else \
 	  rm -rf demo && $(BIN)/python examples/make_demo_checkpoint.py demo/input && \
 	  $(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
-	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output; \
+	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output \
+	    --keep-store; \
 	fi
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
