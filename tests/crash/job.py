@@ -31,7 +31,7 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.durable.commits import Commits
-from infinity.io import directory, durable, engine, store
+from infinity.io import directory, durable, engine, pins, store
 from tests.conftest import residuals_of, states_of, weights_of
 
 WIDTH = 32
@@ -189,10 +189,13 @@ def append(log: Path, line: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """What a small file is, whatever its name: "header", "manifest", "swap" or "directory"."""
+    """What a small file is, whatever its name: "header", "manifest", "swap", "directory"; "pins", "pinned" (the
+    manifest of a pinned generation) or "marker"."""
     name = path.name.removesuffix(durable.ASIDE)
     kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
-    return kinds.get(name, "manifest" if name.startswith("generation-") else "directory")
+    kinds |= {pins.PINS_NAME: "pins", pins.MARKER_NAME: "marker"}
+    beginnings = {"generation-": "manifest", "pinned-": "pinned"}
+    return kinds.get(name) or next((kind for each, kind in beginnings.items() if name.startswith(each)), "directory")
 
 
 def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> None:
