@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from infinity.optim.lion import Lion
     from infinity.optim.sgd import SGD
     from infinity.runtime.gathered import gathered, state_dict
-    from infinity.runtime.no_sync import no_sync
+    from infinity.runtime.methods import no_sync
     from infinity.runtime.offload import close, offload, resume, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.trace import trace
@@ -64,7 +64,7 @@ _HOMES = {
     "optim.lion": ("Lion",),
     "optim.sgd": ("SGD",),
     "runtime.gathered": ("gathered", "state_dict"),
-    "runtime.no_sync": ("no_sync",),
+    "runtime.methods": ("no_sync",),
     "runtime.offload": ("close", "offload", "resume", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
     "runtime.trace": ("trace",),

@@ -229,6 +229,7 @@ class Segment:
             the key of stochastic rounding.
         skip: leave the elements alone.
         fresh: the moments begin with this step, whatever the buffers hold; None: when `step` is 1.
+        grad_scale: the gradient is multiplied by this first.
     """
 
     begin: int
@@ -255,8 +256,9 @@ class Segment:
         seed: int = 0,
         skip: bool = False,
         fresh: bool | None = None,
+        grad_scale: float = 1.0,
     ) -> None: ...
-    def at(self, begin: int, end: int, *, step: int, index: int, fresh: bool) -> Segment:
+    def at(self, begin: int, end: int, *, step: int, index: int, fresh: bool, grad_scale: float) -> Segment:
         """The same rule, for other elements."""
 
 def supported_isas() -> list[str]:
@@ -277,7 +279,6 @@ def optimizer_update(
     moments: MomentsName = "fp32",
     grad_dtype: DTypeName,
     segments: Sequence[Segment],
-    grad_scale: float = 1.0,
     pool: ThreadPool,
     isa: str | None = None,
 ) -> bool:
@@ -387,7 +388,6 @@ class UpdatePipeline:
         moments: MomentsName = "fp32",
         grad_dtype: DTypeName,
         segments: Sequence[Segment],
-        grad_scale: float,
         whole: bool = False,
         arithmetic: bool = True,
         weight: StateStream,

@@ -48,6 +48,7 @@ class _States:
             eps=EPS,
             weight_decay=WEIGHT_DECAY,
             step=self._steps[row],
+            grad_scale=scale,
         )
         rest = {"weight": None, "split16": _bytes(self.master)[: self.numel * 2], "fp32": _bytes(self.master)}[master]
         moment_bytes = _native.moment_bytes(moments, self.numel)
@@ -62,7 +63,6 @@ class _States:
             moments=moments,
             grad_dtype="bf16" if whole else "fp32",
             segments=[segment],
-            grad_scale=scale,
             pool=self.pool,
         )
         dtype = torch.float32 if weight == "fp32" else torch.bfloat16

@@ -39,8 +39,7 @@ Memory moment(const py::object& buffer, Moments moments, std::size_t numel, bool
 bool update(const py::object& weight, const py::object& residual, const py::object& exp_avg,
             const py::object& exp_avg_sq, const py::object& grad, const std::string& weight_dtype,
             const std::string& master, const std::string& moments, const std::string& grad_dtype,
-            const std::vector<Segment>& segments, double grad_scale, const PyPool& pool,
-            const std::optional<std::string>& isa_name) {
+            const std::vector<Segment>& segments, const PyPool& pool, const std::optional<std::string>& isa_name) {
   const StateFormat format{dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype),
                            moments_from(moments)};
   check_format(format);
@@ -65,8 +64,7 @@ bool update(const py::object& weight, const py::object& residual, const py::obje
   const Isa isa = isa_from(isa_name);
   ThreadPool& threads = *pool.get();
   const py::gil_scoped_release unlocked;
-  return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data, true}, 0, numel, segments,
-                          static_cast<float>(grad_scale), isa, threads);
+  return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data, true}, 0, numel, segments, isa, threads);
 }
 
 double land(const py::object& dst, const std::string& dst_dtype, const py::object& src, const std::string& src_dtype,
@@ -125,7 +123,7 @@ void encode(const py::object& from, const std::string& moments, bool is_signed, 
 Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& rule, double lr, double beta1,
                      double beta2, double eps, double weight_decay, double dampening, double lr_decay,
                      double initial_accumulator, bool nesterov, bool maximize, std::int64_t step, std::uint64_t index,
-                     std::uint64_t seed, bool skip, std::optional<bool> fresh) {
+                     std::uint64_t seed, bool skip, std::optional<bool> fresh, double grad_scale) {
   return {begin,
           end,
           index,
@@ -133,6 +131,7 @@ Segment make_segment(std::uint64_t begin, std::uint64_t end, const std::string& 
           step,
           skip,
           fresh.value_or(step == 1),
+          static_cast<float>(grad_scale),
           {chosen<Rule>("rule", rule, {"adamw", "adam", "lion", "adagrad", "sgd"}), lr, beta1, beta2, eps, weight_decay,
            dampening, lr_decay, initial_accumulator, nesterov, maximize}};
 }
@@ -144,18 +143,21 @@ void bind_segment(py::module_& module) {
            py::arg("weight_decay") = 0.0, py::arg("dampening") = 0.0, py::arg("lr_decay") = 0.0,
            py::arg("initial_accumulator") = 0.0, py::arg("nesterov") = false, py::arg("maximize") = false,
            py::arg("step"), py::arg("index") = 0, py::arg("seed") = 0, py::arg("skip") = false,
-           py::arg("fresh") = py::none())
+           py::arg("fresh") = py::none(), py::arg("grad_scale") = 1.0)
       .def(
           "at",
-          [](Segment self, std::uint64_t begin, std::uint64_t end, std::int64_t step, std::uint64_t index, bool fresh) {
+          [](Segment self, std::uint64_t begin, std::uint64_t end, std::int64_t step, std::uint64_t index, bool fresh,
+             double grad_scale) {
             self.begin = begin;
             self.end = end;
             self.step = step;
             self.index = index;
             self.fresh = fresh;
+            self.grad_scale = static_cast<float>(grad_scale);
             return self;
           },
-          py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("step"), py::arg("index"), py::arg("fresh"))
+          py::arg("begin"), py::arg("end"), py::kw_only(), py::arg("step"), py::arg("index"), py::arg("fresh"),
+          py::arg("grad_scale"))
       .def_readonly("begin", &Segment::begin)
       .def_readonly("end", &Segment::end);
 }
@@ -233,8 +235,8 @@ void bind_optimizer(py::module_& module) {
   module.def("select_isa", [] { return isa_name(select_isa()); });
   module.def("optimizer_update", &update, py::arg("weight"), py::arg("residual"), py::arg("exp_avg"),
              py::arg("exp_avg_sq"), py::arg("grad"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"),
-             py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale") = 1.0,
-             py::arg("pool"), py::arg("isa") = py::none());
+             py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("pool"),
+             py::arg("isa") = py::none());
   module.def(
       "sum_squares",
       [](const py::object& data, const std::string& dtype, const PyPool& pool, const std::optional<std::string>& isa) {

@@ -119,16 +119,14 @@ std::unique_ptr<PyUpdate> read_ahead(const PyPipeline& self, std::uint64_t numel
 
 std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
-                                 std::vector<Segment> segments, double grad_scale, bool whole, bool arithmetic,
-                                 const PyStream& weight, const PyStream* residual, const PyStream* exp_avg,
-                                 const PyStream* exp_avg_sq, const py::object& grad, std::uint64_t tag,
-                                 bool speculative, const PyUpdate* ahead) {
+                                 std::vector<Segment> segments, bool whole, bool arithmetic, const PyStream& weight,
+                                 const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
+                                 const py::object& grad, std::uint64_t tag, bool speculative, const PyUpdate* ahead) {
   require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
   job.numel = numel;
   job.segments = std::move(segments);
-  job.grad_scale = static_cast<float>(grad_scale);
   job.whole = whole;
   job.arithmetic = arithmetic;
   job.tag = tag;
@@ -232,10 +230,10 @@ void bind_update(py::module_& module) {
           py::arg("numel"), py::kw_only(), py::arg("weight_dtype"), py::arg("master"), py::arg("moments"),
           py::arg("gradients") = false)
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
-           py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("grad_scale"),
-           py::arg("whole") = false, py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr,
-           py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0,
-           py::arg("speculative") = false, py::arg("ahead") = nullptr)
+           py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("whole") = false,
+           py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
+           py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0, py::arg("speculative") = false,
+           py::arg("ahead") = nullptr)
       .def("read_ahead", &read_ahead, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)

@@ -81,7 +81,7 @@ Constants sgd_constants(const Hyperparameters& hyper, bool fresh) {
   return c;
 }
 
-Constants constants_of(const Segment& segment, float grad_scale) {
+Constants constants_of(const Segment& segment) {
   const Hyperparameters& hyper = segment.hyper;
   const auto step = static_cast<double>(segment.step);
   Constants c;
@@ -103,7 +103,7 @@ Constants constants_of(const Segment& segment, float grad_scale) {
   c.rule = hyper.rule;
   c.uses_exp_avg = hyper.uses_exp_avg();
   c.uses_exp_avg_sq = hyper.uses_exp_avg_sq();
-  c.grad_scale = hyper.maximize ? -grad_scale : grad_scale;
+  c.grad_scale = hyper.maximize ? -segment.grad_scale : segment.grad_scale;
   c.fresh = segment.fresh;
   c.seed = segment.seed;
   c.step = segment.step;
@@ -201,7 +201,7 @@ std::size_t task_numel() {
 }
 
 bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first, std::size_t begin,
-                      std::size_t end, const std::vector<Segment>& segments, float grad_scale, Isa isa) {
+                      std::size_t end, const std::vector<Segment>& segments, Isa isa) {
   const Kernels& kernels = kernels_for(isa);
   const IeeeArithmetic ieee;
   auto segment = std::partition_point(segments.begin(), segments.end(),
@@ -211,7 +211,7 @@ bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, st
     const std::uint64_t from = std::max<std::uint64_t>(segment->begin, first + begin);
     const std::uint64_t to = std::min<std::uint64_t>(segment->end, first + end);
     if (segment->skip || from >= to) continue;
-    const Constants constants = constants_of(*segment, grad_scale);
+    const Constants constants = constants_of(*segment);
     finite &=
         kernels.update(format, buffers, from - first, to - first, segment->index + (from - segment->begin), constants);
   }
@@ -219,13 +219,13 @@ bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, st
 }
 
 bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first, std::size_t numel,
-                      const std::vector<Segment>& segments, float grad_scale, Isa isa, ThreadPool& pool) {
+                      const std::vector<Segment>& segments, Isa isa, ThreadPool& pool) {
   const std::size_t task = task_numel();
   std::atomic<bool> finite{true};
   pool.parallel_for((numel + task - 1) / task, [&](std::size_t index) {
     const std::size_t begin = index * task;
     const std::size_t end = std::min(begin + task, numel);
-    if (!optimizer_update(format, buffers, first, begin, end, segments, grad_scale, isa)) finite = false;
+    if (!optimizer_update(format, buffers, first, begin, end, segments, isa)) finite = false;
   });
   return finite;
 }

@@ -45,9 +45,10 @@ struct Segment {
   // stochastic rounding, so that where a parameter lies does not matter.
   std::uint64_t index;
   std::uint64_t seed;
-  std::int64_t step;  // from 1: the step being taken
-  bool skip;          // grad is None: no decay, no step, nothing touched
-  bool fresh;         // the moments begin with this step: they are zero, whatever the buffers hold
+  std::int64_t step;        // from 1: the step being taken
+  bool skip;                // grad is None: no decay, no step, nothing touched
+  bool fresh;               // the moments begin with this step: they are zero, whatever the buffers hold
+  float grad_scale = 1.0f;  // the gradient is multiplied by this first
   Hyperparameters hyper;
 };
 
@@ -78,8 +79,8 @@ enum class Isa : std::uint8_t { baseline, avx2, avx512, neon };
 void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, const StateFormat& format);
 
 // One step on elements [begin, end) of the buffers, which hold elements [first, …) of a flat buffer whose segments were
-// checked. Elements in no segment are left alone. The gradient is multiplied by `grad_scale` first. Runs in the calling
-// thread; several threads may work on different elements, cut at multiples of kCutNumel.
+// checked. Elements in no segment are left alone. Runs in the calling thread; several threads may work on different
+// elements, cut at multiples of kCutNumel.
 //
 // Everything per element is fp32 without contraction, and rounding to bf16 moments takes its random bits from (seed,
 // step, index): the result depends on nothing but the inputs, not on ISA, threads or cuts (but for which NaN a NaN is).
@@ -87,13 +88,11 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 //
 // False when a new weight or moment is not finite; it is stored as it is.
 [[nodiscard]] bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first,
-                                    std::size_t begin, std::size_t end, const std::vector<Segment>& segments,
-                                    float grad_scale, Isa isa);
+                                    std::size_t begin, std::size_t end, const std::vector<Segment>& segments, Isa isa);
 
 // Elements [0, numel), cut into tasks for the pool.
 [[nodiscard]] bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first,
-                                    std::size_t numel, const std::vector<Segment>& segments, float grad_scale, Isa isa,
-                                    ThreadPool& pool);
+                                    std::size_t numel, const std::vector<Segment>& segments, Isa isa, ThreadPool& pool);
 
 // Elements per task of an update: its streams fit half of a core's L2. A multiple of kCutNumel that divides
 // kChunkNumel.

@@ -114,7 +114,7 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   buffers.exp_avg_sq = tile.memory[State::exp_avg_sq];
   buffers.grad = tile.memory[State::grad];
   buffers.weight_past_caches = job.weight.file == nullptr && job.weight.source == nullptr;
-  const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, job.grad_scale, isa);
+  const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, isa);
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
 

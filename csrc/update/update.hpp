@@ -42,7 +42,6 @@ struct UpdateJob {
   StateFormat format;
   std::uint64_t numel = 0;
   std::vector<Segment> segments;  // sorted, disjoint, within [0, numel)
-  float grad_scale = 1.0f;
   StateStream weight;
   StateStream residual;  // unused for Master::weight and Master::none
   StateStream exp_avg;   // a moment is moved only where the rule of a segment uses it

@@ -52,7 +52,7 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
     """Sync the directory `aside` with all that is in it, and move each entry into the directory `target`, where it
-    replaces an entry of the same name.
+    replaces an entry of the same name; of two directories of the same name the entries are treated like this.
 
     Args:
         last: the name of the entry that is moved last: readers find a new set only once this entry is there.
@@ -66,7 +66,10 @@ def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
     _sync_tree(aside)
     entries = sorted(aside.iterdir(), key=lambda path: path.name == last)
     for path in entries:
-        os.replace(path, target / path.name)
+        if path.is_dir() and (target / path.name).is_dir():
+            move_into(path, target / path.name, last=last)
+        else:
+            os.replace(path, target / path.name)
     durable.fsync(target)
     return {path.name for path in entries}
 

@@ -88,8 +88,8 @@ def load_pretrained(
 
         _require_causal(str(path), kwargs)
         model_class = AutoModelForCausalLM
-    with _scratch(resolved) as scratch:
-        model, source = _on_meta(model_class, str(path), dtype, scratch, kwargs)
+    with scratch_directory(resolved) as scratch:
+        model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
         if resume:
             continue_run(model, resolved, folder=folder, **how)
         elif copy is not None:
@@ -172,7 +172,7 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _scratch(config: SwapConfig) -> Iterator[str]:
+def scratch_directory(config: SwapConfig) -> Iterator[str]:
     """A directory for the tensors that transformers converts on loading. It is on the swap disk, which has room for
     them.
 
@@ -195,8 +195,8 @@ def _scratch(config: SwapConfig) -> Iterator[str]:
         shutil.rmtree(directory, ignore_errors=True)  # ours, made above
 
 
-def _on_meta(
-    model_class: Any, path: str, dtype: torch.dtype, scratch: str, kwargs: Mapping[str, Any]
+def on_meta(
+    model_class: Any, path: str, dtype: torch.dtype | str, scratch: str, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Source]:
     """The model with its parameters on the meta device and real buffers, and the place of each parameter's values."""
     from accelerate.hooks import remove_hook_from_submodules

@@ -1,4 +1,5 @@
-"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it."""
+"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it. adapters.py
+writes what belongs to a PEFT model."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.adapters import is_peft_model, save_adapters
 from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
@@ -30,8 +32,11 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     One unit's weights are in memory at a time. Everything is written to another directory first, and renamed when it is
     complete and on disk: an error leaves the files of an earlier save.
 
+    Of a PEFT model its adapters are written, as PEFT's own save_pretrained writes them (they are in memory at once):
+    PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.
+
     Args:
-        model: an offloaded model.
+        model: an offloaded model, or a PEFT model whose base is offloaded.
         directory: created if missing; files of the same names are replaced.
         max_shard_size: such as "5GB".
 
@@ -40,10 +45,13 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         InfinityError: the disk is full, or the directory cannot be written.
         SwapIOError: the store could not be read.
     """
+    target = Path(directory).expanduser().absolute()
+    if is_peft_model(model):
+        save_adapters(model, target)
+        return
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.room.require_untouched()
-    target = Path(directory).expanduser().absolute()
     with written_aside(target, "saving to") as aside:
         parts = _Parts(model, coordinator)
         write_weights(aside, parts.meta, parts.values, coordinator.plan.layout.numel, max_shard_size)

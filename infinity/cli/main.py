@@ -87,6 +87,7 @@ def build_parser() -> Parser:
         metavar="A:B",
         help="trace steps A to B (default: the second to the sixth); each step of a large model takes megabytes",
     )
+    _add_run(commands)
     _add_checkpoint(commands)
     return parser
 
@@ -137,6 +138,18 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run an unchanged training script (Trainer, TRL, PEFT, Accelerate) with its model offloaded",
+        usage="infinity run [--verbose] CONFIG SCRIPT [ARGS...]",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log the plan of each model")
+    parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states live (YAML or JSON)")
+    parser.add_argument("script", type=path, metavar="SCRIPT", help="the script, as for python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
 def _add_checkpoint(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint", help="look at, check, copy or remove the generations in a swap directory"
@@ -176,6 +189,12 @@ def _add_checkpoint(commands: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["run"]:  # what a script prints and raises is its own
+        with interruptible_imports():
+            from infinity.cli.run import run
+
+        return run(build_parser().parse_args(given))
     with outlets(go_on=True) as out:
         try:
             return _run(arguments, out)

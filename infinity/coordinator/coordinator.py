@@ -217,15 +217,17 @@ class Coordinator(Parts):
         self.gradients.of(place).drop(place.spec.name)
 
     @transition
-    def drop_gradients(self, places: Iterable[Place]) -> None:
-        """Forget gradients, and what was begun with them."""
+    def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
+        """Forget gradients, and what was begun with them; `.grad` becomes None."""
         if self.updates.speculative:
             self._speculator.undo(
                 "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
             )
-        for place in places:
-            if place.group.trainable:
-                self.drop_gradient(place)
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
+            for parameter, place in parameters:
+                if place.group.trainable:
+                    self.drop_gradient(place)
+                parameter.grad = None
         self.passes.forget()
 
     # -- step ---------------------------------------------------------------------------------------------------------
@@ -327,6 +329,11 @@ class Coordinator(Parts):
         with self.health.failing(SwapTimeoutError):
             self.room.prefetch()
         self.resources.device.idle_ends()
+
+    @property
+    def run(self) -> str:
+        """The id of the run, which is that of its store; "" without one."""
+        return "" if self.resources.store is None else self.resources.store.run
 
     def at_step(self, step: int) -> None:
         """The states are those after this optimizer step."""

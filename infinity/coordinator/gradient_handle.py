@@ -10,12 +10,19 @@ ways:
 
 Checking and multiplying are one operation in torch, which arrives at the handles: they answer the check from the sums
 of squares taken when the gradients landed, and remember the factor (`inverse_scale`).
+
+[Note: torch's clipping]
+torch.nn.utils.clip_grad_norm_ asks each gradient for its norm (the handles answer from the same sums of squares) and
+multiplies each by one factor. The handles remember that one, too (`clip_factor`), apart from the scale of the loss:
+the scale is the same for all gradients of a step, and an update that speculates expects it to stay what it was; a
+clip factor belongs to a parameter, and a step with one other than 1 makes what speculated wrong.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,18 +33,20 @@ from infinity.units.gradients import GroupGradients
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient in host memory. Any operation on it raises, but for that of GradScaler.
+    """A gradient in host memory. Any operation on it raises, but for those of GradScaler and clip_grad_norm_.
 
-    So `p.grad is None` means what it means in torch, and torch's own clipping cannot silently see nothing.
+    So `p.grad is None` means what it means in torch, and nothing computes with a gradient that it cannot see.
 
     Attributes:
         inverse_scale: what the gradient is still to be multiplied by, as GradScaler.unscale_ asked.
+        clip_factor: the same, as clip_grad_norm_ or a multiplication by hand asked.
 
     Args:
         gradients: where it is; not kept alive.
     """
 
     inverse_scale: float
+    clip_factor: float
     _gradients: weakref.ref[GroupGradients]
     _spec: ParameterSpec
 
@@ -46,14 +55,14 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
         )
-        handle.inverse_scale = 1.0
+        handle.inverse_scale = handle.clip_factor = 1.0
         handle._gradients = weakref.ref(gradients)
         handle._spec = spec
         return handle
 
     def renewed(self) -> GradientHandle:
         """The same handle, for another gradient of the parameter."""
-        self.inverse_scale = 1.0
+        self.inverse_scale = self.clip_factor = 1.0
         return self
 
     @property
@@ -65,20 +74,25 @@ class GradientHandle(torch.Tensor):
 
     @property
     def finite(self) -> bool:
+        return self._landed().sum_squares_landed(self._spec) < float("inf")
+
+    @property
+    def l2_norm(self) -> float:
+        """Of the gradient unscaled and clipped as far as was asked; not finite where an element is not."""
+        return math.sqrt(self._landed().sum_squares_landed(self._spec)) * abs(self.inverse_scale * self.clip_factor)
+
+    def _landed(self) -> GroupGradients:
         gradients = self._gradients()
         if gradients is None:
             raise ReleasedParameterError("this gradient is gone, with the offloaded model it was of")
-        return gradients.is_finite(self._spec)
+        return gradients
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return _check_and_unscale(*args)
-        raise ReleasedParameterError(
-            f"{func} on the gradient of an offloaded parameter: it is in host memory, not in .grad. For clipping use "
-            "infinity.AdamW(..., max_grad_norm=...) instead of torch.nn.utils.clip_grad_norm_; optim.last_grad_norm "
-            "has the norm. torch.amp.GradScaler works as it is."
-        )
+        answer = _ANSWERS.get(func)
+        if answer is None:
+            raise _refusal(func)
+        return answer(*args, **(kwargs or {}))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GradientHandle({tuple(self.shape)}, {super().dtype})"
@@ -95,3 +109,80 @@ def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tenso
     factor = inverse.item()  # once: on a GPU it waits for all that was queued
     for handle in handles:
         handle.inverse_scale *= factor
+
+
+def _refusal(what: object) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"{what} on the gradient of an offloaded parameter: it is in host memory, not in .grad. What works is "
+        "torch.nn.utils.clip_grad_norm_ with norm_type=2, a multiplication by a number, and torch.amp.GradScaler. To "
+        "clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose last_grad_norm has the norm."
+    )
+
+
+def _norm(handle: GradientHandle, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """torch.linalg.vector_norm of a whole gradient: a float32 scalar on the parameter's device."""
+    if order != 2 or dim is not None or keepdim:
+        raise _refusal(f"a norm of order {order}" if dim is None else "a norm along a dimension")
+    return torch.tensor(handle.l2_norm, dtype=dtype or torch.float32, device=handle.device)
+
+
+def _norms(gradients: Sequence[torch.Tensor], order: Any = 2, dtype: Any = None) -> list[Any]:
+    return [torch.linalg.vector_norm(gradient, order, dtype=dtype) for gradient in gradients]
+
+
+def _multiply(handle: torch.Tensor, factor: Any) -> torch.Tensor:
+    """By a number, or a tensor that holds one."""
+    if not isinstance(handle, GradientHandle):
+        raise _refusal("a multiplication of a tensor by it")
+    handle.clip_factor *= _number(factor)
+    return handle
+
+
+def _divide(handle: torch.Tensor, divisor: Any) -> torch.Tensor:
+    if not isinstance(handle, GradientHandle):
+        raise _refusal("a division of a tensor by it")
+    handle.clip_factor /= _number(divisor)
+    return handle
+
+
+def _multiply_each(gradients: Sequence[torch.Tensor], factor: Any) -> None:
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+class _LastNumber:
+    """The value of the tensor that was asked last. torch multiplies every gradient by the same tensor, and to read it
+    from a GPU waits for all that was queued."""
+
+    def __init__(self) -> None:
+        self._tensor: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self._value = 1.0
+
+    def of(self, tensor: torch.Tensor) -> float:
+        if self._tensor is None or self._tensor() is not tensor or self._version != tensor._version:
+            self._value = tensor.item()
+            self._tensor, self._version = weakref.ref(tensor), tensor._version
+        return self._value
+
+
+_last_number = _LastNumber()
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, GradientHandle) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        raise _refusal("a multiplication by more than one number")
+    return _last_number.of(value) if isinstance(value, torch.Tensor) else float(value)
+
+
+_aten = torch.ops.aten
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten.mul_.Tensor: _multiply,
+    _aten.div_.Tensor: _divide,
+    _aten._foreach_mul_.Tensor: _multiply_each,
+    _aten._foreach_mul_.Scalar: _multiply_each,
+}
+"""What the handles can answer without their values."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import nn
@@ -17,7 +15,7 @@ from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.plan.plan import Plan
-from infinity.state.released import released_class
+from infinity.state.released import Lender, released_class
 from infinity.state.unit import Place, Unit
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
@@ -34,7 +32,7 @@ class Optimizer(Checkpointed, Predictable, Protocol):
     """An optimizer, as the coordinator sees it."""
 
 
-class Parts(ABC):
+class Parts(Lender):
     """The parts, opened in the order in which they know each other.
 
     Attributes:
@@ -95,10 +93,6 @@ class Parts(ABC):
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._owners[id(parameter)][1]
-
-    @abstractmethod
-    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """As state/released.py: Lender."""
 
 
 def _open_shadows(units: Sequence[Unit], resources: Resources) -> Shadows:

@@ -5,33 +5,37 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from infinity.errors import ConfigError, ReleasedParameterError
+from torch.serialization import add_safe_globals
+
+from infinity.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class StateHandle:
-    """Names one optimizer state of one parameter in the store.
+    """Names one optimizer state of one parameter in the store. It can be pickled (torch.save, also with
+    `weights_only`); what is saved is the name, and the state is where it was: in the run's store.
 
     Attributes:
         parameter, state: fully qualified name, and torch's name of the state.
-        step: the optimizer step after which it was taken.
+        step: the parameter's optimizer step after which it was taken.
+        run: the id of the store ("" where all states are in RAM), which a resumed run keeps.
     """
 
     parameter: str
     state: str
     step: int
+    run: str = ""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHandle:
         return self
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ReleasedParameterError(
-            f"the state_dict of an optimizer on offloaded parameters holds handles ({self.state} of "
-            f"'{self.parameter}' is in the swap store), so saving it would lose the states. With commit_every they are "
-            "in the run's generations (infinity.resume), and `infinity checkpoint export` copies them."
-        )
+    def __reduce__(self) -> tuple[type[StateHandle], tuple[str, str, int, str]]:
+        return StateHandle, (self.parameter, self.state, self.step, self.run)
+
+
+add_safe_globals([StateHandle])
 
 
 def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:

@@ -61,7 +61,8 @@ class OffloadedOptimizer(GroupedOptimizer):
         torchs: options of torch's optimizers that say how to compute (TorchOptions).
 
     Attributes:
-        last_grad_norm: global norm of the last step's gradients, unscaled, before clipping.
+        last_grad_norm: global norm of the last step's gradients, unscaled, before clipping (also before torch's
+            clip_grad_norm_, which works as with torch's optimizers; max_grad_norm clips what it left).
         skipped_steps: steps not taken because a gradient was NaN or infinite, or skip_next_step was called.
 
     Raises:
@@ -120,14 +121,14 @@ class OffloadedOptimizer(GroupedOptimizer):
         coordinator.begin_step()
         active = self._active()
         scale = loss_scale(self, ((each.place.spec.name, each.handle) for each in active))
-        total, bad = coordinator.gradient_norm(each.place for each in active)
+        total, clipped, bad = self._sum_squares(active)
         reason, self._skip_reason = self._skip_reason, ""
         self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:
             self._skip(bad, reason, scale)
         else:
             self._skips_in_a_row = 0
-            self._update(active, scale.inverse * self._clip_factor())
+            self._update(active, scale.inverse * self._clip_factor(math.sqrt(clipped) * scale.inverse))
             self._inverse_scale = scale.inverse
         coordinator.end_step()
 
@@ -153,9 +154,25 @@ class OffloadedOptimizer(GroupedOptimizer):
             active.append(_Active(parameter, place, group, gradient))
         return active
 
-    def _clip_factor(self) -> float:
-        norm = max_grad_norm_of(self.max_grad_norm)
-        return 1.0 if norm is None else min(1.0, norm / (self.last_grad_norm + 1e-6))
+    def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
+        """Of the gradients as they landed and as they were clipped since, and the first name whose part is not finite
+        ('' when all are)."""
+        by_factor: dict[float, list[Place]] = {}
+        for each in active:
+            by_factor.setdefault(each.handle.clip_factor, []).append(each.place)
+        landed = clipped = 0.0
+        for factor, places in by_factor.items():
+            part, bad = self.coordinator.gradient_norm(places)
+            if bad or not math.isfinite(factor):
+                return landed, clipped, bad or places[0].spec.name
+            landed += part
+            clipped += part * factor * factor
+        return landed, clipped, ""
+
+    def _clip_factor(self, norm: float) -> float:
+        """What the optimizer itself clips by, for gradients of this norm."""
+        maximum = max_grad_norm_of(self.max_grad_norm)
+        return 1.0 if maximum is None else min(1.0, maximum / (norm + 1e-6))
 
     @property
     def expected_scale(self) -> float:
@@ -164,8 +181,8 @@ class OffloadedOptimizer(GroupedOptimizer):
         return self._inverse_scale
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
-        """What the next step wants of a unit's groups if nothing is clipped and nothing changes; nothing where the step
-        will refuse what the groups have now."""
+        """What the next step wants of a unit's groups if nothing more is clipped and nothing changes; nothing where the
+        step will refuse what the groups have now."""
         try:
             self._require_in_range()
         except ConfigError:
@@ -217,7 +234,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
         shared: dict[int, tuple[tuple[tuple[str, Any], ...], dict[str, Moment]]] = {}  # by param group
-        for parameter, place, group, _ in active:
+        for parameter, place, group, handle in active:
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
@@ -230,11 +247,11 @@ class OffloadedOptimizer(GroupedOptimizer):
                 where = place.unit.index, place.group_index
                 end = spec.offset + spec.numel
                 segments.setdefault(where, []).append(
-                    SegmentRequest(spec.offset, end, step, spec.index, fresh, options)
+                    SegmentRequest(spec.offset, end, step, spec.index, fresh, grad_scale * handle.clip_factor, options)
                 )
                 used.setdefault(where, set()).update(moments.values())
         requests = {
-            where: GroupUpdate(tuple(sorted(found, key=_begin)), frozenset(used[where]), grad_scale)
+            where: GroupUpdate(tuple(sorted(found, key=_begin)), frozenset(used[where]))
             for where, found in segments.items()
         }
         return requests, after
@@ -315,10 +332,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""
-        self.coordinator.drop_gradients(self._places.values())
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._places:
-                parameter.grad = None
+        self.coordinator.zero_grad(self._places.items())
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""
@@ -326,7 +340,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in packed["state"].items():
             name = self._places[parameters[index]].spec.name
-            handles = {key: StateHandle(name, key, state["step"]) for key in state["begun"]}
+            handles = {key: self._handle(name, key, state["step"]) for key in state["begun"]}
             packed["state"][index] = {"step": state["step"], **handles}
         return packed
 
@@ -358,14 +372,29 @@ class OffloadedOptimizer(GroupedOptimizer):
         """The state a state_dict names, if it is the one in the store."""
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
         for key in dict.fromkeys([*now.get("begun", {}), *saved]):
-            if key != "step" and saved.get(key) != StateHandle(name, key, now.get("step", 0)):
+            mine = self._handle(name, key, now.get("step", 0))
+            if key != "step" and saved.get(key) != mine:
                 raise ModelError(
-                    f"cannot load {key} of '{name}': it is not the state that is in the swap store now. States come "
-                    "back with infinity.resume, or from a copy with infinity.offload_from_checkpoint."
+                    f"cannot load {key} of '{name}': {_difference(saved.get(key), mine)}. States come back with "
+                    "infinity.resume, or from a copy with infinity.offload_from_checkpoint."
                 )
         if saved.get("step") != now.get("step"):
             raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")
         return dict(now)
+
+    def _handle(self, name: str, state: str, step: int) -> StateHandle:
+        return StateHandle(name, state, step, self.coordinator.run)
+
+
+def _difference(saved: Any, mine: StateHandle) -> str:
+    """Why a saved state is not the one that is in the store now."""
+    if not isinstance(saved, StateHandle):
+        return "it is a tensor of another optimizer" if isinstance(saved, torch.Tensor) else "it was not saved"
+    if saved.run != mine.run:
+        return f"it is of run {saved.run[:8] or 'in RAM'}, and this is run {mine.run[:8] or 'in RAM'}"
+    if saved.step != mine.step:
+        return f"it was saved after step {saved.step}, and the store is at step {mine.step}"
+    return f"it is {saved.state} of '{saved.parameter}'"
 
 
 _begin = operator.attrgetter("begin")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -61,6 +61,16 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
         hooks = SavedTensors(coordinator)
         saved = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     return Gathering(coordinator, wanted, saved, write=write)
+
+
+def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of the parameters that are no copies in a context of infinity.gathered."""
+    coordinator, found = registry.coordinator_of(model), []
+    for parameter in parameters:
+        index, name = _find(coordinator, parameter, parameter)
+        if name not in coordinator.units[index].views.gathered:
+            found.append(parameter)
+    return found
 
 
 def _parameters_of(module: nn.Module | nn.Parameter) -> list[nn.Parameter]:

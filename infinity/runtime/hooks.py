@@ -26,6 +26,7 @@ from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
+from infinity.state.discover import HookSite
 from infinity.state.released import in_backward
 from infinity.state.unit import Place
 
@@ -59,8 +60,10 @@ class Structure:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, or an assignment), so its "
-            "weights would not be in the store. Change the model before infinity.offload."
+            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, merge_and_unload, or an "
+            "assignment), so its weights would not be in the store. Change the model before infinity.offload; to save "
+            "a merged PEFT model, call merged.save_pretrained(directory) in the `with infinity.gathered(model):` in "
+            "which it was merged."
         )
 
 
@@ -72,9 +75,7 @@ class Scope:
     a frame that no longer runs and cleans up.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, parameters: list[nn.Parameter], structure: Structure, ends: BackwardEnds
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
         self._coordinator = coordinator
         self._ends = ends
         self._structure = structure
@@ -83,7 +84,6 @@ class Scope:
         self._frame: FrameType | None = None
         self._thread = 0
         self._pushed = False
-        self._has_fp32 = any(parameter.dtype == torch.float32 for parameter in parameters)
         self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
 
     def enter(self) -> None:
@@ -113,7 +113,6 @@ class Scope:
         self._coordinator.reset()
 
     def _open(self) -> None:
-        self._refuse_autocast()
         self._structure.require_unchanged()
         self._coordinator.reset()
         self._ends.forget()
@@ -150,16 +149,6 @@ class Scope:
             frame = frame.f_back
         return False
 
-    def _refuse_autocast(self) -> None:
-        kind = torch.device(self._coordinator.plan.device).type
-        if self._has_fp32 and torch.is_autocast_enabled(kind):
-            raise ModelError(
-                "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until "
-                "backward, which "
-                "offloading is to avoid. Load the model with dtype=torch.bfloat16 and drop autocast: the fp32 master "
-                "is kept by infinity, losslessly."
-            )
-
 
 def _caller() -> FrameType | None:
     """The frame that called a hook: the nearest one outside of infinity."""
@@ -190,12 +179,20 @@ class ScopeLeave(Guard):
 class SiteEnter(Guard):
     """Before the forward of a module that owns parameters: bring its units."""
 
-    def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
+    def __init__(self, coordinator: Coordinator, site: HookSite) -> None:
         self._coordinator = coordinator
-        self._units = units
+        self._units = site.units
+        self._device_kind = torch.device(coordinator.plan.device).type
+        self._would_copy = _autocast_would_copy(site.module)
 
     @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._would_copy and torch.is_autocast_enabled(self._device_kind):
+            raise ModelError(
+                "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, "
+                f"which offloading is to avoid; it is on in the forward of {type(module).__name__}. Load the model "
+                "with dtype=torch.bfloat16 and drop autocast: the fp32 master is kept by infinity, losslessly."
+            )
         for position, index in enumerate(self._units):
             try:
                 self._coordinator.acquire(index)
@@ -209,6 +206,17 @@ class SiteEnter(Guard):
             return
         for index in self._units:
             self._coordinator.timeline.begin("forward", self._coordinator.units[index].name)
+
+
+def _autocast_would_copy(module: nn.Module) -> bool:
+    """Whether most of a module's weights are fp32 weights of matrix products. Autocast also copies a few such weights
+    among 16-bit ones (adapters of PEFT), which does no harm; it leaves embeddings and norms alone."""
+    numel = dict.fromkeys((True, False), 0)
+    for owner in module.modules():
+        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            for parameter in owner.parameters(recurse=False):
+                numel[parameter.dtype == torch.float32 and parameter.dim() > 1] += parameter.numel()
+    return numel[True] > numel[False]
 
 
 class SiteLeave(Guard):
@@ -303,17 +311,24 @@ class ParameterHooks(Guard):
         before, self._before = self._before, None
         if gradient is None:
             return
-        if before is not None and before.inverse_scale != 1.0:
-            parameter.grad = before
-            raise ModelError(
-                f"a backward pass after scaler.unscale_(): '{self._place.spec.name}' has a gradient that is unscaled, "
-                "and what is added to it would be scaled, or not, as nobody knows. Call scaler.unscale_() after the "
-                "last backward pass before the step."
-            )
+        if before is not None:
+            self._require_as_it_came(before)
         complete = self._coordinator.arrive(self._place, gradient, accumulate=before is not None)
         parameter.grad = self._handle.renewed()
         if complete:
             self._coordinator.complete(self._place.unit.index)
+
+    def _require_as_it_came(self, before: GradientHandle) -> None:
+        """Raises ModelError where a backward pass adds to a gradient that is to be multiplied by a factor, which would
+        be applied to what is added, too."""
+        if before.inverse_scale == before.clip_factor == 1.0:
+            return
+        self._parameter.grad = before
+        call = "clip_grad_norm_()" if before.inverse_scale == 1.0 else "scaler.unscale_()"
+        raise ModelError(
+            f"a backward pass after {call} adds to the gradient of '{self._place.spec.name}', which was multiplied by "
+            f"a factor already. Call {call} after the last backward pass before the step."
+        )
 
 
 class BackwardEnds:

@@ -31,7 +31,7 @@ from infinity.runtime.hooks import (
     SiteLeave,
     Structure,
 )
-from infinity.runtime.no_sync import give_no_sync
+from infinity.runtime.methods import give_methods
 from infinity.runtime.pins import generation_of
 from infinity.state.discover import Discovery
 from infinity.state.moments import STORED, OptimizerName
@@ -170,7 +170,7 @@ def _offload(
         registry.give_back_signals()
         raise
     registry.enter(model, coordinator, hooks)
-    give_no_sync(model, coordinator)
+    give_methods(model, coordinator)
     return model
 
 
@@ -263,11 +263,10 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> list[RemovableHandle]:
     """Returns the hooks on parameters."""
-    parameters = [parameter for named in found.parameters for parameter in named.values()]
     ends = BackwardEnds(coordinator)
-    scope = Scope(coordinator, parameters, Structure(model), ends)
+    scope = Scope(coordinator, Structure(model), ends)
     for site in found.sites:
-        site.module.register_forward_pre_hook(SiteEnter(coordinator, site.units))
+        site.module.register_forward_pre_hook(SiteEnter(coordinator, site))
         site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True)
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:

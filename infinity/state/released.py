@@ -29,9 +29,10 @@ weights rest in the store.
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,9 +53,10 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Lender(Protocol):
+class Lender(ABC):
     """An object that can fetch the values of released parameters."""
 
+    @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
         """In this context the parameters have their values and their own class.
 
@@ -62,13 +64,65 @@ class Lender(Protocol):
             ReleasedParameterError: the parameters must not be read now; the message names `use`, what was tried.
         """
 
+    @abstractmethod
     def name_of(self, parameter: nn.Parameter) -> str: ...
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        """The parameter has its values and its own class from now on: somebody asks for its `.data`.
+
+        Raises:
+            ReleasedParameterError: it must not.
+        """
+        raise ReleasedParameterError(
+            f"`.data` of parameter '{self.name_of(parameter)}' is not there: its values are in the store, and writes "
+            "through `.data` would go unnoticed. Inside the forward use the parameter itself (or `.detach()`); "
+            "elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
+        )
+
+    def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
+        """`parameter.data = value`, which is a released parameter, too. Raises as `keep`."""
+        for each in (value, parameter):
+            if isinstance(each, ReleasedParameter):
+                lender_of(each).keep(each)
+        parameter.data = value.data
+
+    def written(self, parameter: nn.Parameter, use: str) -> None:
+        """An operation wrote to a parameter that was lent.
+
+        Raises:
+            ModelError: the change would be lost.
+        """
+        raise ModelError(
+            f"{use} writes to parameter '{self.name_of(parameter)}' in a forward or backward pass; the change would be "
+            "lost, as the values are in the store. Change it in `with infinity.gathered(model, module, write=True):` "
+            "or before infinity.offload."
+        )
+
+    def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
+        """Another parameter with the same values.
+
+        Raises:
+            ReleasedParameterError: it would have a placeholder's.
+        """
+        raise ReleasedParameterError(
+            f"{what} of parameter '{self.name_of(parameter)}' would copy a placeholder: its values are in the store. "
+            f"{USE_GATHERED}"
+        )
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+        """Another parameter whose values are these in another form, if that needs no values now."""
+        return None
 
 
 class ReleasedParameter(nn.Parameter):
     """See [Note: never a silent NaN]. Made by `released_class`, never constructed."""
 
     _lender: weakref.ref[Lender]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # nn.Parameter has one of its own, which asks for `.data`
+        if id(self) not in memo:
+            memo[id(self)] = lender_of(self).copied(self, "deepcopy")
+        return memo[id(self)]
 
     @classmethod
     def __torch_function__(
@@ -133,11 +187,7 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         for (lender, parameter), version in zip(brought, versions, strict=True):
             if parameter._version != version:
-                raise ModelError(
-                    f"{_name(func)} writes to parameter '{lender.name_of(parameter)}' in a forward or backward pass; "
-                    "the change would be lost, as the values are in the store. Change it in "
-                    "`with infinity.gathered(model, module, write=True):` or before infinity.offload."
-                )
+                lender.written(parameter, _name(func))
         return result
 
 
@@ -151,22 +201,21 @@ def _name(func: Callable[..., Any]) -> str:
 # -- answers without values -------------------------------------------------------------------------------------------
 
 
-def _refuse_data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -> None:
+def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -> Any:
     if value and value[0] is parameter:
-        return  # as Module.to() does when it changes nothing
-    raise ReleasedParameterError(
-        f"`.data` of parameter '{lender_of(parameter).name_of(parameter)}' is not there: its values are in the store, "
-        "and writes through `.data` would go unnoticed. Inside the forward use the parameter itself (or "
-        "`.detach()`); elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
-    )
+        return None  # as Module.to() does when it changes nothing
+    lender = lender_of(parameter)
+    if value and isinstance(value[0], ReleasedParameter):
+        return lender.assign(parameter, value[0])
+    lender.keep(parameter)
+    return func(parameter, *value)
 
 
-def _refuse_copy(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> NoReturn:
-    what = "pickling" if "reduce" in _name(func) else "deepcopy"
-    raise ReleasedParameterError(
-        f"{what} of parameter '{lender_of(parameter).name_of(parameter)}' would copy a placeholder: its values are in "
-        f"the store. {USE_GATHERED}"
-    )
+def _pickle(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
+    lender = lender_of(parameter)
+    lender.copied(parameter, "pickling")
+    lender.keep(parameter)
+    return func(parameter, *args, **kwargs)
 
 
 def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +227,8 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
         return parameter
     if isinstance(converted, str):  # type() without a type
         return converted
-    return _with_values(func, parameter, *args, **kwargs)
+    other = lender_of(parameter).converted(parameter, converted.dtype, converted.device)
+    return _with_values(func, parameter, *args, **kwargs) if other is None else other
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
@@ -257,10 +307,8 @@ _METADATA = frozenset(
 _PATTERN_USES = frozenset(_found("to type_as expand_as view_as reshape_as", torch.Tensor))
 
 _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
-    **dict.fromkeys(_accessors("data", "__get__", "__set__"), _refuse_data),
-    **dict.fromkeys(
-        _found("__deepcopy__ __reduce_ex__ __reduce__ __setstate__ share_memory_", torch.Tensor), _refuse_copy
-    ),
+    **dict.fromkeys(_accessors("data", "__get__", "__set__"), _data),
+    **dict.fromkeys(_found("__reduce_ex__ __reduce__ __setstate__ share_memory_", torch.Tensor), _pickle),
     **dict.fromkeys(_found("to type float double half bfloat16 cpu cuda", torch.Tensor), _convert),
     **dict.fromkeys(
         _found("empty_like zeros_like ones_like full_like rand_like randn_like randint_like", torch), _like

@@ -15,7 +15,7 @@ class SegmentRequest(NamedTuple):
     """Elements [begin, end) of a group, and the rule they are updated by.
 
     Attributes:
-        step, model_index, fresh: as _native.Segment takes them; the second one as its `index`.
+        step, model_index, fresh, grad_scale: as _native.Segment takes them; the second one as its `index`.
         options: what else it takes; one object for every parameter of a param group.
     """
 
@@ -24,6 +24,7 @@ class SegmentRequest(NamedTuple):
     step: int
     model_index: int
     fresh: bool
+    grad_scale: float
     options: tuple[tuple[str, Any], ...]
 
 
@@ -34,27 +35,26 @@ class GroupUpdate:
     Attributes:
         segments: sorted by element; what is in none is not touched.
         moments: those the segments' rules use, which are moved; None: all there are.
-        grad_scale: the gradients are multiplied by this first.
         arithmetic: False moves the states to and fro and leaves them as they are.
     """
 
     segments: tuple[SegmentRequest, ...]
     moments: frozenset[Moment] | None
-    grad_scale: float
     arithmetic: bool = True
 
     def native_segments(self) -> Sequence[_native.Segment]:
         every = {id(each.options): each.options for each in self.segments}
         rules = {key: _native.Segment(0, 0, step=1, **dict(options)) for key, options in every.items()}
         return [
-            rules[id(options)].at(begin, end, step=step, index=index, fresh=fresh)
-            for begin, end, step, index, fresh, options in self.segments
+            rules[id(options)].at(begin, end, step=step, index=index, fresh=fresh, grad_scale=scale)
+            for begin, end, step, index, fresh, scale, options in self.segments
         ]
 
 
 def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:
     """Whether gradients are multiplied by anything but `scale`."""
-    return any(group.grad_scale != scale for request in requests.values() for group in request.values())
+    groups = (group for request in requests.values() for group in request.values())
+    return any(segment.grad_scale != scale for group in groups for segment in group.segments)
 
 
 def require_accumulation_steps(passes: int | None) -> None:

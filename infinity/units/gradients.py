@@ -209,11 +209,11 @@ class GroupGradients:
             self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
         return self._sums[spec.name]
 
-    def is_finite(self, spec: ParameterSpec) -> bool:
-        """Whether all elements of one gradient are; waits for it to land."""
+    def sum_squares_landed(self, spec: ParameterSpec) -> float:
+        """As `sum_squares`, once the gradient has landed."""
         if spec.name not in self._sums:
             self._device.synchronize_downloads()
-        return self.sum_squares(spec) < float("inf")
+        return self.sum_squares(spec)
 
     def drop(self, name: str) -> None:
         self.present.discard(name)

@@ -228,7 +228,6 @@ def submit_update(
         moments=group.moments,
         grad_dtype=native_name(gradients.dtype),
         segments=wanted.native_segments(),
-        grad_scale=wanted.grad_scale,
         whole=streams.elsewhere,
         arithmetic=wanted.arithmetic,
         weight=weight,

@@ -77,8 +77,8 @@ struct States {
 
   bool step(const Hyperparameters& hyper, std::int64_t number, Isa isa) {
     const StateBuffers buffers{weight.data(), residual.data(), exp_avg.data(), exp_avg_sq.data(), grad.data()};
-    const std::vector<Segment> segments{{0, numel, 512, 7, number, false, number == 1, hyper}};
-    return optimizer_update(format, buffers, 0, 0, numel, segments, 0.5f, isa);
+    const std::vector<Segment> segments{{0, numel, 512, 7, number, false, number == 1, 0.5f, hyper}};
+    return optimizer_update(format, buffers, 0, 0, numel, segments, isa);
   }
 
   // FNV-1a over everything that was written.

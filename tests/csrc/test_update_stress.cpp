@@ -68,7 +68,7 @@ class Unit {
     buffers.exp_avg = data(1);
     buffers.exp_avg_sq = data(2);
     buffers.grad = grad_.data();
-    static_cast<void>(optimizer_update(kFormat, buffers, 0, kNumel, segments(), 1.0f, Isa::baseline, pool));
+    static_cast<void>(optimizer_update(kFormat, buffers, 0, kNumel, segments(), Isa::baseline, pool));
     if (speculative) copy_ = 1 - copy_;
     if (speculative && weights_in_memory) current_memory_ = 1 - current_memory_;
     ++step_;

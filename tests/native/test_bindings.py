@@ -108,8 +108,7 @@ def test_updates_of_anything(call: Any, scale: float) -> None:
             master=master,
             moments=moments,
             grad_dtype=grad,
-            segments=[_native.Segment(**part) for part in parts],
-            grad_scale=scale,
+            segments=[_native.Segment(**part, grad_scale=scale) for part in parts],
             pool=POOL,
         )
     )
@@ -149,7 +148,6 @@ def test_jobs_of_anything(pipeline: Any, call: Any, other: int | None) -> None:
             moments=moments,
             grad_dtype=grad,
             segments=[_native.Segment(**part) for part in parts],
-            grad_scale=1.0,
             weight=stream(w),
             residual=stream(r),
             exp_avg=None if m is None else stream(m),

@@ -63,7 +63,6 @@ class State:
         segments: list[_native.Segment],
         threads: int = 1,
         isa: str | None = None,
-        scale: float = 1.0,
         uses: tuple[bool, bool] = (True, True),
     ) -> bool:
         weight, master, grad, moments = self.names
@@ -78,7 +77,6 @@ class State:
             grad_dtype=grad,
             moments=moments,
             segments=segments,
-            grad_scale=scale,
             pool=_native.ThreadPool(threads),
             isa=isa,
         )
@@ -395,7 +393,7 @@ def test_segments_have_their_own_hyperparameters_and_gaps_are_left_alone() -> No
 def test_the_gradient_is_scaled_first() -> None:
     scaled, plain = State(100, "fp32", "weight", "fp32"), State(100, "fp32", "weight", "fp32")
     plain.grad = plain.grad * 0.25
-    scaled.update([segment(0, 100)], scale=0.25)
+    scaled.update([segment(0, 100, grad_scale=0.25)])
     plain.update([segment(0, 100)])
     assert scaled.bits() == plain.bits()
 

@@ -36,7 +36,7 @@ def segment(begin: int, end: int, **options: bool) -> _native.Segment:
     return _native.Segment(begin, end, lr=1e-3, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=2, **options)
 
 
-SEGMENTS = [segment(0, 30_000), segment(30_016, 70_000), segment(80_000, NUMEL)]
+SEGMENTS = [segment(begin, end, grad_scale=0.5) for begin, end in ((0, 30_000), (30_016, 70_000), (80_000, NUMEL))]
 
 
 class Bench:
@@ -96,7 +96,6 @@ class Bench:
             master="split16",
             grad_dtype="bf16",
             segments=segments,
-            grad_scale=0.5,
             whole=whole,
             grad=self.grad if grad is None else grad,
             tag=tag,
@@ -173,7 +172,7 @@ def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
     }
     before = {name: bench.result(name, from_file=True) for name in STATES}
     written = written_bytes(bench)
-    future = bench.submit(streams, [segment(0, 20_000)], whole=True)
+    future = bench.submit(streams, [segment(0, 20_000, grad_scale=0.5)], whole=True)
     assert future.wait(60)
     assert future.failure() is None
     moved = written_bytes(bench) - written

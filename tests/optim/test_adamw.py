@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,18 +131,48 @@ def test_the_state_dict_holds_handles_and_comes_back(trained: Any) -> None:
     assert optim.state_dict() == packed
 
 
-def test_saving_handles_or_loading_foreign_states_raises(trained: Any) -> None:
+def test_handles_can_be_saved_and_loaded_safely_and_name_run_and_step(trained: Any, tmp_path: Path) -> None:
     model, batch, optim = trained
     loss_of(model, batch).backward()
     optim.step()
     packed = optim.state_dict()
-    with pytest.raises(infinity.ReleasedParameterError, match="would lose the states"):
-        pickle.dumps(packed)
+    torch.save(packed, tmp_path / "optimizer.pt")
+    read = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    assert read == packed == pickle.loads(pickle.dumps(packed))
+    assert read["state"][0]["exp_avg"].run == optim.coordinator.run != ""
+    assert read["state"][0]["exp_avg"].step == 1
+    optim.load_state_dict(read)
+
+
+def test_loading_states_that_are_not_in_the_store_raises(trained: Any) -> None:
+    model, batch, optim = trained
+    loss_of(model, batch).backward()
+    optim.step()
+    packed = optim.state_dict()
+    state = packed["state"][0]
+    foreign = packed | {"state": {0: state | {"exp_avg": replace(state["exp_avg"], run="abcdef0123456789")}}}
+    with pytest.raises(infinity.ModelError, match=r"it is of run abcdef01, and this is run .*infinity\.resume"):
+        optim.load_state_dict(foreign)
+    with pytest.raises(infinity.ModelError, match="it is a tensor of another optimizer"):
+        optim.load_state_dict(packed | {"state": {0: state | {"exp_avg": torch.zeros(2)}}})
     optim.zero_grad()
     loss_of(model, batch).backward()
     optim.step()
-    with pytest.raises(infinity.ModelError, match="not the state that is in the swap store now"):
+    with pytest.raises(infinity.ModelError, match="it was saved after step 1, and the store is at step 2"):
         optim.load_state_dict(packed)
+
+
+def test_zero_grad_of_the_model_drops_what_the_optimizers_drops(trained: Any) -> None:
+    model, batch, optim = trained
+    for set_to_none in (True, False):
+        loss_of(model, batch).backward()
+        model.zero_grad(set_to_none)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(optim.coordinator.has_gradient(place) for _, place in optim.coordinator.places())
+        assert not optim.coordinator.updates.speculative
+    before = weights_of(model)
+    optim.step()
+    assert all(torch.equal(before[name], weight) for name, weight in weights_of(model).items())
 
 
 def test_accelerate_prepares_it(trained: Any) -> None:

@@ -183,7 +183,7 @@ def test_a_state_dict_of_torch_brings_its_hyperparameters_and_they_are_checked(o
         theirs["param_groups"][0] |= {"lr": 5e-4, "amsgrad": False}
     earlier = optim.state_dict()
     train(model, optim, 1)
-    with pytest.raises(infinity.ModelError, match="not the state that is in the swap store"):
+    with pytest.raises(infinity.ModelError, match="it was saved after step 2, and the store is at step 3"):
         optim.load_state_dict(earlier)
 
 

@@ -82,8 +82,7 @@ def test_in_the_context_the_model_is_as_if_it_were_not_offloaded(trained: Traine
     assert norm.isfinite()
     with pytest.raises(infinity.ReleasedParameterError):
         model.lm_head.weight.norm()
-    with pytest.raises(infinity.ReleasedParameterError):
-        model.state_dict()
+    assert_same(model.state_dict(), expected)
     assert_same(weights(model), expected)
     assert step(model, batch, optim) > 0
 
@@ -95,8 +94,6 @@ def test_only_what_was_asked_for_is_copied_and_the_rest_is_brought_when_it_is_re
         assert torch.equal(model.lm_head.weight.data, expected["lm_head.weight"])
         other = model.model.layers[3].mlp.up_proj.weight
         assert torch.equal(other.detach(), expected["model.layers.3.mlp.up_proj.weight"])
-        with pytest.raises(infinity.ReleasedParameterError, match="load_state_dict"):
-            model.load_state_dict({})
 
 
 def changed(before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -589,3 +586,56 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
             lines = tracer.seen
             break
     assert lines > 100
+
+
+# -- torch's own state_dict -------------------------------------------------------------------------------------------
+
+
+def test_state_dict_of_the_model_and_of_a_part_are_copies_of_the_weights(trained: Trained) -> None:
+    model, batch, optim = trained
+    expected = weights(model)
+    whole, part = model.state_dict(), model.model.layers[1].state_dict()
+    assert_same(whole, expected)
+    assert_same(part, {name: expected[f"model.layers.1.{name}"] for name in part})
+    step(model, batch, optim)
+    assert_same(whole, expected)
+    assert all(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
+
+
+def test_state_dict_in_the_forward_is_a_copy_too(trained: Trained) -> None:
+    """There the weights are views of slots, which will be other weights."""
+    model, batch, _ = trained
+    expected, seen = weights(model), []
+    hook = model.model.layers[1].register_forward_hook(lambda module, *_: seen.append(module.state_dict()))
+    loss_of(model, batch)
+    hook.remove()
+    assert_same(seen[0], {name: expected[f"model.layers.1.{name}"] for name in seen[0]})
+
+
+def test_a_state_dict_that_does_not_fit_memory_host_is_refused_with_the_other_ways(offload: Any) -> None:
+    model = offload(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]), memory={"host": "48MiB"})
+    with pytest.raises(infinity.ReleasedParameterError, match=r"would take 64\.\d+ MiB of RAM.*save_pretrained"):
+        model.state_dict()
+    assert model[3].state_dict()["weight"].isfinite().all()
+
+
+def test_load_state_dict_changes_the_weights_that_the_run_goes_on_with(trained: Trained) -> None:
+    model, batch, optim = trained
+    before = model.state_dict()
+    step(model, batch, optim)
+    assert model.load_state_dict(changed(before)).missing_keys == []
+    assert_same(weights(model), changed(before))
+    step(model, batch, optim)
+
+
+def test_load_state_dict_refuses_as_torch_does_and_leaves_what_did_not_fit(trained: Trained) -> None:
+    model, batch, optim = trained
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+    with pytest.raises(RuntimeError, match="size mismatch for lm_head.weight"):
+        model.load_state_dict({"lm_head.weight": torch.zeros(3)}, strict=False)
+    with pytest.raises(infinity.ReleasedParameterError, match="assign=True"):
+        model.load_state_dict(before, assign=True)
+    assert_same(weights(model), before)
+    step(model, batch, optim)

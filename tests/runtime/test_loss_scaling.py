@@ -363,16 +363,6 @@ def test_a_backward_pass_after_unscaling_is_refused(offloaded: Make) -> None:
     assert train(model, batches, optim, scaler, 1).norms[0] > 0
 
 
-def test_torchs_clipping_still_raises_the_advice(offloaded: Make) -> None:
-    model, batches = small()
-    model = offloaded(model)
-    optim, scaler = infinity.AdamW(model.parameters()), scaler_of(64.0)
-    scaler.scale(loss_of(model, batches[0])).backward()
-    scaler.unscale_(optim)
-    with pytest.raises(infinity.ReleasedParameterError, match="max_grad_norm"):
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def test_a_gradient_set_by_hand_is_unscaled_with_the_others(offloaded: Make) -> None:
     ends = []
     for by_hand in (False, True):

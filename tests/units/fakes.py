@@ -198,7 +198,7 @@ def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | N
 def wanted(unit: Unit, lr: float = 1.0) -> dict[int, GroupUpdate]:
     """What a step wants of all groups of a unit."""
     return {
-        index: GroupUpdate((SegmentRequest(0, group.numel, 1, 0, True, (("lr", lr),)),), None, 1.0)
+        index: GroupUpdate((SegmentRequest(0, group.numel, 1, 0, True, 1.0, (("lr", lr),)),), None)
         for index, group in enumerate(unit.groups)
     }
 

@@ -212,8 +212,7 @@ def _updater(memory: _Memory, form: Format, isa: str, pool: _native.ThreadPool) 
             master=form.master,
             moments=form.moments,
             grad_dtype=form.grad,
-            segments=[_native.Segment(0, numel, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, step=step)],
-            grad_scale=0.5,
+            segments=[_native.Segment(0, numel, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, step=step, grad_scale=0.5)],
             pool=pool,
             isa=isa,
         )

@@ -1,4 +1,4 @@
-"""`model.no_sync()`, as DistributedDataParallel has it: backward passes that are not the last one before a step."""
+"""The methods of an offloaded model: `no_sync()`, as DistributedDataParallel has it, and `zero_grad()`."""
 
 from __future__ import annotations
 
@@ -33,20 +33,35 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return registry.coordinator_of(model).accumulating()
 
 
-class NoSync(Guard):
-    """`model.no_sync` of an offloaded model. Keeps nothing alive."""
+class _Method(Guard):
+    """A method of an offloaded model. Keeps nothing alive."""
 
     def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = weakref.ref(coordinator)
+        self._of = weakref.ref(coordinator)
 
-    def __call__(self) -> AbstractContextManager[None]:
-        coordinator = self._coordinator()
+    @property
+    def _coordinator(self) -> Coordinator:
+        coordinator = self._of()
         if coordinator is None:
-            raise InfinityError("the model this no_sync was of is gone")
-        return coordinator.accumulating()
+            raise InfinityError("the model that this method was of is gone")
+        return coordinator
 
 
-def give_no_sync(model: nn.Module, coordinator: Coordinator) -> None:
-    """Put `no_sync` on a model that has none of its own."""
+class NoSync(_Method):
+    def __call__(self) -> AbstractContextManager[None]:
+        return self._coordinator.accumulating()
+
+
+class ZeroGrad(_Method):
+    """Forgets all gradients, as the optimizer's zero_grad does: they are set to None also with
+    `set_to_none=False`."""
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._coordinator.zero_grad(self._coordinator.places())
+
+
+def give_methods(model: nn.Module, coordinator: Coordinator) -> None:
+    """Put the methods on a model: `no_sync` on one that has none of its own."""
     if not hasattr(model, "no_sync"):
         object.__setattr__(model, "no_sync", NoSync(coordinator))
+    object.__setattr__(model, "zero_grad", ZeroGrad(coordinator))

@@ -1,0 +1,183 @@
+"""A model that is loaded and not offloaded yet: each of its parameters knows where its values are read.
+
+[Note: why offloading waits]
+A script that knows nothing of infinity loads a model, and then attaches adapters, freezes parameters, resizes the
+embeddings, converts the weights or copies the model. What rests where can be planned only after that. Until then a
+parameter is a placeholder of the released class (state/released.py), whose values come from the files of the
+checkpoint:
+
+    an operation reads it, without a graph     the values are read for as long as the operation runs
+    an operation writes to it, `.data`,
+    or an operation that autograd records      it is an ordinary parameter from then on
+    .to(dtype), deepcopy                       another placeholder, of the same values
+
+`infinity.offload(model, ..., source=values_of(model))` is given the values when the model is first used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.coordinator.ingest import Source
+from infinity.errors import ModelError
+from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
+
+Read = Callable[[], torch.Tensor]
+
+
+class _Values(Lender):
+    """Where the values of every deferred parameter are read, with the name that messages call it by."""
+
+    def __init__(self) -> None:
+        self._reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._released = released_class(self)
+
+    def enter(self, parameter: nn.Parameter, name: str, read: Read) -> None:
+        self._reads[parameter] = name, read
+        parameter.__class__ = self._released
+
+    def leave(self, parameter: nn.Parameter) -> Read:
+        """The parameter has its own class, and still no values. Returns what reads them."""
+        read: Read = self._reads.pop(parameter)[1]
+        parameter.__class__ = nn.Parameter
+        return read
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        return isinstance(parameter, ReleasedParameter) and lender_of(parameter) is self
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return str(self._reads[parameter][0])
+
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values, on the CPU, in the dtype that the checkpoint has."""
+        value: torch.Tensor = self._reads[parameter][1]()
+        if value.shape != parameter.shape:
+            raise ModelError(
+                f"'{self.name_of(parameter)}' is {tuple(value.shape)} in the checkpoint and {tuple(parameter.shape)} "
+                "in the model"
+            )
+        return value
+
+    @contextmanager
+    def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
+        there = list(dict.fromkeys(parameters))
+        placeholders = {parameter: _raw(parameter) for parameter in there}
+        reads = {parameter: self._reads[parameter] for parameter in there}
+        versions = {}
+        for parameter in there:
+            self.keep(parameter)
+            versions[parameter] = parameter._version
+        yield
+        for parameter in there:
+            # A graph may hold the parameter, and its backward needs the values.
+            if not torch.is_grad_enabled() and parameter._version == versions[parameter]:
+                parameter.data = placeholders[parameter]
+                self.enter(parameter, *reads[parameter])
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        value = self.read(parameter).to(parameter.device, parameter.dtype)
+        self.leave(parameter)
+        parameter.data = value
+
+    def written(self, parameter: nn.Parameter, use: str) -> None:
+        """`lend` keeps what was written."""
+
+    def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
+        return self._another(parameter, parameter.dtype, parameter.device)
+
+    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
+        return self._another(parameter, dtype, device)
+
+    def _another(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        placeholder = nan_placeholder(parameter.shape, dtype, device)
+        another = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        self.enter(another, *self._reads[parameter])
+        return another
+
+    def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
+        """`parameter.data = value`, of which both are deferred, as Module.to(dtype) does it."""
+        if not self.has(value):
+            return super().assign(parameter, value)
+        reads = self._reads[value]
+        self.leave(parameter)
+        parameter.data = _raw(value)
+        self.enter(parameter, *reads)
+        return None
+
+
+_values = _Values()
+
+
+def _raw(parameter: nn.Parameter) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.data
+
+
+def defer(model: nn.Module, source: Source, device: torch.device) -> None:
+    """Let the parameters of a model that are on the meta device be read from `source` where they are needed.
+
+    Args:
+        source: gives the value of a parameter by its name.
+        device: where the model will compute: what the parameters say their device is.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for name, named in model.named_parameters():
+        names[named] = name
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in placed:
+                placed[parameter] = _placeholder(parameter, device)
+                _values.enter(placed[parameter], names[parameter], _reader(source, names[parameter]))
+            module._parameters[key] = placed[parameter]
+
+
+def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    value = nan_placeholder(parameter.shape, parameter.dtype, device)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+def _reader(source: Source, name: str) -> Read:
+    return lambda: source(name)
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether a parameter of the model is a deferred one."""
+    return any(_values.has(parameter) for parameter in model.parameters())
+
+
+def owns_deferred(parameters: Any) -> bool:
+    """Whether one of these, which may be anything, is a deferred parameter."""
+    return any(isinstance(each, nn.Parameter) and _values.has(each) for each in parameters)
+
+
+@contextmanager
+def values_of(model: nn.Module) -> Iterator[Source]:
+    """What `infinity.offload(model, source=...)` takes: the values of deferred parameters from where they are read,
+    those of all others from themselves. In this context the parameters are ordinary placeholders; an exception makes
+    them deferred ones again."""
+    left: dict[nn.Parameter, tuple[str, Read]] = {}
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named[name] = parameter
+        if _values.has(parameter):
+            left[parameter] = _values.name_of(parameter), _values.leave(parameter)
+
+    def read(name: str) -> torch.Tensor:
+        parameter = named[name]
+        return left[parameter][1]() if parameter in left else parameter.detach()
+
+    try:
+        yield read
+    except BaseException:
+        for parameter, (name, reader) in left.items():
+            _values.enter(parameter, name, reader)
+        raise
