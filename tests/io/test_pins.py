@@ -339,6 +339,19 @@ def test_where_generations_name_all_copies_an_error_says_so_before_anything_is_w
     del kept.kept._pinned["lost"]
 
 
+def test_a_run_that_went_back_and_ended_before_it_made_a_generation_is_still_back(kept: Kept) -> None:
+    older = kept.pin("older")
+    expected = kept.values
+    kept.next(1)
+    newer = kept.pin("newer")
+    kept.next(2)
+    kept.again(next(pin.digest for pin in kept.kept.pin_list if pin.folder == str(older)))
+    kept.write(0, 7)
+    kept.again()
+    assert (kept.step, kept.values) == (1, expected)
+    assert kept.kept.pins == {older: 1, newer: 2}
+
+
 def test_a_generation_that_is_not_there_cannot_be_pinned(kept: Kept) -> None:
     kept.next(1)
     with pytest.raises(ResumeError, match="no generation 1 to pin"):
