@@ -8,6 +8,7 @@ import infinity.cli.bench.main
 import infinity.cli.finetune
 import infinity.cli.main
 import tests.crash.job
+import tests.crash.pinned_job
 import tests.stress.worker
 
 __all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "tests", "torch"]

@@ -96,7 +96,7 @@ class Generations:
                 raise self._no_room(extent)
 
     def _no_room(self, extent: Extent) -> PlanError:
-        pinned = said(self._pins.entries) or "none"
+        pinned = said(self.pin_list) or "none"
         return PlanError(
             f"{extent.state} of unit '{extent.unit}' has {len(extent.offsets)} copies in {self._directory.path}, and "
             f"generations name all of them: {', '.join(map(str, self._kept))} are kept, pinned by {pinned}. Nothing "
@@ -310,23 +310,23 @@ class Generations:
     @property
     def pins(self) -> dict[Path, int]:
         """The steps of the pinned generations by the folders that pin them, the oldest pin first."""
-        return {Path(pin.folder): pin.step for pin in self._pins.entries}
+        return {Path(pin.folder): pin.step for pin in self.pin_list}
 
     @property
     def pin_list(self) -> list[Pin]:
-        """The pins, the oldest first."""
-        return list(self._pins.entries)
+        """The pins, the oldest first; without those that settle() will let go."""
+        return list(self._pins.entries if self._unsettled is None else self._unsettled.pins)
 
     def has_free_pin(self, folder: Path) -> bool:
         """Whether a folder can pin a generation."""
-        others = {pin.digest for pin in self._pins.entries if pin.folder != str(folder)}
+        others = {pin.digest for pin in self.pin_list if pin.folder != str(folder)}
         return len(others & self._pinned.keys()) < self._pins_max
 
     def require_free_pin(self, folder: Path) -> None:
         """Raises PlanError where `folder` cannot pin a generation, because the others take all of `pins`."""
         if self.has_free_pin(folder):
             return
-        taken = f"are taken by {said(self._pins.entries)}" if self._pins_max else "(the default) are none"
+        taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) are none"
         raise PlanError(
             f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
             f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._directory.path} --all-gone` lets go "

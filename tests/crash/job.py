@@ -31,10 +31,12 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.durable.commits import Commits
-from infinity.io import directory, durable, engine, store
+from infinity.io import directory, durable, engine, pins, store
+from infinity.runtime.pins import pin, pinned, unpin
 from tests.conftest import residuals_of, states_of, weights_of
 
 WIDTH = 32
+SAVES = (2, 4)
 ACT, LIFE, PROMISE, AWAITED = b"A", b"L", b"P", b"K"
 """Records of ours in the engine's journal: something done to a small file, a process that begins, a generation that the
 run takes for durable, a sync that it has waited for."""
@@ -44,7 +46,8 @@ RECORD = struct.Struct("<c7xQqQQQ")
 
 @dataclass(frozen=True)
 class Setup:
-    """What varies between jobs. `loader`: its batches come from two forked workers, which hang where it is killed."""
+    """What varies between jobs. `loader`: its batches come from two forked workers, which hang where it is killed.
+    `pins`: it saves checkpoint folders after the steps in SAVES, and has room for so many."""
 
     weights: Literal["host", "nvme"] = "nvme"
     optimizer: Literal["host", "nvme"] = "nvme"
@@ -54,6 +57,7 @@ class Setup:
     paths: int = 1
     steps: int = 6
     loader: bool = False
+    pins: int = 0
 
     def directories(self, root: Path) -> list[Path]:
         return [root / "disk" / f"swap{index}" for index in range(self.paths)]
@@ -68,6 +72,7 @@ class Setup:
             "update": {"tile": "8KiB", "threads": 1},
             "commit_every": self.commit_every,
             "keep": self.keep,
+            "pins": self.pins,
         }
 
     def __str__(self) -> str:
@@ -189,10 +194,13 @@ def append(log: Path, line: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """What a small file is, whatever its name: "header", "manifest", "swap" or "directory"."""
+    """What a small file is, whatever its name: "header", "manifest", "swap", "directory"; "pins", "pinned" (the
+    manifest of a pinned generation) or "marker"."""
     name = path.name.removesuffix(durable.ASIDE)
     kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
-    return kinds.get(name, "manifest" if name.startswith("generation-") else "directory")
+    kinds |= {pins.PINS_NAME: "pins", pins.MARKER_NAME: "marker"}
+    beginnings = {"generation-": "manifest", "pinned-": "pinned"}
+    return kinds.get(name) or next((kind for each, kind in beginnings.items() if name.startswith(each)), "directory")
 
 
 def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> None:
@@ -318,9 +326,36 @@ def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
         optim.zero_grad()
         scheduler.step()
         append(log, f"loss {step + 1} {loss.item().hex()}")
+        if setup.pins and step + 1 in SAVES:
+            _save(model, setup, root, step + 1)
     infinity.commit(model)
     _write_result(model, scheduler, root)
     infinity.close(model)
+
+
+def _save(model: nn.Module, setup: Setup, root: Path, step: int) -> None:
+    """A checkpoint folder, which takes the place of the oldest where there is no room for one more."""
+    folder = root / "disk" / f"checkpoint-{step}"
+    others = [each for each in pinned(model) if each != folder]
+    for each in others[: len(others) + 1 - setup.pins]:
+        unpin(model, each)
+    pin(model, folder)
+    append(root / "log", f"saved {step} {digest_of(model)}")
+
+
+def look(setup: Setup, root: Path, folder: Path) -> None:
+    """Resume what a folder pins and log its digest, in a process of its own."""
+    torch.set_num_threads(1)
+    logging.getLogger("infinity").setLevel(logging.ERROR)
+    store._probe = lambda *_: 1e9
+    store.STRIPE_BYTES = 4096
+    model = infinity.resume(Tiny(), setup.config(root), folder=folder)
+    append(root / "log", f"found {step_in(folder)} {digest_of(model)}")
+    os._exit(0)
+
+
+def step_in(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
@@ -336,12 +371,18 @@ def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
             append(log, "workers " + " ".join(str(child.pid) for child in multiprocessing.active_children()))
 
 
-def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
-    digest = hashlib.sha256(repr(scheduler.state_dict()["last_epoch"]).encode())
+def digest_of(model: Tiny, *more: object) -> str:
+    """Of all states and buffers."""
+    digest = hashlib.sha256("".join(map(repr, more)).encode())
     for name, value in [*weights_of(model).items(), *states_of(model).items(), ("seen", model.seen)]:
         digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for name, value in residuals_of(model):
         digest.update(name.encode() + value)
+    return digest.hexdigest()
+
+
+def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
+    digest = digest_of(model, scheduler.state_dict()["last_epoch"])
     extents = [
         {
             "state": extent.state,
@@ -351,4 +392,4 @@ def _write_result(model: Tiny, scheduler: Any, root: Path) -> None:
         }
         for extent in registry.coordinator_of(model).resources.generations._extents
     ]
-    (root / "result").write_text(json.dumps({"digest": digest.hexdigest(), "extents": extents}))
+    (root / "result").write_text(json.dumps({"digest": digest, "extents": extents}))

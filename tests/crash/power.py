@@ -116,7 +116,10 @@ class Moment:
         self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: the record where the last sync began
         self._ended: dict[Path, int] = {}  # the same of a sync that ended and was not waited for yet
         self._open: dict[tuple[bytes, int], Write | int] = {}
-        for path in {path.parent for path in sizes}:
+        # Of the store and of checkpoint folders.
+        self._directories = {path.parent for path in sizes}
+        self._directories |= {record.target.parent for record in records if kind_of(record.target) == "marker"}
+        for path in self._directories:
             self._names[path].become(Content(certain=True))  # the directory was made before anything else
             self._names[path].end(-1)
         for record in records[:cut]:
@@ -198,10 +201,6 @@ class Moment:
         for path, name in self._names.items():
             if path.parent == record.path:
                 name.synced(began)
-
-    @property
-    def _directories(self) -> set[Path]:
-        return {path.parent for path in self._sizes}
 
     def image(self, chance: random.Random) -> dict[Path, bytes]:
         """One of the states the disk may be in: every file by its path."""

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from infinity.io.pins import MARKER_NAME
 from tests import sampling
-from tests.crash.job import AtAct, Setup
-from tests.crash.lives import Result, require_only_the_newest, require_same_end, result_of, run_life
+from tests.crash.job import AtAct, Setup, look, step_in
+from tests.crash.lives import DEADLINE_S, Result, require_only_the_newest, require_same_end, result_of, run_life
 from tests.crash.power import Moment, Record, put, read_journal
+from tests.processes import server
 
 IMAGES = sampling.number(30, 1000, "INFINITY_POWER_IMAGES")
 SEED = sampling.seed("INFINITY_CRASH_SEED")
@@ -24,6 +26,8 @@ RUNS = {
     "weights in RAM": (Setup(steps=5, weights="host"), None),
     "two paths": (Setup(steps=5, paths=2), None),
     "all in RAM, every other step": (Setup(steps=5, weights="host", optimizer="host", commit_every=2), None),
+    "folders pin generations": (Setup(steps=5, pins=1), None),
+    "folders pin generations, killed and resumed": (Setup(steps=5, pins=2), AtAct("end rename", "marker", 1)),
     "killed and resumed": (Setup(steps=5, keep=2), AtAct("end create", "manifest", 2)),
 }
 """Each with where a first life was killed, if one was."""
@@ -38,6 +42,8 @@ class Recorded:
     records: list[Record]
     sizes: dict[Path, int]
     expected: Result
+    saved: dict[int, str]
+    looked: int = 0
 
     def go_on(self, chance: random.Random) -> int:
         """Cut the power at a random moment and run the job; returns the step it went on from.
@@ -50,6 +56,7 @@ class Recorded:
         put(moment.image(chance), self.root / "disk")
         where = f"cut at {cut} of {len(self.records)} records, generation {moment.promised} promised"
         try:
+            self._look_at_folders()
             life = run_life(self.setup, self.root)
             assert life.began is not None
             assert moment.promised <= life.began <= moment.begun, life.nothing
@@ -59,16 +66,31 @@ class Recorded:
             raise AssertionError(f"{where}: {error}") from error
         return life.began
 
+    def _look_at_folders(self) -> None:
+        """Each folder with a marker leads to the states that it was saved with."""
+        for marker in (self.root / "disk").glob(f"*/{MARKER_NAME}"):
+            folder = marker.parent
+            process = server().Process(target=look, args=(self.setup, self.root, folder))
+            process.start()
+            process.join(DEADLINE_S)
+            lines = (self.root / "log").read_text().splitlines()
+            found = lines[-1].split() if process.exitcode == 0 else ["nothing"]
+            expected = ["found", str(step_in(folder)), self.saved[step_in(folder)]]
+            assert found == expected, f"{folder} leads to {found}"
+            self.looked += 1
+
 
 def record(setup: Setup, kill: AtAct | None, root: Path) -> Recorded:
     """Run the job to its end, with a life that is killed before if `kill` says where."""
     undisturbed = root / "undisturbed"
     undisturbed.mkdir()
     expected = result_of(undisturbed, [run_life(setup, undisturbed)])
+    words = [line.split() for line in (undisturbed / "log").read_text().splitlines()]
+    saved = {int(each[1]): each[2] for each in words if each[0] == "saved"}
     for end in [kill, None] if kill else [None]:
         run_life(setup, root, end, root / "journal")
     sizes = {file: file.stat().st_size for file in root.glob("disk/*/*.infinity-swap")}
-    return Recorded(setup, root, read_journal(root / "journal"), sizes, expected)
+    return Recorded(setup, root, read_journal(root / "journal"), sizes, expected, saved)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -82,6 +104,7 @@ def test_no_power_cut_loses_a_generation(name: str, tmp_path: Path) -> None:
             lost.append(f"INFINITY_CRASH_SEED={SEED}, image {index}, {error}")
     print(
         f"power cut, {name}: {images} images, {len(began) - began.count(0)} resumed, {began.count(0)} begun anew, "
-        f"{len(lost)} unrecoverable, {(time.monotonic() - started) / images:.2f} s each"
+        f"{recorded.looked} folders led to their states, {len(lost)} unrecoverable, "
+        f"{(time.monotonic() - started) / images:.2f} s each"
     )
     assert not lost, "\n".join(lost[:5])

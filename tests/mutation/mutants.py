@@ -33,6 +33,7 @@ _RELEASED = "tests/runtime/test_released.py"
 _OVERLAP = "tests/runtime/test_overlap.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
+_PINS = ("tests/io/test_pins.py", "tests/crash/test_pins.py")
 _DURABLE = "tests/io/test_durable.py"
 _HEADERS = ("tests/io/test_headers.py",)
 _FINISHED = ("tests/cli/test_finished.py",)
@@ -159,6 +160,73 @@ MUTANTS = [
         "        durable.sync_directory(directory.path)\n        found = directory.generations()\n",
         "        found = directory.generations()\n",
         (_LOOPS, "-k", "fsyncs"),
+    ),
+    Mutant(
+        "a copy that a pinned generation names is not written",
+        "infinity/io/generations.py",
+        "for named in (self._kept, self._pinned) for copies",
+        "for named in (self._kept,) for copies",
+        _PINS,
+    ),
+    Mutant(
+        "a resume protects the generations that folders pin",
+        "infinity/io/generations.py",
+        "        self._pinned = pinned\n",
+        "",
+        _PINS,
+    ),
+    Mutant(
+        "pins that could not be written leave protected what was pinned before",
+        "infinity/io/generations.py",
+        "        self._pins.write(pins)\n        named = {pin.digest for pin in self._pins.entries}\n",
+        "        pins = list(pins)\n        named = {pin.digest for pin in pins}\n"
+        "        self._pinned = {digest: copies for digest, copies in self._pinned.items() if digest in named}\n"
+        "        self._pins.write(pins)\n",
+        _PINS,
+    ),
+    Mutant(
+        "the marker of a folder goes before its pin",
+        "infinity/io/generations.py",
+        "        self._pins.unmark(pin)\n"
+        "        self._write_pins(each for each in self._pins.entries if each is not pin)\n",
+        "        self._write_pins(each for each in self._pins.entries if each is not pin)\n"
+        "        self._pins.unmark(pin)\n",
+        _PINS,
+    ),
+    Mutant(
+        "the pin of a folder is durable before its marker",
+        "infinity/io/generations.py",
+        "        self._write_pins(pins)\n        self._pins.mark(new, marked)\n",
+        "        self._pins.mark(new, marked)\n        self._write_pins(pins)\n",
+        _PINS,
+    ),
+    Mutant(
+        "an older marker goes before a folder pins another generation",
+        "infinity/io/generations.py",
+        "        remove_marker(folder)\n",
+        "",
+        _PINS,
+    ),
+    Mutant(
+        "a pinned generation has a manifest of its own before the pin",
+        "infinity/io/generations.py",
+        "            durable.write_file(self._directory.path / new.manifest_name, [manifest])\n        self._pinned[",
+        "            pass\n        self._pinned[",
+        _PINS,
+    ),
+    Mutant(
+        "a run that went back is found where it went",
+        "infinity/io/generations.py",
+        "durable.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])\n",
+        "pass\n",
+        _PINS,
+    ),
+    Mutant(
+        "a pin whose folder has no marker is let go",
+        "infinity/io/generations.py",
+        "            if self._pins.over(pin):\n                continue\n",
+        "",
+        (*_PINS, "tests/runtime/test_pins.py"),
     ),
     Mutant(
         "a rebuilt header is written once a generation was whole, not before",
