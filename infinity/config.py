@@ -130,6 +130,8 @@ class SwapConfig(_Section):
     """Steps between durable generations; 0 = no generations, states are updated in place."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """How many generations stay; each takes the space of the states once, besides the space that is being written."""
+    pins: Whole = Field(default=0, ge=0, le=64)
+    """How many generations checkpoint folders may pin at once; each takes the space of the states once."""
     master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
 

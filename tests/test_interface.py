@@ -76,7 +76,8 @@ NAMES = {
         "(model, directory, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, faults=())"
     ),
     "resume": (
-        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, step=None, faults=())"
+        "(model, config=None, *, device=None, optimizer='adamw', accumulation_steps=None, step=None, folder=None, "
+        "faults=())"
     ),
     "save_pretrained": "(model, directory, *, max_shard_size='5GB')",
     "state_dict": "(model)",
@@ -104,6 +105,7 @@ KEYS: dict[str, object] = {
     "overlap": "auto",
     "commit_every": 0,
     "keep": 1,
+    "pins": 0,
     "master": "split16",
     "moments": "fp32",
 }
@@ -117,7 +119,8 @@ OPTIONS = {
     "infinity checkpoint list": "directory --verbose",
     "infinity checkpoint verify": "directory --verbose --step",
     "infinity checkpoint export": "directory --verbose --step --output",
-    "infinity checkpoint remove": "directory --verbose",
+    "infinity checkpoint unpin": "directory --verbose --folder --all-gone",
+    "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
     "infinity": "--version",
     "infinity-bench": (

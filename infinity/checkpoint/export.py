@@ -28,6 +28,11 @@ from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord
 
 logger = logging.getLogger(__name__)
 
+_DESCRIBED_BYTES = 512
+"""More than a tensor's entries in its file and in the index take, without its name, which stands in both."""
+_SMALL_FILES_BYTES = 1 << 20
+"""More than the configs, the checksums and the unused ends of the files' last blocks take."""
+
 
 def export_checkpoint(
     store_directory: str | Path | Sequence[str | Path],
@@ -67,12 +72,30 @@ def export_checkpoint(
         SwapIOError: the store could not be read.
     """
     target = Path(out).expanduser().absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise InfinityError(f"{target} exists and is not empty; export to another directory, or remove it first")
+    _require_empty(target)
     directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
     nvme = load_config(config).nvme
-    with opened([Path(path) for path in directories], nvme) as store, written_aside(target, "exporting to") as aside:
+    with opened([Path(path) for path in directories], nvme) as store:
         generation = newest_whole(store, step)
+        write_copy(generation, target, max_shard_size, also)
+    return generation.manifest.step
+
+
+def _require_empty(target: Path) -> None:
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise InfinityError(f"{target} exists and is not empty; export to another directory, or remove it first")
+
+
+def write_copy(
+    generation: StoredGeneration,
+    target: Path,
+    max_shard_size: str,
+    also: Callable[[Path, dict[str, Any]], None] | None = None,
+) -> None:
+    """export_checkpoint for a generation of an open store, which every byte was read of. The arguments are the same;
+    the errors too."""
+    _require_empty(target)
+    with written_aside(target, "exporting to") as aside:
         _warn_without_optimizer(generation)
         _write_model(aside, generation, max_shard_size)
         folder = aside / portable.OPTIMIZER
@@ -83,7 +106,21 @@ def export_checkpoint(
             also(aside, generation.body.tracked)
         portable.write_checksums(aside)
         put_in_place(aside, target)
-    return generation.manifest.step
+
+
+def copy_bytes(generation: StoredGeneration) -> int:
+    """How much room a portable copy takes at most: what its tensors have, and what describes them."""
+    body = generation.body
+    optimizers = body.optimizers
+    tensors = [tensor for group in generation.trained_groups() for tensor in _tensors(generation, group, optimizers)]
+    weights = sum(group.numel * dtype_of(group).itemsize for group in body.model.groups)
+    states = sum(4 * math.prod(tensor.shape) for tensor in tensors)
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in body.buffers.values())
+    named = sum(len(name) for parameter in body.model.parameters for name in (parameter.name, *parameter.aliases))
+    named += sum(len(tensor.name) for tensor in tensors)
+    count = len(tensors) + len(body.model.parameters) + len(body.buffers)
+    state = portable.training_state_bytes(generation.manifest)
+    return weights + states + buffers + state + 2 * named + _DESCRIBED_BYTES * count + _SMALL_FILES_BYTES
 
 
 def _warn_without_optimizer(generation: StoredGeneration) -> None:

@@ -11,12 +11,12 @@ import torch
 from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.errors import ManifestError
-from infinity.io import generations
+from infinity.io import whole
 from infinity.io.engine import open_engine
-from infinity.io.generations import extents_of
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
 from infinity.io.store import Extent, SwapStore
+from infinity.io.whole import extents_of
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
@@ -57,20 +57,21 @@ def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Itera
         engine.close()
 
 
-def newest_whole(store: SwapStore, step: int | None = None) -> StoredGeneration:
-    """The newest generation that is whole, or the generation of `step`. Every byte of it is read.
+def newest_whole(store: SwapStore, step: int | None = None, digest: str | None = None) -> StoredGeneration:
+    """The newest generation that is whole, the generation of `step`, or the pinned one of `digest`. Every byte of it is
+    read.
 
     Raises:
         ResumeError: no generation is whole; says what is wrong with each.
         SwapIOError: a part of a generation cannot be read.
     """
 
-    def use(manifest: Manifest) -> tuple[StoredGeneration, list[Extent]]:
-        generation = StoredGeneration(store, manifest)
+    def use(manifest: Manifest, path: Path) -> tuple[StoredGeneration, list[Extent]]:
+        generation = StoredGeneration(store, manifest, path)
         return generation, generation.extents
 
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
-    return generations.newest_whole(store, memory, step, use, "export")
+    return whole.newest_whole(store, memory, step, use, "export", digest)
 
 
 class StoredGeneration:
@@ -78,17 +79,15 @@ class StoredGeneration:
 
     Args:
         store: the open store of the manifest's run.
-
-    Attributes:
         source: the manifest's path, for messages.
 
     Raises:
         ManifestError: the manifest contradicts itself or the store.
     """
 
-    def __init__(self, store: SwapStore, manifest: Manifest) -> None:
+    def __init__(self, store: SwapStore, manifest: Manifest, source: Path) -> None:
         self._store = store
-        self.source = store.directories[0].generation_path(manifest.step)
+        self.source = source
         self.manifest = manifest
         self.body = parse_body(manifest.body, self.source)
         self._extents = {(extent.unit, extent.group, extent.state): extent for extent in extents_of(manifest)}

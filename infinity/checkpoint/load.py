@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from infinity.files import nearest
 from infinity.io.directory import generations_in
 from infinity.runtime.offload import offload
 from infinity.runtime.offload import resume as continue_run
+from infinity.runtime.pins import generation_of
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def load_pretrained(
     device: torch.device | str | None = None,
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
-    resume: bool | Literal["auto"] = False,
+    resume: bool | str | Path = False,
     from_checkpoint: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -54,7 +55,8 @@ def load_pretrained(
         model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
         device, optimizer, accumulation_steps: as infinity.offload.
         resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
-            weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew.
+            weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew. A checkpoint
+            folder that pins a generation, or holds a portable copy: go on from that.
         from_checkpoint: `path` is what `infinity checkpoint export` wrote: go on with that run
             (infinity.offload_from_checkpoint), unless `resume` finds a later one.
         kwargs: passed to `from_pretrained`.
@@ -68,8 +70,14 @@ def load_pretrained(
         others: as infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
+    folder: str | Path | None = None
     if resume == "auto":
         resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
+    elif not isinstance(resume, bool):
+        folder = resume
+        copied = generation_of(folder, resolved).portable
+        if copied is not None:
+            path, from_checkpoint, resume = Path(folder).expanduser() / copied, True, False
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
     if copy is not None:
@@ -83,7 +91,7 @@ def load_pretrained(
     with scratch_directory(resolved) as scratch:
         model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
         if resume:
-            continue_run(model, resolved, **how)
+            continue_run(model, resolved, folder=folder, **how)
         elif copy is not None:
             carry_on(model, copy, source, resolved, **how)
         else:
@@ -188,7 +196,7 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
 
 
 def on_meta(
-    model_class: Any, path: str, dtype: torch.dtype, scratch: str, kwargs: Mapping[str, Any]
+    model_class: Any, path: str, dtype: torch.dtype | str, scratch: str, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Source]:
     """The model with its parameters on the meta device and real buffers, and the place of each parameter's values."""
     from accelerate.hooks import remove_hook_from_submodules

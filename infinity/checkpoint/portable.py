@@ -68,13 +68,21 @@ def scales_name(parameter: str, moment: str) -> str:
 
 def write_training_state(directory: Path, manifest: Manifest) -> None:
     """Raises OSError."""
+    (directory / STATE_NAME).write_bytes(b"".join(_training_state(manifest)))
+
+
+def training_state_bytes(manifest: Manifest) -> int:
+    """The size of the training state's file."""
+    return sum(map(len, _training_state(manifest)))
+
+
+def _training_state(manifest: Manifest) -> list[bytes]:
     placeless = dict(manifest) | {"extents": [], "sums": None}
     del placeless["store"]
     try:
-        parts = document.write(_KIND, placeless)
+        return document.write(_KIND, placeless)
     except TypeError as error:  # a document may be read that is too large or too deep to be written
         raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
-    (directory / STATE_NAME).write_bytes(b"".join(parts))
 
 
 def write_checksums(directory: Path) -> None:

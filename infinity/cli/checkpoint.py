@@ -1,4 +1,4 @@
-"""`infinity checkpoint`: list, verify, export or remove the generations in a swap directory."""
+"""`infinity checkpoint`: list, verify, export, unpin or remove the generations in a swap directory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
+from infinity.cli.pins import digest_in, let_go, pinned_apart, pinned_by, unpin
 from infinity.errors import (
     ConfigError,
     DamagedFileError,
@@ -24,17 +25,17 @@ from infinity.errors import (
 )
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
-from infinity.io.generations import Damage, extents_of, verify
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.store import SwapStore
+from infinity.io.whole import Damage, extents_of, verify
 from infinity.sizes import format_bytes
 
 _BUFFER_BYTES = 32 << 20
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Run one of list, verify, export and remove; returns the exit code: 1 when something is damaged.
+    """Run one of list, verify, export, unpin and remove; returns the exit code: 1 when something is damaged.
 
     Raises:
         ResumeError: the directory holds no store.
@@ -51,7 +52,9 @@ def checkpoint(options: argparse.Namespace) -> int:
         step = export_checkpoint(paths, options.output, step=options.step, also=_write_tokenizer)
         _say(f"generation {step} exported to {options.output}")
         return 0
-    return _remove(paths)
+    if options.act == "unpin":
+        return unpin(paths, options.folder or [], all_gone=options.all_gone)
+    return _remove(paths, pinned=options.pinned)
 
 
 def _list(path: Path) -> int:
@@ -69,15 +72,7 @@ def _list(path: Path) -> int:
     if of_store.rebuilt:
         damaged += 1
         _say(f"damaged: {of_store.rebuilt}")
-    for number, found in read_kept(generations_in(path), header.run):
-        if isinstance(found, NewerVersionError):
-            _say(f"generation {number:>8}  newer: {found}")
-        elif isinstance(found, ManifestError):
-            damaged += 1
-            _say(f"generation {number:>8}  damaged: {found}")
-        else:
-            nbytes = sum(extent.nbytes for extent in found.extents)
-            _say(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states")
+    damaged += _list_generations(path, header.run)
     if not is_there(header, path):
         _say(f"it was {header.members[header.member]} when the store was made: a copy, or moved")
     if header.member:
@@ -89,6 +84,31 @@ def _list(path: Path) -> int:
     return 1 if damaged else 0
 
 
+def _list_generations(path: Path, run: str) -> int:
+    """List what is kept and what is pinned. Returns how much of it is damaged."""
+    kept, pins, damaged = generations_in(path), dict[str, str](), 0
+    shown = [(number, "", manifest) for number, manifest in kept.items()]
+    try:
+        pins = pinned_by(path)
+        shown += pinned_apart(path, kept)
+    except ManifestError as error:
+        damaged += 1
+        _say(f"damaged: {error}")
+    for number, digest, manifest in shown:
+        who = pins.get(digest or (digest_in(manifest) if pins else ""), "")
+        who = f", {who}" if who else ""
+        ((_, found),) = read_kept({number: manifest}, run)
+        if isinstance(found, NewerVersionError):
+            _say(f"generation {number:>8}  newer: {found}{who}")
+        elif isinstance(found, ManifestError):
+            damaged += 1
+            _say(f"generation {number:>8}  damaged: {found}{who}")
+        else:
+            nbytes = sum(extent.nbytes for extent in found.extents)
+            _say(f"generation {number:>8}  committed {found.created}, {format_bytes(nbytes)} of states{who}")
+    return damaged
+
+
 def _say(line: str) -> None:
     """Print a line that may quote names from files."""
     print(printable(line))
@@ -98,10 +118,13 @@ def _verify(paths: list[Path], step: int | None) -> int:
     with opened(paths) as store:
         memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
         damaged, checked = int(not store.proven), 0
-        for number, found in read_kept(store.directories[0].generations(), store.run):
+        kept = store.directories[0].generations()
+        apart = pinned_apart(store.directories[0].path, kept)
+        for number, manifest in [*kept.items(), *((number, manifest) for number, _, manifest in apart)]:
             if step is not None and number != step:
                 continue
             checked += 1
+            ((_, found),) = read_kept({number: manifest}, store.run)
             problems = (
                 [str(found)] if isinstance(found, ManifestError) else list(map(str, _damage(store, found, memory)))
             )
@@ -147,15 +170,18 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
         )
 
 
-def _remove(paths: list[Path]) -> int:
-    """Remove a store. An interrupted removal can be done again: the files that identify the store go last, and a part
-    that is already gone is no error."""
+def _remove(paths: list[Path], *, pinned: bool) -> int:
+    """Remove a store; with `pinned` even where checkpoint folders that are there pin its generations. An interrupted
+    removal can be done again: the files that identify the store go last, and a part that is already gone is no error.
+    """
     _require_one_store(paths)
     with ExitStack() as held:
         directories = []
         for path in paths:
             directories.append(SwapDirectory(path, create=False))
             held.callback(directories[-1].close)
+        for path in paths:
+            let_go(path, pinned=pinned)
         for directory in directories:  # before the manifests, which show which run a header belongs to
             freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
             durable.remove(directory.swap_path)

@@ -87,6 +87,7 @@ def build_parser() -> Parser:
         metavar="A:B",
         help="trace steps A to B (default: the second to the sixth); each step of a large model takes megabytes",
     )
+    _add_run(commands)
     _add_checkpoint(commands)
     return parser
 
@@ -137,6 +138,18 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run an unchanged training script (Trainer, TRL, PEFT, Accelerate) with its model offloaded",
+        usage="infinity run [--verbose] CONFIG SCRIPT [ARGS...]",
+    )
+    parser.add_argument("--verbose", action="store_true", help="log the plan of each model")
+    parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states live (YAML or JSON)")
+    parser.add_argument("script", type=path, metavar="SCRIPT", help="the script, as for python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+
+
 def _add_checkpoint(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint", help="look at, check, copy or remove the generations in a swap directory"
@@ -146,6 +159,7 @@ def _add_checkpoint(commands: Any) -> None:
         "list": "list the generations: step, time, size",
         "verify": "read all generations and name what is damaged",
         "export": "write a portable copy of a generation: weights and optimizer states as safetensors",
+        "unpin": "let the generations go that checkpoint folders pin",
         "remove": "delete all generations and free their space",
     }
     for verb, text in about.items():
@@ -158,12 +172,29 @@ def _add_checkpoint(commands: Any) -> None:
                 type=whole(1, STEPS_MAX),
                 help="this generation only (export: default the newest that is whole)",
             )
+        if verb == "unpin":
+            act.add_argument(
+                "--folder", type=path, action="append", help="this checkpoint folder; may be given several times"
+            )
+            act.add_argument("--all-gone", action="store_true", help="all folders that are not there any more")
+        if verb == "remove":
+            act.add_argument(
+                "--pinned",
+                action="store_true",
+                help="also where checkpoint folders pin generations: no run can go on from these folders then",
+            )
         if verb == "export":
             act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["run"]:  # what a script prints and raises is its own
+        with interruptible_imports():
+            from infinity.cli.run import run
+
+        return run(build_parser().parse_args(given))
     with outlets(go_on=True) as out:
         try:
             return _run(arguments, out)

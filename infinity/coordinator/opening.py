@@ -96,17 +96,19 @@ def from_source(source: Source | None) -> Callable[[Coordinator], None]:
     return lambda coordinator: ingest(coordinator, source)
 
 
-def from_generation(model: nn.Module, step: int | None) -> Callable[[Coordinator], None]:
-    """Values, and those of the persistent buffers, come from generation `step`, or the newest that is whole."""
+def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:
+    """Values, and those of the persistent buffers, come from generation `step`, the pinned one of `digest`, or the
+    newest that is whole."""
 
     def fill(coordinator: Coordinator) -> None:
-        buffers.restore(model, _restore(coordinator, step).buffers)
+        buffers.restore(model, _restore(coordinator, step, digest).buffers)
 
     return fill
 
 
-def _restore(coordinator: Coordinator, step: int | None) -> Body:
-    """Find the newest generation that is whole (or `step`), take it over, and leave placeholders. Returns its body.
+def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
+    """Find the newest generation that is whole (or `step`, or `digest`), take it over, and leave placeholders. Returns
+    its body.
 
     Raises:
         ResumeError: there is none, or its states have another form than the config asks for.
@@ -115,7 +117,7 @@ def _restore(coordinator: Coordinator, step: int | None) -> Body:
     resources = coordinator.resources
     if resources.generations is None:
         raise AssertionError("resuming without generations")
-    manifest = resources.generations.recover(resources.staging.view(), step, _check)
+    manifest = resources.generations.recover(resources.staging.view(), step, _check, digest)
     expected = facts_of(resources)
     if manifest.facts != expected:
         differ = ", ".join(

@@ -12,10 +12,19 @@ import stat
 from pathlib import Path
 
 from infinity.base import fork
-from infinity.errors import ConfigError, ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError
+from infinity.errors import (
+    ConfigError,
+    ManifestError,
+    ResumeError,
+    StoreLockedError,
+    StoreNotEmptyError,
+    SwapIOError,
+    printable,
+)
 from infinity.io import durable
 from infinity.io.devices import describe_disk
 from infinity.io.manifest import read_header
+from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
 
 logger = logging.getLogger(__name__)
 
@@ -208,11 +217,18 @@ class SwapDirectory(StoreDirectory):
         if kept is not None:
             newest = next(iter(kept.values()), None)
             what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
+            pinned, remove = _pinned_for_messages(self.path), f"`infinity checkpoint remove {self.path}`"
+            if pinned:
+                what += f", and generations that checkpoint folders pin: {pinned}"
+                remove = (
+                    f"`infinity checkpoint remove --pinned {self.path}`, after which nothing can go on from these "
+                    f"folders (`infinity checkpoint unpin {self.path} --folder FOLDER` lets one of them go)"
+                )
             raise StoreNotEmptyError(
                 f"{self.path} holds {what}. To go on from it "
-                "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code. To begin "
-                f"anew give this run another directory in nvme.paths, or remove the old one with `infinity checkpoint "
-                f"remove {self.path}`."
+                "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code"
+                f"{', with folder= to go on from one of the folders' if pinned else ''}. To begin "
+                f"anew give this run another directory in nvme.paths, or remove the old one with {remove}."
             )
 
     def make_room(self) -> None:
@@ -228,7 +244,7 @@ class SwapDirectory(StoreDirectory):
     def _kept_by(self) -> dict[int, Path] | None:
         """The generations that need this directory's files; {} when they cannot be listed, None when there are none."""
         found = self.generations()
-        if found:
+        if found or pinned_in(self.path):
             return found
         try:
             header = read_header(self.header_path)
@@ -247,8 +263,10 @@ class SwapDirectory(StoreDirectory):
     def remove_all(self) -> None:
         """Remove every file of a store. The manifests go first, because without their data they promise what is gone.
         The header goes last, because it identifies the other files when an interrupted removal is done again."""
-        found = self.generations()
-        for path in found.values():
+        found = [*self.generations().values(), *pinned_in(self.path)]
+        if os.path.lexists(self.path / PINS_NAME):
+            found.append(self.path / PINS_NAME)
+        for path in found:
             durable.remove(path)
         if found:
             durable.sync_directory(self.path)
@@ -260,7 +278,8 @@ class SwapDirectory(StoreDirectory):
         """Remove half-written files that a crash left."""
         for entry in _entries(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
-            if name != entry.name and (name == HEADER_NAME or _GENERATION.fullmatch(name)):
+            ours = name in (HEADER_NAME, PINS_NAME) or _GENERATION.fullmatch(name) or PINNED.fullmatch(name)
+            if name != entry.name and ours:
                 durable.remove(entry)
 
     def _warn_if_memory(self) -> None:
@@ -321,3 +340,16 @@ def generations_in(path: Path) -> dict[int, Path]:
     """The manifests in a directory, newest first, by their step."""
     found = {int(match[1]): entry for entry in _entries(path) if (match := _GENERATION.fullmatch(entry.name))}
     return dict(sorted(found.items(), reverse=True))
+
+
+def pinned_in(path: Path) -> list[Path]:
+    """The manifests of pinned generations in a directory, those that no pin names any more among them."""
+    return sorted(entry for entry in _entries(path) if PINNED.fullmatch(entry.name))
+
+
+def _pinned_for_messages(path: Path) -> str:
+    """The folders that pin generations in a directory, or why they are not known; "" when there are none."""
+    try:
+        return said(read_pins(path))
+    except ManifestError as error:
+        return printable(error)

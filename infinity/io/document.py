@@ -118,7 +118,14 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
 
 def check(path: Path, kind: str, version: int = 1) -> None:
     """Raises the errors of read(), except those of the value, which is not parsed."""
-    _checked(_bytes_of(path, kind), path, kind, version)
+    checked_bytes(path, kind, version)
+
+
+def checked_bytes(path: Path, kind: str, version: int = 1) -> bytes:
+    """All bytes of a document. Raises as check()."""
+    data = _bytes_of(path, kind)
+    _checked(data, path, kind, version)
+    return data
 
 
 def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:

@@ -1,8 +1,8 @@
 """Generations. A generation is all states after the same step; its manifest names the copy of each. This module makes a
-generation durable, and finds the newest one that is whole.
+generation durable, pins it for a checkpoint folder, and goes on from one that is whole (whole.py).
 
 [Note: why no crash loses a generation]
-1. A copy that a kept manifest names is never written (`Generations.destination`).
+1. A copy that a kept manifest or a pinned one names is never written (`Generations.destination`).
 2. A manifest is written only after an fdatasync of the swap files, which begins when all data of the generation have
    been written.
 3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
@@ -10,67 +10,33 @@ generation durable, and finds the newest one that is whole.
 4. Only then are older manifests removed, and only then may the next step write (Commits).
 5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
    manifests that it does not go on from, and fsyncs the directory again.
+6. A pinned generation has a manifest of its own (pins.py), which none of the above touches. A pin is durable before
+   pin() returns, so the kept manifest may go; that there is no pin any more is durable before a copy that the pinned
+   manifest names may be written. A resume keeps the pinned generations that are older than its own and those that are
+   newer, even when the run makes a generation of the same step again.
+7. There are more copies of each state that changes than generations that can be kept and pinned at once. Where there
+   are not, nothing is written and an error says so (`Generations.require_room`).
 A power cut may bring back a manifest that was removed, and whose copies have been written since. Such a manifest is
 older than one that is whole, and the next resume removes it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError, SwapTimeoutError
+from infinity.errors import InfinityError, ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME
-from infinity.io.engine import Transfer
-from infinity.io.manifest import (
-    SUM_BLOCK_BYTES,
-    SUM_BYTES,
-    ExtentRecord,
-    Manifest,
-    read_kept,
-    require_known,
-    write_manifest,
-)
-from infinity.io.store import Extent, SwapStore, now, wait_all
-from infinity.sizes import PAGE_BYTES
+from infinity.io.directory import StoreDirectory, pinned_in
+from infinity.io.manifest import ExtentRecord, Manifest, manifest_bytes, read_kept, require_known, write_manifest
+from infinity.io.pins import Pin, Pins, digest_of, is_gone, remove_marker, said
+from infinity.io.store import Extent, SwapStore, now
+from infinity.io.whole import newest_whole, require_readable
 
 logger = logging.getLogger(__name__)
-
-Used = TypeVar("Used")
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A piece of a generation that does not hold what was written there.
-
-    Attributes:
-        extent: that the piece is of.
-        step: of the generation.
-        path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
-        cause: what is wrong, in words.
-        error: the failure, if the piece could not be read.
-    """
-
-    extent: Extent | ExtentRecord
-    step: int
-    path: str
-    offset: int
-    nbytes: int
-    cause: str
-    error: SwapIOError | None = None
-
-    def __str__(self) -> str:
-        of = self.extent
-        return (
-            f"{of.state} of unit '{of.unit}' (group {of.group}), generation {self.step}: {self.path}, offset "
-            f"{self.offset}, {self.nbytes} bytes: {self.cause}"
-        )
 
 
 class Generations:
@@ -78,16 +44,21 @@ class Generations:
 
     Args:
         extents: of all states, in layout order.
-        keep: how many generations stay. Each extent has keep + 1 copies, or one if its state never changes.
+        keep: how many generations stay.
+        pins: how many more may be pinned. Each extent has keep + pins + 1 copies, or one if its state never changes.
     """
 
-    def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int) -> None:
+    def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int, pins: int = 0) -> None:
         self._store = store
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
         self._kept: dict[int, list[int]] = {}  # by step, oldest first: the copy of each extent
+        self._pins_max = pins
+        self._pins = Pins([directory.path for directory in store.directories], store.run)
+        self._pinned: dict[str, list[int]] = {}  # by digest, pinned or perhaps pinned: the copy of each extent
         self._given_up: list[Path] = []
+        self._unsettled: _Unsettled | None = None
 
     @property
     def newest(self) -> int | None:
@@ -100,7 +71,7 @@ class Generations:
             return extent.copy
         free = self.spare(extent)
         if free is None:
-            raise AssertionError(f"no free copy for {extent.state} of unit '{extent.unit}'")
+            raise self._no_room(extent)
         return free
 
     def spare(self, extent: Extent) -> int | None:
@@ -110,7 +81,33 @@ class Generations:
 
     def _named(self, extent: Extent) -> set[int]:
         index = self._index[id(extent)]
-        return {copies[index] for copies in self._kept.values()}
+        return {copies[index] for named in (self._kept, self._pinned) for copies in named.values()}
+
+    def require_room(self) -> None:
+        """Check that what is written next has a place. To be called before anything is written.
+
+        Raises:
+            PlanError: generations name all copies of a state.
+        """
+        if len(self._kept) + len(self._pinned) <= self._keep + self._pins_max:
+            return
+        for extent in self._extents:
+            if len(extent.offsets) > 1 and extent.copy in self._named(extent) and self.spare(extent) is None:
+                raise self._no_room(extent)
+
+    def _no_room(self, extent: Extent) -> PlanError:
+        pinned = said(self._pins.entries) or "none"
+        return PlanError(
+            f"{extent.state} of unit '{extent.unit}' has {len(extent.offsets)} copies in {self._directory.path}, and "
+            f"generations name all of them: {', '.join(map(str, self._kept))} are kept, pinned by {pinned}. Nothing "
+            "was written. Unpin a folder and resume: `infinity checkpoint unpin "
+            f"{self._directory.path} --folder FOLDER`."
+        )
+
+    @property
+    def _directory(self) -> StoreDirectory:
+        """The first, which holds manifests and pins."""
+        return self._store.directories[0]
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
         """Write the manifest of the newest values as generation `step`. The values must be durable already.
@@ -141,7 +138,7 @@ class Generations:
             body=body,
             store=self._store.record,
         )
-        directory = self._store.directories[0]
+        directory = self._directory
         path = directory.generation_path(step)
         durable.write_file(path, write_manifest(manifest))
         self._kept.pop(step, None)
@@ -155,7 +152,11 @@ class Generations:
         return path
 
     def recover(
-        self, memory: memoryview, step: int | None = None, check: Callable[[Manifest], None] = lambda _: None
+        self,
+        memory: memoryview,
+        step: int | None = None,
+        check: Callable[[Manifest], None] = lambda _: None,
+        digest: str | None = None,
     ) -> Manifest:
         """Find the newest generation that is whole, and make its values the newest values of the extents.
 
@@ -166,6 +167,7 @@ class Generations:
             memory: 4 KiB-aligned, for reading.
             step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
+            digest: take the pinned generation of this digest.
 
         Raises:
             NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
@@ -174,35 +176,76 @@ class Generations:
             SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
                 as before, and the disk as well except for headers: try again, or give `step`.
         """
-        directory = self._store.directories[0]
+        directory = self._directory
         self._store.require_sole_names()
         # A killed run may have left its last rename in the page cache only: make it durable before going on from it.
         durable.sync_directory(directory.path)
         found = directory.generations()
-        require_known(found.values())  # settle() would remove those that this run does not go on from
+        # settle() would remove those that this run does not go on from
+        require_known([*found.values(), *pinned_in(directory.path)])
 
-        def point_to(manifest: Manifest) -> tuple[Manifest, list[Extent]]:
-            self._require_fitting(manifest)
+        def point_to(manifest: Manifest, path: Path) -> tuple[tuple[Manifest, Path], list[Extent]]:
+            self._require_fitting(manifest, path)
             check(manifest)
             for extent, record in zip(self._extents, manifest.extents, strict=True):
                 extent.turn_to(record.slot)
-            return manifest, self._extents
+            return (manifest, path), self._extents
 
         before = [extent.copy for extent in self._extents]
         try:
-            manifest = newest_whole(self._store, memory, step, point_to, "resume")
+            self._pins.load()
+            staying, pinned = self._staying_pins()
+            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest)
             self._store.write_rebuilt_headers(self._extents)
+            self._keep_with(manifest, found)
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
                 extent.turn_to(copy)
             raise
+        self._pinned = pinned
+        stays = {pin.manifest_name for pin in staying}
+        self._given_up += [path for path in pinned_in(directory.path) if path.name not in stays]
+        self._unsettled = _Unsettled(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
-        self._keep_with(manifest, found)
         return manifest
 
-    def _require_fitting(self, manifest: Manifest) -> None:
+    def _staying_pins(self) -> tuple[list[Pin], dict[str, list[int]]]:
+        """The pins that a resumed run keeps, and the copies that they name.
+
+        Raises:
+            ResumeError: there are more than `pins`, or a manifest cannot be read now.
+        """
+        staying, pinned = list[Pin](), dict[str, list[int]]()
+        for pin in self._pins.entries:
+            if self._pins.over(pin):
+                continue
+            staying.append(pin)
+            path = self._directory.path / pin.manifest_name
+            _, manifest = next(read_kept({pin.step: path}, self._store.run))
+            require_readable(manifest)
+            try:
+                if isinstance(manifest, ManifestError):
+                    raise manifest
+                self._require_fitting(manifest, path)
+                pinned[pin.digest] = [record.slot for record in manifest.extents]
+            except ManifestError as error:
+                logger.warning("nothing can go on from the checkpoint folder %s any more: %s", pin.folder, error)
+        if len(pinned) > self._pins_max:
+            raise ResumeError(
+                f"{len(pinned)} generations in {self._directory.path} are pinned, and pins is {self._pins_max}: "
+                f"{said(staying)}. Set pins: {len(pinned)}, or let some go with `infinity checkpoint unpin "
+                f"{self._directory.path} --folder FOLDER`."
+            )
+        gone = [pin for pin in staying if is_gone(pin)]
+        if gone:
+            logger.warning(
+                "checkpoint folders that are not there pin generations in %s: %s. `infinity checkpoint unpin %s "
+                "--all-gone` frees their space.", self._directory.path, said(gone), self._directory.path,
+            )  # fmt: skip
+        return staying, pinned
+
+    def _require_fitting(self, manifest: Manifest, path: Path) -> None:
         """Raises ManifestError for a manifest that does not fit this store's layout."""
-        path = self._store.directories[0].generation_path(manifest.step)
         if len(manifest.extents) != len(self._extents):
             raise ManifestError(path, f"names {len(manifest.extents)} extents, the model has {len(self._extents)}")
         for extent, record in zip(self._extents, manifest.extents, strict=True):
@@ -224,11 +267,11 @@ class Generations:
         self._given_up = [path for number, path in found.items() if number > chosen.step]
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, manifest in read_kept(older, self._store.run):
-            _require_readable(manifest)
+            require_readable(manifest)
             try:
                 if isinstance(manifest, ManifestError):
                     raise manifest
-                self._require_fitting(manifest)
+                self._require_fitting(manifest, found[number])
                 if len(self._kept) < self._keep:
                     self._kept[number] = [record.slot for record in manifest.extents]
                     continue
@@ -238,207 +281,137 @@ class Generations:
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
-        """Remove the manifests that recover() gave up, durably. To be called before anything is written.
+        """Make durable what recover() decided: remove the manifests that it gave up, and let the pins go that are over.
+        To be called before anything is written.
 
         Raises:
-            SwapIOError: a manifest cannot be removed.
+            SwapIOError: a manifest cannot be written or removed.
+            PlanError: as require_room.
         """
-        if not self._given_up:
+        if self._unsettled is not None:
+            if self._unsettled.manifest is not None and self.newest is not None:
+                # From here on the pinned generation is the newest of the run, too, and must be found without its pin.
+                durable.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
+            over = [pin for pin in self._pins.entries if pin not in self._unsettled.pins]
+            if over:
+                logger.warning("no checkpoint folder needs these generations any more: %s", said(over))
+                self._write_pins(self._unsettled.pins)
+            self._unsettled = None
+        if self._given_up:
+            for path in self._given_up:
+                logger.warning("removing %s: the run goes on from generation %s", path, self.newest)
+                durable.remove(path)
+            durable.sync_directory(self._directory.path)
+            self._given_up = []
+        self.require_room()
+
+    # -- pins ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def pins(self) -> dict[Path, int]:
+        """The steps of the pinned generations by the folders that pin them, the oldest pin first."""
+        return {Path(pin.folder): pin.step for pin in self._pins.entries}
+
+    @property
+    def pin_list(self) -> list[Pin]:
+        """The pins, the oldest first."""
+        return list(self._pins.entries)
+
+    def has_free_pin(self, folder: Path) -> bool:
+        """Whether a folder can pin a generation."""
+        others = {pin.digest for pin in self._pins.entries if pin.folder != str(folder)}
+        return len(others & self._pinned.keys()) < self._pins_max
+
+    def require_free_pin(self, folder: Path) -> None:
+        """Raises PlanError where `folder` cannot pin a generation, because the others take all of `pins`."""
+        if self.has_free_pin(folder):
             return
-        for path in self._given_up:
-            logger.warning("removing %s: the run goes on from generation %s", path, self.newest)
-            durable.remove(path)
-        durable.sync_directory(self._store.directories[0].path)
-        self._given_up = []
+        taken = f"are taken by {said(self._pins.entries)}" if self._pins_max else "(the default) are none"
+        raise PlanError(
+            f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
+            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._directory.path} --all-gone` lets go "
+            "of those whose folder is gone. Nothing was written."
+        )
+
+    def pin(self, step: int, folder: Path, into: Path | None = None) -> None:
+        """Have a folder pin generation `step`, durably, and write its marker. What it pinned before goes.
+
+        Args:
+            folder: absolute, links resolved (folder_path).
+            into: where the folder's files are written, if the folder gets its name later; made if missing.
+
+        Raises:
+            PlanError: as require_free_pin.
+            ResumeError: there is no such generation.
+            SwapIOError: the folder has no marker, and is pinned or not. Try again, or unpin it.
+            InfinityError: the folder cannot be made.
+        """
+        self.require_free_pin(folder)
+        self.settle()
+        if step not in self._kept:
+            raise ResumeError(f"{self._directory.path} has no generation {step} to pin")
+        marked = into or folder
+        _make(marked)
+        manifest = manifest_bytes(self._directory.generation_path(step))
+        new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
+        remove_marker(folder)
+        if new.digest not in self._pinned:
+            durable.write_file(self._directory.path / new.manifest_name, [manifest])
+        self._pinned[new.digest] = self._kept[step]  # also where writing the pins fails: they may have been written
+        pins = [*(pin for pin in self._pins.entries if pin.folder != new.folder), new]
+        self._write_pins(pins)
+        self._pins.mark(new, marked)
+        if into is None:
+            self._write_pins(pins)  # the folder is finished now
+
+    def unpin(self, folder: Path) -> bool:
+        """Let a folder's generation go, durably: its copies may be written again. Returns whether it had one.
+
+        Raises:
+            SwapIOError: the generation stays pinned; the folder may have lost its marker. Try again.
+        """
+        self.settle()
+        pin = self._pins.of(folder)
+        if pin is None:
+            return False
+        self._pins.unmark(pin)
+        self._write_pins(each for each in self._pins.entries if each is not pin)
+        return True
+
+    def mark_portable(self, folder: Path, name: str) -> None:
+        """A pinned folder holds a portable copy now, in the folder `name`, and needs its generation no more."""
+        pin = self._pins.of(folder)
+        if pin is None:
+            raise AssertionError(f"{folder} pins nothing")
+        self._pins.mark_portable(pin, name)
+        self.unpin(folder)
+
+    def _write_pins(self, pins: Iterable[Pin]) -> None:
+        # Invariant: until this has returned, what was pinned before is protected as well as what is pinned now.
+        self._pins.write(pins)
+        named = {pin.digest for pin in self._pins.entries}
+        self._pinned = {digest: copies for digest, copies in self._pinned.items() if digest in named}
 
 
-def newest_whole(
-    store: SwapStore,
-    memory: memoryview,
-    step: int | None,
-    use: Callable[[Manifest], tuple[Used, Sequence[Extent]]],
-    doing: str,
-) -> Used:
-    """What `use` makes of the newest generation that is whole, or of that of `step`. Every byte of it is read.
+@dataclass(frozen=True)
+class _Unsettled:
+    """What settle() has to do beside removing.
 
-    Args:
-        memory: 4 KiB-aligned, for reading.
-        use: returns its result and the extents to read, each in the copy that the manifest names; raises ResumeError
-            for a manifest that it cannot use.
-        doing: "resume" or "export", for messages.
-
-    Raises:
-        ResumeError: there is none that is whole; says what is wrong with each.
-        SwapIOError: a part of one cannot be read now. It may be whole: try again, or give `step`.
+    Attributes:
+        pins: those that stay.
+        manifest: of the pinned generation that the run goes on from; None where it goes on from a kept one.
     """
-    directory = store.directories[0]
-    found = directory.generations()
-    if step is not None and step not in found:
-        there = ", ".join(map(str, found)) or "none"
-        raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
-    problems: list[str] = []
-    for number, manifest in read_kept(found if step is None else {step: found[step]}, store.run):
-        _require_readable(manifest)
-        try:
-            if isinstance(manifest, ManifestError):
-                raise manifest
-            _require_of(store, manifest)
-            _require_provable(store, manifest)
-            used, extents = use(manifest)
-            _require_undamaged(list(verify(store, extents, manifest, memory)))
-            return used
-        except ResumeError as error:
-            problems.append(f"generation {number} cannot be used: {error}")
-            logger.warning("%s", problems[-1])
-    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
-    wrong = "; ".join([wrong, *store.rebuilt])
-    raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+    pins: list[Pin]
+    manifest: bytes | None
 
 
-def _require_readable(manifest: Manifest | ManifestError) -> None:
-    """Raises ResumeError for a manifest that exists and cannot be read now: the generation may be whole, and must not
-    be given up."""
-    if isinstance(manifest, ManifestError) and isinstance(manifest.__cause__, OSError):
-        if isinstance(manifest, DamagedFileError):
-            return  # the file is gone
-        raise ResumeError(
-            f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
-        ) from manifest
-
-
-def _require_of(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ManifestError where a manifest and the headers describe the store differently."""
-    mine, its = (
-        each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
-    )
-    if its is not None and its != mine:
-        path = store.directories[0].generation_path(manifest.step)
-        raise ManifestError(path, f"describes the store's size or stripes differently than {HEADER_NAME}")
-
-
-def _require_provable(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ResumeError where a header was rebuilt and no checksums can show that the swap files belong to the run."""
-    if store.proven or (manifest.sums is not None and store.checksums):
+def _make(folder: Path) -> None:
+    """Make a folder, durably, unless it is there. Raises InfinityError, SwapIOError."""
+    if folder.is_dir():
         return
-    if manifest.sums is None:
-        todo = "the generation was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
-    else:
-        todo = "the generation has checksums, and nvme.checksums is false: set nvme.checksums: true"
-    raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
-
-
-def _require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raises ResumeError that names the damage; where a part could not be read, the SwapIOError of the reading."""
-    for each in damage:
-        if each.error is not None:
-            raise each.error
-    if damage:
-        more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-        raise ResumeError("; ".join(map(str, damage[:3])) + more)
-
-
-def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
-    """Read all of a generation and yield each piece that is damaged. Without checksums only pieces that cannot be read
-    are found.
-
-    Args:
-        extents: those of the manifest, each in the copy that the manifest names.
-        memory: 4 KiB-aligned; several pieces are read into it at the same time.
-    """
-    for extent, sums, error in zip(extents, manifest.sums_by_extent(), _read_all(store, extents, memory), strict=True):
-        if error is not None:
-            cause = f"cannot be read: {error.cause}"
-            yield Damage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
-            continue
-        found = store.file.block_sums(extent.offset, extent.nbytes)
-        if sums is None or not found or found == sums:
-            continue
-        for at in range(0, len(sums), SUM_BYTES):
-            if found[at : at + SUM_BYTES] != sums[at : at + SUM_BYTES]:
-                start = at // SUM_BYTES * SUM_BLOCK_BYTES
-                nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
-                path, offset = store.file.locate(extent.offset + start)
-                cause = "does not have the checksum of what was written"
-                yield Damage(extent, manifest.step, path, offset, nbytes, cause)
-
-
-def _read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
-    """Read extents of any size one after the other, with as much in flight as `memory` holds, and have the store
-    remember the checksums of what was read. Yields for each extent its first failure, or None.
-
-    Raises:
-        SwapTimeoutError: the device was given up; the memory is lost.
-    """
-    ring = _Ring(memory)
-    longest = max(len(memory) // _PIECES // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
-    pieces = (
-        (extent, at, min(longest, extent.nbytes - at))
-        for extent in extents
-        for at in range(0, max(extent.nbytes, 1), longest)
-    )
-    reading: deque[tuple[Extent, int, memoryview, Transfer | None]] = deque()
-    failure: SwapIOError | None = None
-    following = next(pieces, None)
     try:
-        while reading or following is not None:
-            if following is not None and (view := ring.take(following[2])) is not None:
-                extent, at, nbytes = following
-                started = store.read(extent, view, at=at, io_class="states", verify=False) if nbytes else None
-                reading.append((extent, at, view, started))
-                following = next(pieces, None)
-                continue
-            extent, at, view, transfer = reading[0]  # stays in `reading` until it is done, in case of an interrupt
-            try:
-                if transfer is not None:
-                    transfer.result()
-                    if store.checksums:
-                        store.file.remember(extent.offset + at, view)
-            except SwapTimeoutError:
-                raise
-            except SwapIOError as error:
-                failure = failure or error
-            reading.popleft()
-            ring.give_back()
-            if at + len(view) == extent.nbytes:
-                yield failure
-                failure = None
-    finally:  # a caller that stops in the middle may use the memory for something else
-        with contextlib.suppress(SwapIOError):
-            wait_all(transfer for *_, transfer in reading if transfer is not None)
-
-
-_PIECES = 8
-"""The least number of reads in flight of an extent that is larger than the memory."""
-
-
-class _Ring:
-    """Memory whose pieces are given back in the order in which they were taken."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._taken: deque[tuple[int, int]] = deque()
-
-    def take(self, nbytes: int) -> memoryview | None:
-        """A piece of `nbytes`; None while there is no room for it."""
-        begin, limit = 0, len(self._memory)
-        if self._taken:
-            oldest, begin = self._taken[0][0], self._taken[-1][1]
-            if begin <= oldest:
-                limit = oldest
-            elif begin + nbytes > limit:
-                begin, limit = 0, oldest
-        if begin + nbytes > limit:
-            return None
-        self._taken.append((begin, begin + nbytes))
-        return self._memory[begin : begin + nbytes]
-
-    def give_back(self) -> None:
-        """Give back the oldest piece."""
-        self._taken.popleft()
-
-
-def extents_of(manifest: Manifest) -> list[Extent]:
-    """The extents of a manifest, each with only the copy that the manifest names."""
-    return [
-        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
-    ]
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InfinityError(f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
+    durable.sync_directory(folder.parent)

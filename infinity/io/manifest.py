@@ -225,6 +225,11 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def manifest_bytes(path: Path) -> bytes:
+    """All bytes of a manifest. Raises the errors of read_manifest, except those of the value, which is not parsed."""
+    return document.checked_bytes(path, "generation", _VERSION)
+
+
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
     """Each manifest in `found` (by step), or the error of reading it. With `run`, a manifest of another run is an
     error."""

@@ -256,4 +256,6 @@ def _manifest_bytes(stored: Sequence[int], placement: Placement) -> int:
     if not placement.commit_every:
         return 0
     sums = sum(sum_bytes(nbytes) for nbytes in stored)
-    return (placement.keep + 1) * (sums + _EXTENT_RECORD_BYTES * len(stored) + _BODY_BYTES)
+    # A pinned generation has a manifest of its own, and one takes the place of another once it is durable.
+    count = placement.keep + 1 + (placement.pins + 1 if placement.pins else 0)
+    return count * (sums + _EXTENT_RECORD_BYTES * len(stored) + _BODY_BYTES)

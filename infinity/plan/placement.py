@@ -87,6 +87,7 @@ class Placement:
         activations: resolved (keep | recompute).
         commit_every: steps between durable generations; 0: none, states are updated in place.
         keep: generations that stay.
+        pins: generations that checkpoint folders may pin at once.
     """
 
     weights: Resting
@@ -97,6 +98,7 @@ class Placement:
     activations: str
     commit_every: int
     keep: int
+    pins: int
 
     @property
     def accumulates(self) -> bool:

@@ -102,7 +102,7 @@ class Plan:
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights, the "
                 "rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
-                f"  swap file     {_swap(layout.swap, placement.keep)}; one step moves about "
+                f"  swap file     {_swap(layout.swap, placement)}; one step moves about "
                 f"{format_bytes(forecast.step_bytes)} ({per_parameter:.1f} B per trained parameter{predicted})",
                 f"  generations   {_generations(placement)}",
                 f"  updates       {_updates(placement, self.budgets)}",
@@ -164,11 +164,17 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
     return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
 
 
-def _swap(swap: SwapBytes, keep: int) -> str:
+def _swap(swap: SwapBytes, placement: Placement) -> str:
     """What the swap file is made of; the parts add up to it."""
+    others = {
+        (False, False): "",
+        (True, False): " and earlier generations",
+        (False, True): " and pinned generations",
+        (True, True): ", earlier and pinned generations",
+    }
     parts = {
         "of states": swap.states,
-        "of free copies" if keep == 1 else "of free copies and earlier generations": swap.further_copies,
+        f"of free copies{others[placement.keep > 1, placement.pins > 0]}": swap.further_copies,
         "for gradients": swap.scratch,
     }
     said = " + ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
@@ -179,7 +185,9 @@ def _generations(placement: Placement) -> str:
     if not placement.commit_every:
         return "none (commit_every: 0): a run that dies starts again from a saved model"
     when = "every step" if placement.commit_every == 1 else f"every {placement.commit_every} steps"
-    return f"{when}, {placement.keep} kept, each state in {placement.keep + 1} copies: all of it reserved now"
+    pins = f" and {placement.pins} pinned at most" if placement.pins else ""
+    copies = placement.keep + placement.pins + 1
+    return f"{when}, {placement.keep} kept{pins}, each state in {copies} copies: all of it reserved now"
 
 
 def _updates(placement: Placement, budgets: Budgets) -> str:

@@ -74,6 +74,7 @@ def make_plan(
         activations=_activations(config, can_recompute),
         commit_every=config.commit_every,
         keep=config.keep,
+        pins=config.pins,
     )
     budgets = Budgets(
         limits=problem.limits,

@@ -135,10 +135,10 @@ class Problem:
 
     def copies(self, *, changes: bool, in_ram: bool) -> int:
         """How many copies of a state the swap file has room for: one, or none of what rests in RAM. Where generations
-        are kept it has one of every state, and of what changes one more than generations stay."""
+        are kept it has one of every state, and of what changes one more than generations stay and can be pinned."""
         if not self.config.commit_every:
             return 0 if in_ram else 1
-        return self.config.keep + 1 if changes else 1
+        return self.config.keep + self.config.pins + 1 if changes else 1
 
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
         """Size of the swap file without gradients."""

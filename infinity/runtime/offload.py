@@ -18,7 +18,8 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_generation, from_source, open_coordinator
-from infinity.errors import ConfigError, ModelError
+from infinity.coordinator.pinning import require_none_pinned
+from infinity.errors import ConfigError, ModelError, ResumeError
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,
@@ -31,6 +32,7 @@ from infinity.runtime.hooks import (
     Structure,
 )
 from infinity.runtime.methods import give_methods
+from infinity.runtime.pins import generation_of
 from infinity.state.discover import Discovery
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
@@ -88,6 +90,7 @@ def resume(
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
     step: int | None = None,
+    folder: str | Path | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
     """infinity.offload for a run that ended, well or not: weights and states come from its swap directory.
@@ -101,9 +104,12 @@ def resume(
     Args:
         model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
             the meta device. Its persistent buffers are restored.
-        config: with the nvme.paths of the run, and its master, moments and keep; everything else may have changed.
+        config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
+            changed.
         device, optimizer, accumulation_steps, faults: as infinity.offload.
         step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
+        folder: a checkpoint folder that pins a generation: go on from that one. Newer generations that other folders
+            pin stay.
 
     Returns:
         The same model.
@@ -113,8 +119,21 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as infinity.offload.
     """
-    fill = from_generation(model, step)
+    fill = from_generation(model, step, None if folder is None else _digest(folder, config, step))
     return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, resumes=True, placeless=True)
+
+
+def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None, step: int | None) -> str:
+    """Of the generation that a checkpoint folder pins. Raises ResumeError."""
+    marker = generation_of(folder, config)
+    if step not in (None, marker.step):
+        raise ResumeError(f"{folder} holds step {marker.step}, and step {step} is asked for: leave step= out")
+    if marker.digest is None:
+        raise ResumeError(
+            f"{folder} holds a portable copy of its generation, in {marker.portable}: go on from it with "
+            f"infinity.offload_from_checkpoint(model, '{Path(folder) / str(marker.portable)}', config)"
+        )
+    return marker.digest
 
 
 def _offload(
@@ -175,10 +194,14 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: the last commit failed.
+        InfinityError: the last commit failed. With `discard`: checkpoint folders that are there pin generations, and
+            nothing was closed.
     """
+    coordinator = registry.coordinator_of(model)
+    if discard:
+        require_none_pinned(coordinator)
     try:
-        registry.coordinator_of(model).close(discard=discard)
+        coordinator.close(discard=discard)
     finally:
         registry.give_back_signals()
 

@@ -83,6 +83,7 @@ NEEDED = {
     "infinity checkpoint list": "swap",
     "infinity checkpoint verify": "swap",
     "infinity checkpoint export": "swap --output out",
+    "infinity checkpoint unpin": "swap --all-gone",
     "infinity checkpoint remove": "swap",
     "infinity-bench": "--path folder --size 16MiB",
     "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",

@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "checksums prove a rebuilt header",
-        "infinity/io/generations.py",
+        "infinity/io/whole.py",
         "            _require_provable(store, manifest)\n",
         "",
         _HEADERS,
@@ -141,8 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "a manifest that cannot be read now is not given up",
-        "infinity/io/generations.py",
-        "        _require_readable(manifest)\n        try:\n",
+        "infinity/io/whole.py",
+        "        require_readable(manifest)\n        try:\n",
         "        try:\n",
         _HEADERS,
     ),
@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "all of a generation is checked before it is resumed",
-        "infinity/io/generations.py",
+        "infinity/io/whole.py",
         "            _require_undamaged(list(verify(store, extents, manifest, memory)))\n",
         "            list(verify(store, extents, manifest, memory))\n",
         (_CORRUPTION,),

@@ -44,6 +44,7 @@ configs = st.fixed_dictionaries(
         "overlap": st.sampled_from(["auto", "during_backward", "before_forward", "off"]),
         "commit_every": st.sampled_from([0, 1, 3]),
         "keep": st.integers(1, 3),
+        "pins": st.integers(0, 2),
         "master": st.sampled_from(["split16", "fp32", "none"]),
         "moments": st.sampled_from(["fp32", "bf16", "int8"]),
         "update": st.fixed_dictionaries({"tile": st.sampled_from(["4KiB", "64KiB"]), "threads": st.just(2)}),
@@ -122,7 +123,8 @@ def test_every_state_has_an_extent_or_a_lease_and_the_copies_that_its_config_ask
             for state, in_ram in [(group.weight, held[0])] + [(state, held[1]) for state in group.states.values()]:
                 assert state.lease_bytes == (state.nbytes if in_ram else 0)
                 in_place = 0 if in_ram else 1 + (spare and trained)
-                assert len(state.offsets) == ((config["keep"] + 1 if trained else 1) if every else in_place)
+                durable = config["keep"] + config["pins"] + 1 if trained else 1
+                assert len(state.offsets) == (durable if every else in_place)
             if trained:
                 assert gradient.offsets or gradient.lease_bytes
                 assert bool(gradient.lease_bytes) == (index in placement.gradients.in_ram)

@@ -96,6 +96,10 @@ def test_a_plan_describes_itself() -> None:
             {"commit_every": 1, "keep": 3},
             "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free copies and earlier generations",
         ),
+        (
+            {"commit_every": 1, "pins": 2},
+            "768.00 MiB = 192.00 MiB of states + 576.00 MiB of free copies and pinned generations",
+        ),
         ({"overlap": "auto"}, "384.00 MiB = 192.00 MiB of states + 192.00 MiB of free copies"),
         ({"gradients": "nvme"}, "256.00 MiB = 192.00 MiB of states + 64.00 MiB for gradients"),
         ({"weights": "host"}, "160.00 MiB = 160.00 MiB of states"),

@@ -1,0 +1,58 @@
+"""`infinity run CONFIG SCRIPT ARGS…`: a script that knows nothing of infinity, with its model offloaded."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.integrations.patches import Patches
+from infinity.integrations.run import Run
+
+
+def launch(config: SwapConfig, script: Path, arguments: Sequence[str]) -> None:
+    """Run a script as `python script arguments` does, with infinity beneath the libraries that it uses.
+
+    Raises:
+        whatever the script raises.
+    """
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    with installed(config):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@contextmanager
+def installed(config: SwapConfig) -> Iterator[Run]:
+    """In this context the models that libraries load are offloaded when they are used, and their optimizers are
+    infinity's. At its end the models are closed."""
+    from infinity.integrations import accelerate, models, optimizers, transformers
+
+    _one_device()
+    run, patches = Run(config), Patches()
+    failed = True
+    try:
+        optimizers.replace_optimizers(run, patches)
+        models.replace_loading(run, patches)
+        accelerate.replace_preparing(run, patches)
+        transformers.replace_training(run, patches)
+        yield run
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    finally:
+        patches.undo()
+        run.close(failed=failed)
+
+
+def _one_device() -> None:
+    """Trainer would wrap the model in DataParallel where several GPUs are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or "," in visible:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)

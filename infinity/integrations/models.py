@@ -1,0 +1,72 @@
+"""Loading: `from_pretrained` gives a model whose weights stay in their files until it is offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from infinity.checkpoint.load import on_meta
+from infinity.coordinator import registry
+from infinity.integrations.patches import Patches
+from infinity.integrations.run import Run
+from infinity.runtime.deferred import defer, is_deferred
+
+_TO_DISK = {"": "disk"}
+_NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
+"""Arguments of from_pretrained with which transformers is left to load as it does."""
+
+
+def replace_loading(run: Run, patches: Patches) -> None:
+    """From now on transformers' models are loaded without their weights, and PEFT's wrappers are known."""
+    from transformers import PreTrainedModel
+
+    patches.wrap(PreTrainedModel, "from_pretrained", _from_pretrained(run))
+    patches.wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return
+    patches.wrap(PeftModel, "__init__", _wrapping(run))
+    patches.wrap(PeftModel, "save_pretrained", _save_pretrained)
+
+
+def _from_pretrained(run: Run) -> Callable[..., Any]:
+    def load(original: Callable[..., Any], cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device_map") == _TO_DISK or args or any(kwargs.get(name) is not None for name in _NOT_OURS):
+            return original(cls, path, *args, **kwargs)  # as infinity.checkpoint.load asks for it, or not ours
+        with_info = kwargs.pop("output_loading_info", False)
+        for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):
+            kwargs.pop(name, None)
+        dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
+        model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
+        defer(model, source, run.device)
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = None if buffer is None else buffer.to(run.device)
+        run.loaded(model)
+        info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+        return (model, info | {"error_msgs": []}) if with_info else model
+
+    return load
+
+
+def _wrapping(run: Run) -> Callable[..., None]:
+    def init(original: Callable[..., None], self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        run.wrapped(model, self)
+
+    return init
+
+
+def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: Any, *args: Any, **kwargs: Any) -> Any:
+    from infinity.checkpoint.save import save_pretrained
+
+    if not registry.is_offloaded(model) or is_deferred(model):
+        return original(model, directory, *args, **kwargs)
+    size = kwargs.get("max_shard_size")
+    save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
+    if kwargs.get("push_to_hub"):
+        model.push_to_hub(kwargs.get("repo_id") or str(directory))  # type: ignore[operator]
+    return None

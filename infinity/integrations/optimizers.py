@@ -1,0 +1,82 @@
+"""torch's optimizers become infinity's where they are made for a model that is, or is to be, offloaded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.coordinator import registry
+from infinity.errors import ConfigError
+from infinity.integrations.patches import Patches
+from infinity.integrations.run import Run, parameters_in
+from infinity.optim.adagrad import Adagrad
+from infinity.optim.adamw import Adam, AdamW
+from infinity.optim.groups import GroupedOptimizer
+from infinity.optim.sgd import SGD
+
+_OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: Adam,
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+}
+
+
+def replace_optimizers(run: Run, patches: Patches) -> None:
+    """From now on `torch.optim.AdamW(model.parameters(), ...)` and its like offload a model that was loaded, and are
+    infinity's."""
+    for theirs, ours in _OURS.items():
+        patches.wrap(theirs, "__init__", _becoming(run, theirs, ours))
+    patches.wrap(torch.optim.Optimizer, "__init__", _refusing(run))
+
+
+def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
+    def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        groups = list(params)
+        if type(self) is not theirs or not bring_home(run, parameters_in(groups), ours):
+            original(self, groups, *args, **kwargs)
+            return
+        self.__class__ = ours
+        ours.__init__(self, groups, *args, **kwargs)
+        self.accumulation_steps = run.wishes.accumulation_steps or _accumulation_steps()
+
+    return init
+
+
+def _refusing(run: Run) -> Callable[..., None]:
+    def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        groups = list(params)
+        if not isinstance(self, GroupedOptimizer) and bring_home(run, parameters_in(groups), None):
+            known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
+            raise ConfigError(
+                f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and those of this model "
+                f"are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or infinity.Lion."
+            )
+        original(self, groups, *args, **kwargs)
+
+    return init
+
+
+def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
+    """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
+    if any(isinstance(each, nn.Parameter) and registry.find(each) is not None for each in parameters):
+        return True
+    model = run.owner_of(parameters)
+    if model is None:
+        return False
+    if optimizer is not None:
+        run.ensure_offloaded(model, optimizer=optimizer.rule)
+    return True
+
+
+def _accumulation_steps() -> int | None:
+    """Backward passes before a step, as accelerate knows them."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.GradientState._shared_state:
+        return None
+    steps: int = state.GradientState().num_steps
+    return steps if steps > 1 else None

@@ -1,0 +1,251 @@
+"""What a script under infinity has: its swap config, the models that it loaded, and those that are offloaded."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.load import scratch_directory
+from infinity.config import SwapConfig
+from infinity.coordinator import registry
+from infinity.errors import ModelError, printable
+from infinity.plan.machine import available_device_bytes, available_host_bytes
+from infinity.runtime.deferred import is_deferred, values_of
+from infinity.runtime.offload import close, offload, resume
+from infinity.sizes import format_bytes
+from infinity.state.moments import OptimizerName
+
+logger = logging.getLogger(__name__)
+
+_TRAINED_WEIGHT = 4
+"""How much of memory.host a byte of trained weights counts beside one of frozen weights: it has states, too."""
+
+
+@dataclass
+class Wishes:
+    """What is known of the training before the model is offloaded.
+
+    Attributes:
+        accumulation_steps: backward passes before a step.
+        moments: how the optimizer keeps them ("int8" where a script asks for an 8-bit optimizer).
+        step: the generation to go on from.
+        dtype: that the weights are to have: the one that the script computes in.
+    """
+
+    accumulation_steps: int | None = None
+    moments: str | None = None
+    step: int | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass
+class Run:
+    """One script.
+
+    Attributes:
+        config: of all its models together.
+        wishes: of the model that is trained.
+        references: models that are only evaluated.
+        trained: models that will be trained, whoever evaluates them before.
+    """
+
+    config: SwapConfig
+    wishes: Wishes = field(default_factory=Wishes)
+    references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _scratch: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def device(self) -> torch.device:
+        """Where models compute."""
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def scratch(self) -> str:
+        """A directory on the swap disk that is gone when the run ends."""
+        parent = self._scratch.enter_context(scratch_directory(self.config))
+        return tempfile.mkdtemp(dir=parent)
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def loaded(self, model: nn.Module) -> None:
+        """A model was loaded, and its parameters are deferred: it is offloaded when it is first used."""
+        self._loaded.add(model)
+        model.register_forward_pre_hook(_FirstUse(self), prepend=True)
+
+    def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
+        """A library put a module around a model, which is what is called from now on."""
+        if inner in self._loaded or inner in self._outer:
+            self._outer[inner] = weakref.ref(outer)
+            outer.register_forward_pre_hook(_FirstUse(self), prepend=True)
+
+    def outermost(self, model: nn.Module) -> nn.Module:
+        found = self._outer.get(model)
+        outer = None if found is None else found()
+        return model if outer is None else self.outermost(outer)
+
+    def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
+        """The loaded model, with what libraries put around it, that has one of these parameters."""
+        wanted = {id(each) for each in parameters}
+        for model in list(self._loaded):
+            outer = self.outermost(model)
+            if any(id(parameter) in wanted for parameter in outer.parameters()):
+                return outer
+        return None
+
+    # -- offloading ---------------------------------------------------------------------------------------------------
+
+    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName = "adamw") -> None:
+        """Offload a model that is not, as one that is trained or one that is only evaluated.
+
+        Raises:
+            InfinityError: as infinity.offload and infinity.resume.
+        """
+        if registry.is_offloaded(model):
+            return
+        inner = [each for each in model.modules() if each is not model and registry.is_offloaded(each)]
+        if inner:
+            raise ModelError(
+                f"{type(model).__name__} was put around a model that was offloaded already, because it was used. Make "
+                f"the {type(model).__name__} before the first forward pass."
+            )
+        trained = model not in self.references or model in self.trained
+        if trained:
+            self._convert(model)
+        else:
+            model.requires_grad_(False)
+        config = self._config_of(model, trained=trained)
+        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer}
+        with values_of(model) as source:
+            if trained:
+                how["accumulation_steps"] = self.wishes.accumulation_steps
+            if trained and self.wishes.step is not None:
+                resume(model, config, step=self.wishes.step, **how)
+            else:
+                offload(model, config, source=source, **how)
+        self._offloaded.append(weakref.ref(model))
+        _say(model, trained=trained)
+
+    def _convert(self, model: nn.Module) -> None:
+        """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""
+        dtype = self.wishes.dtype
+        if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
+            return
+        named = "bf16" if dtype == torch.bfloat16 else "fp16"
+        logger.warning(
+            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast", named, named
+        )
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32 and parameter.requires_grad:
+                parameter.data = parameter.to(dtype)
+
+    def _config_of(self, model: nn.Module, *, trained: bool) -> SwapConfig:
+        """The config of one model: its share of the memory, a directory of its own, and what the script wishes."""
+        share = self._share_of(model, trained=trained)
+        memory = self.config.memory
+        if share < 1:
+            host, device = memory.host or available_host_bytes(), memory.device or available_device_bytes(self.device)
+            memory = memory.model_copy(update={"host": int(host * share), "device": int(device * share)})
+        changes: dict[str, Any] = {"memory": memory}
+        if trained and self.wishes.moments is not None and self.config.moments == "fp32":
+            changes["moments"] = self.wishes.moments
+        if not trained:
+            changes |= {"commit_every": 0}
+        name = self._directory_name(trained=trained)
+        if name:
+            paths = [path / name for path in self.config.nvme.paths]
+            changes["nvme"] = self.config.nvme.model_copy(update={"paths": paths})
+        return self.config.model_copy(update=changes)
+
+    def _directory_name(self, *, trained: bool) -> str:
+        """The first model that is trained has the directories of the config; others have one below them."""
+        number = len(self._alive()) + 1
+        if not trained:
+            return f"reference-{number}"
+        return "" if all(_frozen(model) for model in self._alive()) else f"model-{number}"
+
+    def _share_of(self, model: nn.Module, *, trained: bool) -> float:
+        """Of the memory, by weights: a model that is offloaded later gets its share then."""
+        waiting = [each for each in self._loaded if is_deferred(each) and self.outermost(each) is not model]
+        others = [*self._alive(), *(each for each in waiting if each is not model)]
+        mine = _nbytes(model) * (_TRAINED_WEIGHT if trained else 1)
+        return mine / (mine + sum(self._claim(each) for each in others)) if others and mine else 1.0
+
+    def _claim(self, model: nn.Module) -> int:
+        frozen = _frozen(model) or model in self.references
+        return _nbytes(model) * (1 if frozen else _TRAINED_WEIGHT)
+
+    def _alive(self) -> list[nn.Module]:
+        return [model for model in (each() for each in self._offloaded) if model is not None]
+
+    def close(self, *, failed: bool) -> None:
+        """The script is over. Where it ended well the stores go, but for those with generations that checkpoint folders
+        need."""
+        try:
+            for model in self._alive():
+                close(model, discard=not failed and not _pinned(model))
+        finally:
+            self._scratch.close()
+
+
+class _FirstUse:
+    """Offloads a model before its first forward, where no optimizer was made before."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if is_deferred(module):
+            self._run.ensure_offloaded(self._run.outermost(module))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
+        return self
+
+
+def _frozen(model: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _pinned(model: nn.Module) -> bool:
+    return False
+
+
+def _say(model: nn.Module, *, trained: bool) -> None:
+    plan = registry.coordinator_of(model).plan
+    what = "trained" if trained else "a reference, which has no states"
+    logger.warning(
+        "infinity: %s, %s parameters, %s: weights %s, optimizer %s, %s of device and %s of host memory",
+        printable(type(model).__name__),
+        f"{plan.layout.numel:,}",
+        what,
+        plan.placement.weights.tier,
+        plan.placement.optimizer.tier if trained else "none",
+        format_bytes(plan.device_bytes),
+        format_bytes(plan.host_bytes),
+    )
+
+
+def parameters_in(groups: Sequence[Any]) -> list[Any]:
+    """Of the first argument of an optimizer, as a list of parameters, of (name, parameter), or of param groups."""
+    found: list[Any] = []
+    for each in groups:
+        inner = each.get("params", []) if isinstance(each, dict) else [each]
+        inner = [inner] if isinstance(inner, torch.Tensor) else inner
+        found += [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in inner]
+    return found

@@ -1,0 +1,302 @@
+"""Which checkpoint folders pin which generations: the file of the pins, the manifests that pinned generations have for
+themselves, and the marker in each folder.
+
+[Note: a checkpoint folder and its generation]
+A folder that holds exported weights holds no optimizer states: these stay in the store, in a generation that the folder
+pins. Three small files say so, each written aside, fsynced and renamed:
+
+pinned-STEP-DIGEST.infinity   in the first swap directory: the manifest of a pinned generation, byte for byte. It has a
+                              name of its own because a run that goes back may make a generation of the same step again;
+                              DIGEST is of its bytes
+pins.infinity                 in the first swap directory: the folders, each with the step and the digest that it pins
+infinity.json                 the marker in the folder: run, step, digest and swap directories; or, once the folder
+                              holds a portable copy, where in the folder that is
+
+A folder is pinned in this order: an older marker in it goes; the manifest gets its second name; the pin is written; the
+marker is written. It is unpinned in this order: the marker goes; the pin goes; the manifest goes. So a folder that has
+a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The next resume lets such a pin go
+(`Pins.over`). A folder that is not there at all may be on a disk that is not mounted: its pin stays, unless the folder
+was never finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from infinity import files
+from infinity.errors import ConfigError, ManifestError, ResumeError, SwapIOError
+from infinity.io import document, durable
+from infinity.io.schema import Count, Name, Record, require_unique, validated
+from infinity.strict import parse_json
+
+logger = logging.getLogger(__name__)
+
+PINS_NAME = "pins.infinity"
+MARKER_NAME = "infinity.json"
+PINNED = re.compile(r"pinned-([0-9]{12})-([0-9a-f]{32})\.infinity")
+_KIND = "pins"
+_MARKER_BYTES_MAX = 1 << 20
+
+
+def _absolute(name: str) -> str:
+    if not os.path.isabs(name) or "\0" in name:
+        raise ValueError(f"{name!r} is no absolute path")
+    return name
+
+
+def _apart(pins: list[Pin]) -> list[Pin]:
+    require_unique((pin.folder for pin in pins), "the folder")
+    return pins
+
+
+Path_ = Annotated[Name, AfterValidator(_absolute)]
+Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+
+
+class Pin(Record):
+    """A checkpoint folder and the generation that it pins.
+
+    Attributes:
+        folder: absolute path of the folder, links resolved.
+        step, digest: of the generation. Two generations may have the same step.
+        finished: the folder was seen with its marker.
+    """
+
+    folder: Path_
+    step: Count
+    digest: Digest
+    finished: bool
+
+    @property
+    def manifest_name(self) -> str:
+        """The name of the generation's manifest in the first swap directory."""
+        return f"pinned-{self.step:012d}-{self.digest}.infinity"
+
+    def __str__(self) -> str:
+        return f"{self.folder} (generation {self.step})"
+
+
+class _PinsFile(Record):
+    """Attributes: pins: the oldest first."""
+
+    run: Name
+    pins: Annotated[list[Pin], Field(max_length=1 << 12), AfterValidator(_apart)]
+
+
+class Marker(Record):
+    """What a checkpoint folder says of its states.
+
+    Attributes:
+        run: id of the run that wrote the folder.
+        step: optimizer steps done.
+        digest: of the generation that the folder pins; None where it holds a portable copy.
+        portable: the folder in it that holds the portable copy; None where it pins a generation.
+        directories: the swap directories of the run, in their order.
+    """
+
+    infinity: Literal["checkpoint"] = "checkpoint"
+    version: Literal[1] = 1
+    run: Name
+    step: Count
+    digest: Digest | None = None
+    portable: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]+\z")] | None = None
+    directories: list[Path_]
+
+
+def folder_path(folder: str | Path) -> Path:
+    """The path under which a folder is pinned: absolute, links resolved. Raises ConfigError for a path that cannot be
+    written to a file."""
+    path = Path(os.path.realpath(Path(folder).expanduser()))
+    try:
+        if "\0" not in str(path) and len(str(path).encode()) <= 4096:
+            return path
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(f"{path}: the name of a checkpoint folder must be UTF-8, of 4096 bytes at most. Choose another.")
+
+
+def digest_of(manifest: bytes) -> str:
+    """What names a generation among all of a run: a digest of its manifest."""
+    return hashlib.blake2b(manifest, digest_size=16).hexdigest()
+
+
+# -- the marker --------------------------------------------------------------------------------------------------------
+
+
+def read_marker(folder: Path) -> Marker | None:
+    """The marker of a folder; None where there is none. Raises ManifestError."""
+    path = folder / MARKER_NAME
+    try:
+        value = parse_json(files.read_regular(path, _MARKER_BYTES_MAX).decode())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise ManifestError(path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ManifestError(path, f"is damaged: {error}") from error
+    return validated(Marker, value, path)
+
+
+def write_marker(folder: Path, marker: Marker) -> None:
+    """Raises SwapIOError: the folder has the marker that it had, or none."""
+    text = json.dumps(marker.model_dump(exclude_none=True), indent=1)
+    durable.write_file(folder / MARKER_NAME, [text.encode()])
+
+
+def remove_marker(folder: Path) -> None:
+    """Remove the marker of a folder, durably: it does not look resumable any more. Raises SwapIOError."""
+    if os.path.lexists(folder / MARKER_NAME):
+        durable.remove(folder / MARKER_NAME)
+        durable.sync_directory(folder)
+
+
+# -- the file of the pins ----------------------------------------------------------------------------------------------
+
+
+def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
+    """The pins in a swap directory, the oldest first; [] where there is no file.
+
+    Args:
+        run: whose pins they must be.
+
+    Raises:
+        ManifestError: the file is damaged, cannot be read, or is of another run.
+    """
+    path = directory / PINS_NAME
+    if not os.path.lexists(path):
+        return []
+    try:
+        value: Any = document.read(path, _KIND)
+        found = validated(_PinsFile, value, path)
+    except ManifestError as error:
+        raise ManifestError(
+            path,
+            f"{error.problem}. It says which checkpoint folders pin which generations: put a whole copy back, or "
+            "remove it, which gives up all pinned generations",
+        ) from error
+    if run not in (None, found.run):
+        raise ManifestError(path, f"belongs to run {found.run[:8]}, and the store to run {str(run)[:8]}")
+    return found.pins
+
+
+class Pins:
+    """The pins of an open store.
+
+    Args:
+        directories: all swap directories of the store.
+
+    Attributes:
+        entries: what the file says, the oldest first.
+    """
+
+    def __init__(self, directories: Sequence[Path], run: str) -> None:
+        self._directories = list(directories)
+        self._run = run
+        self.entries: list[Pin] = []
+
+    @property
+    def directory(self) -> Path:
+        return self._directories[0]
+
+    def load(self) -> None:
+        """Raises ManifestError as read_pins."""
+        self.entries = read_pins(self.directory, self._run)
+
+    def of(self, folder: Path) -> Pin | None:
+        """What a folder pins."""
+        return next((pin for pin in self.entries if pin.folder == str(folder)), None)
+
+    def write(self, entries: Iterable[Pin]) -> None:
+        """These are the pins from now on, durably. The manifests of generations that none names any more go.
+
+        Raises:
+            SwapIOError: the pins are as they were; after a failed fsync of the directory they may be the old or the
+                new ones.
+        """
+        entries = [self._seen(pin) for pin in entries]
+        value = {"run": self._run, "pins": [pin.model_dump() for pin in entries]}
+        durable.write_file(self.directory / PINS_NAME, document.write(_KIND, value))
+        before, self.entries = self.entries, entries
+        named = {pin.manifest_name for pin in entries}
+        for name in {pin.manifest_name for pin in before} - named:
+            try:
+                durable.remove(self.directory / name)
+            except SwapIOError as error:  # no pin names it: it does no harm, and the next resume removes it
+                logger.warning("%s", error)
+
+    def _seen(self, pin: Pin) -> Pin:
+        return pin if pin.finished else pin.model_copy(update={"finished": self.holds(pin)})
+
+    def mark(self, pin: Pin, folder: Path) -> None:
+        """Write the marker of a pin into a folder. Raises SwapIOError."""
+        write_marker(folder, self._marker(pin, pin.digest, None))
+
+    def mark_portable(self, pin: Pin, name: str) -> None:
+        """Write into a pin's folder that it holds a portable copy, in the folder `name`. Raises SwapIOError."""
+        write_marker(Path(pin.folder), self._marker(pin, None, name))
+
+    def _marker(self, pin: Pin, digest: str | None, portable: str | None) -> Marker:
+        places = list(map(str, self._directories))
+        return Marker(run=self._run, step=pin.step, digest=digest, portable=portable, directories=places)
+
+    def unmark(self, pin: Pin) -> None:
+        """Remove the marker of a pin's folder, unless it is of something else. Raises SwapIOError."""
+        if self.holds(pin):
+            remove_marker(Path(pin.folder))
+
+    def holds(self, pin: Pin) -> bool:
+        """Whether the pin's folder has the pin's marker."""
+        try:
+            marker = read_marker(Path(pin.folder))
+        except ManifestError:
+            return False
+        return marker is not None and (marker.run, marker.digest) == (self._run, pin.digest)
+
+    def over(self, pin: Pin) -> bool:
+        """Whether a pin's folder can do without it: a crash left the folder without the marker, or it holds something
+        else by now. A folder that is not there can not, unless it was never finished."""
+        folder = Path(pin.folder)
+        if not os.path.lexists(folder):
+            return not pin.finished and folder.parent.is_dir()
+        try:
+            marker = read_marker(folder)
+        except ManifestError as error:
+            logger.warning("%s: its generation %d stays pinned", error, pin.step)
+            return False
+        return marker is None or (marker.run, marker.digest) != (self._run, pin.digest)
+
+
+def is_gone(pin: Pin) -> bool:
+    """Whether a pin's folder is not there."""
+    return not os.path.lexists(pin.folder)
+
+
+def said(pins: Collection[Pin]) -> str:
+    """The pins, for messages: each folder, its step, and whether the folder is gone."""
+    return ", ".join(f"{pin}{', which is gone' if is_gone(pin) else ''}" for pin in pins)
+
+
+def require_marker(folder: Path) -> Marker:
+    """The marker of a checkpoint folder.
+
+    Raises:
+        ResumeError: there is none, or it cannot be read.
+    """
+    marker = read_marker(folder)
+    if marker is None:
+        where = "has no" if folder.is_dir() else "is not there, and so is its"
+        raise ResumeError(
+            f"{folder} {where} {MARKER_NAME}: no run can go on from it. Either it was not finished when its run ended, "
+            "or its generation was unpinned. Take another checkpoint folder; `infinity checkpoint list` names those "
+            "that pin a generation."
+        )
+    return marker

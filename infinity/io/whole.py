@@ -1,0 +1,203 @@
+"""Finding a generation that is whole: every byte of it is read and compared with its checksums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError
+from infinity.io.directory import HEADER_NAME, StoreDirectory
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_kept
+from infinity.io.pins import digest_of, read_pins, said
+from infinity.io.reading import read_all
+from infinity.io.store import Extent, SwapStore
+
+logger = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A piece of a generation that does not hold what was written there.
+
+    Attributes:
+        extent: that the piece is of.
+        step: of the generation.
+        path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
+        cause: what is wrong, in words.
+        error: the failure, if the piece could not be read.
+    """
+
+    extent: Extent | ExtentRecord
+    step: int
+    path: str
+    offset: int
+    nbytes: int
+    cause: str
+    error: SwapIOError | None = None
+
+    def __str__(self) -> str:
+        of = self.extent
+        return (
+            f"{of.state} of unit '{of.unit}' (group {of.group}), generation {self.step}: {self.path}, offset "
+            f"{self.offset}, {self.nbytes} bytes: {self.cause}"
+        )
+
+
+def newest_whole(
+    store: SwapStore,
+    memory: memoryview,
+    step: int | None,
+    use: Callable[[Manifest, Path], tuple[Used, Sequence[Extent]]],
+    doing: str,
+    digest: str | None = None,
+) -> Used:
+    """What `use` makes of the newest generation that is whole, of that of `step`, or of the pinned one of `digest`.
+    Every byte of it is read.
+
+    Args:
+        memory: 4 KiB-aligned, for reading.
+        use: is given a manifest and its path; returns its result and the extents to read, each in the copy that the
+            manifest names; raises ResumeError for a manifest that it cannot use.
+        doing: "resume" or "export", for messages.
+
+    Raises:
+        ResumeError: there is none that is whole; says what is wrong with each.
+        SwapIOError: a part of one cannot be read now. It may be whole: try again, or give `step`.
+    """
+    directory = store.directories[0]
+    problems: list[str] = []
+    for number, path in _candidates(directory, store.run, step, digest):
+        _, manifest = next(read_kept({number: path}, store.run))
+        require_readable(manifest)
+        try:
+            if isinstance(manifest, ManifestError):
+                raise manifest
+            _require_of(store, manifest)
+            _require_provable(store, manifest)
+            used, extents = use(manifest, path)
+            _require_undamaged(list(verify(store, extents, manifest, memory)))
+            return used
+        except ResumeError as error:
+            problems.append(f"generation {number} cannot be used: {error}")
+            logger.warning("%s", problems[-1])
+    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    wrong = "; ".join([wrong, *store.rebuilt])
+    raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: str | None) -> list[tuple[int, Path]]:
+    """The manifests to try, by their steps: the kept ones, the newest first, and then those that are pinned and not
+    newer; or the one that is asked for.
+
+    Raises:
+        ResumeError: there is none that is asked for, or more than one.
+    """
+    kept = directory.generations()
+    pins = read_pins(directory.path, run)
+    pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
+    pinned = {name: each for name, each in sorted(pinned.items(), key=lambda item: -item[1][0]) if each[1].exists()}
+    if digest is not None:
+        if digest not in pinned:
+            raise ResumeError(
+                f"the generation of the checkpoint folder is not in {directory.path} any more: it was unpinned, or the "
+                f"run was removed. Pinned there are: {said(pins) or 'none'}."
+            )
+        return [pinned[digest]]
+    if step is None:
+        newest = max(kept, default=None)
+        return [*kept.items(), *(each for each in pinned.values() if newest is None or each[0] <= newest)]
+    found = {name: path for name, (number, path) in pinned.items() if number == step}
+    if step in kept:
+        try:
+            found[digest_of(manifest_bytes(kept[step]))] = kept[step]
+        except ManifestError:
+            found = found or {"": kept[step]}  # a pinned one of that step is likely to be the same, and whole
+    if not found:
+        there = ", ".join(map(str, kept)) or "none"
+        there += f"; pinned: {said(pins)}" if pins else ""
+        raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
+    if len(found) > 1:
+        raise ResumeError(
+            f"{directory.path} has {len(found)} generations {step}, because a run went back and came to step {step} "
+            f"again: pinned are {said(pins)}. Say which with folder=, or unpin what is not needed."
+        )
+    return [(step, path) for path in found.values()]
+
+
+def require_readable(manifest: Manifest | ManifestError) -> None:
+    """Raises ResumeError for a manifest that exists and cannot be read now: the generation may be whole, and must not
+    be given up."""
+    if isinstance(manifest, ManifestError) and isinstance(manifest.__cause__, OSError):
+        if isinstance(manifest, DamagedFileError):
+            return  # the file is gone
+        raise ResumeError(
+            f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
+        ) from manifest
+
+
+def _require_of(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ManifestError where a manifest and the headers describe the store differently."""
+    mine, its = (
+        each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
+    )
+    if its is not None and its != mine:
+        path = store.directories[0].generation_path(manifest.step)
+        raise ManifestError(path, f"describes the store's size or stripes differently than {HEADER_NAME}")
+
+
+def _require_provable(store: SwapStore, manifest: Manifest) -> None:
+    """Raises ResumeError where a header was rebuilt and no checksums can show that the swap files belong to the run."""
+    if store.proven or (manifest.sums is not None and store.checksums):
+        return
+    if manifest.sums is None:
+        todo = "the generation was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
+    else:
+        todo = "the generation has checksums, and nvme.checksums is false: set nvme.checksums: true"
+    raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
+
+
+def _require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raises ResumeError that names the damage; where a part could not be read, the SwapIOError of the reading."""
+    for each in damage:
+        if each.error is not None:
+            raise each.error
+    if damage:
+        more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise ResumeError("; ".join(map(str, damage[:3])) + more)
+
+
+def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+    """Read all of a generation and yield each piece that is damaged. Without checksums only pieces that cannot be read
+    are found.
+
+    Args:
+        extents: those of the manifest, each in the copy that the manifest names.
+        memory: 4 KiB-aligned; several pieces are read into it at the same time.
+    """
+    for extent, sums, error in zip(extents, manifest.sums_by_extent(), read_all(store, extents, memory), strict=True):
+        if error is not None:
+            cause = f"cannot be read: {error.cause}"
+            yield Damage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
+            continue
+        found = store.file.block_sums(extent.offset, extent.nbytes)
+        if sums is None or not found or found == sums:
+            continue
+        for at in range(0, len(sums), SUM_BYTES):
+            if found[at : at + SUM_BYTES] != sums[at : at + SUM_BYTES]:
+                start = at // SUM_BYTES * SUM_BLOCK_BYTES
+                nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
+                path, offset = store.file.locate(extent.offset + start)
+                cause = "does not have the checksum of what was written"
+                yield Damage(extent, manifest.step, path, offset, nbytes, cause)
+
+
+def extents_of(manifest: Manifest) -> list[Extent]:
+    """The extents of a manifest, each with only the copy that the manifest names."""
+    return [
+        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
+    ]

@@ -1,0 +1,8 @@
+"""`python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules: as `infinity run`."""
+
+import sys
+
+from infinity.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["run", *sys.argv[1:]]))
