@@ -233,7 +233,8 @@ class SwapDirectory(StoreDirectory):
                 "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code"
                 f"{', with folder= to go on from one of the folders' if pinned else ''}. To begin "
                 f"anew give this run another directory in nvme.paths, or remove the old one with {remove}. A script "
-                "whose runs need not go on after their end removes the store itself: infinity.close(model, discard=True)."
+                "whose runs need not go on after their end removes the store itself: infinity.close(model, "
+                "discard=True)."
             )
 
     def make_room(self) -> None:

@@ -4,7 +4,7 @@
 |---|---|
 | all of them on NVMe | every step: nothing is written that the step does not write anyway |
 | some of them in RAM | as often as what it writes besides takes 5 % of the time at most |
-| nowhere, or nowhere on a disk that has room for `keep` + 1 copies | none |
+| nowhere, or nowhere on a disk that has room for `keep` + `pins` + 1 copies | none |
 
 [Note: what the plan knows of a step's time]
 Before training nobody knows how long a step computes. What is known is how many bytes it moves, and that it takes as

@@ -93,7 +93,8 @@ def _with_commits(plan: Callable[[Frequency], Plan], config: SwapConfig, *, resu
     missing = layout.swap.nbytes + layout.manifest_bytes - room_bytes(config.nvme.paths)
     if missing > 0 and not resumes:
         where = " and ".join(printable(path) for path in config.nvme.paths)
-        copies = "a second copy needs" if config.keep == 1 else f"{config.keep + 1} copies need"
+        count = config.keep + config.pins + 1
+        copies = "a second copy needs" if count == 2 else f"{count} copies need"
         return plan(Frequency(0, f"{copies} {format_bytes(missing)} more on {where}"))
     commits = frequency_of(forecast.commit_bytes, forecast.step_bytes - forecast.commit_bytes)
     return plan(commits)
