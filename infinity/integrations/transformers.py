@@ -57,6 +57,7 @@ class _OfTrainer:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
         wish_for(trainer.args, self._run)
+        self._run.computes_in(trainer.accelerator.mixed_precision)
         self._run.wish(
             accumulation_steps=trainer.args.gradient_accumulation_steps, pins=_pins_of(trainer.args, self._run)
         )
