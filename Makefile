@@ -13,18 +13,23 @@ WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 
 MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
             grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|tests/hostile/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
 
-.PHONY: demo test test-all crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test lint bootstrap \
-  sanitize neon gpu-check gpu-bundle gpu-prove bench clean
+UNCHANGED  = tests/unchanged tests/checkpoint/test_adapters.py
+NEWEST    := .venv-newest
+NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
+
+.PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
+  unchanged-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins.
 demo: bootstrap
 	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
 	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
-	  $(BIN)/infinity finetune --resume demo/swap --verify-output; \
+	  $(BIN)/infinity finetune --resume demo/swap --verify-output --keep-store; \
 	else \
 	  rm -rf demo && $(BIN)/python examples/make_demo_checkpoint.py demo/input && \
 	  $(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
-	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output; \
+	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output \
+	    --keep-store; \
 	fi
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap
@@ -35,7 +40,8 @@ test: bootstrap
 
 # Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
 # rest. SEED=… determines what is drawn.
-test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test imitation-test mutation-test sanitize
+test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test imitation-test \
+  mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, and
 # 1000 corruptions.
@@ -67,6 +73,22 @@ faults-test: bootstrap
 # Every combination of the other tests' parameters.
 matrix-test: bootstrap
 	$(WHOLE) $(MATRIX)
+
+# The scripts of examples/unchanged in fp32 and bf16.
+unchanged-test: bootstrap
+	$(WHOLE) $(UNCHANGED)
+
+# The same with the newest releases of the libraries that the scripts use, in an environment of its own. Called by hand: a
+# release can break it.
+test-newest: $(VENV)/.system
+	@[ -x $(NEWEST)/bin/pip ] || $(PYTHON) -m venv $(NEWEST)
+	@grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	@$(NEWEST_PIP) torch pybind11 scikit-build-core cmake ninja
+	@$(NEWEST_PIP) --no-build-isolation --config-settings=build-dir=build/newest -e '.[dev]'
+	@$(NEWEST_PIP) --upgrade transformers trl peft accelerate datasets lightning
+	@$(NEWEST)/bin/pip list 2>/dev/null | grep -E '^(torch|transformers|trl|peft|accelerate|datasets|lightning) '
+	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(NEWEST)/bin/pytest -q -n logical --maxprocesses 8 --dist worksteal -rP \
+	  --timeout 3600 $(UNCHANGED)
 
 # The tests of the GPU on a machine without one, on an imitated GPU: this checks the code of the tests.
 imitation-test: bootstrap

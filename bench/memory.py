@@ -57,6 +57,7 @@ def train(arguments: argparse.Namespace) -> None:
         "activations": "recompute",
         "memory": {"device": arguments.device_budget, "host": arguments.host_budget},
         "nvme": {"paths": [str(arguments.work / "swap")]},
+        "commit_every": 0,
     }
     model = infinity.load_pretrained(arguments.work / "checkpoint", config)
     after_load = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

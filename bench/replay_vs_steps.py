@@ -37,6 +37,7 @@ def measure(weights: str, directory: Path, rounds: int, work: Workload) -> dict[
         "activations": "keep",
         "memory": {"device": "512MiB", "host": "4GiB"},
         "nvme": {"paths": [str(directory / weights)]},
+        "commit_every": 0,
     }
     model = infinity.offload(work.build_model().train(), config)
     try:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
 from infinity.echo import quoted
 from infinity.errors import ConfigError, NotAvailableError, printable
@@ -24,6 +24,7 @@ _FILE_BYTES_MAX = 64 << 10
 _MISTAKES_MAX = 10
 """Named in one error."""
 _KEY_CHARS_MAX = 80
+_STEPS_END = 10**12
 
 
 def _one_or_many(value: object) -> object:
@@ -48,6 +49,18 @@ def _whole(value: object) -> object:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError("write a whole number, such as 32")
     return value
+
+
+def _steps_or_auto(value: object) -> object:
+    if value == "auto":
+        return value
+    try:
+        steps = _whole(value)
+    except ValueError:
+        raise ValueError("write auto, or a whole number, such as 32") from None
+    if not isinstance(steps, int) or not 0 <= steps < _STEPS_END:
+        raise ValueError("a number of steps is 0 or more, and has twelve digits at most")
+    return steps
 
 
 def _word(value: object) -> object:
@@ -126,8 +139,9 @@ class SwapConfig(_Section):
     the step makes wrong. before_forward begins updates with the step; each unit's next use waits for its own update.
     off: step() returns when all updates are done. auto: during_backward as long as its updates are kept, else
     before_forward. Never changes a bit of the result."""
-    commit_every: Whole = Field(default=0, ge=0, lt=10**12)
-    """Steps between durable generations; 0 = no generations, states are updated in place."""
+    commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
+    """Steps between durable generations; 0 = no generations, states are updated in place. auto: as often as the disks
+    have room for and costs little (plan/rhythm.py); the plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """How many generations stay; each takes the space of the states once, besides the space that is being written."""
     pins: Whole = Field(default=0, ge=0, le=64)

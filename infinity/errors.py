@@ -85,7 +85,7 @@ class NoStoreError(ResumeError):
 
 
 class DirtyStoreError(ResumeError):
-    """The store was updated in place (commit_every: 0), so its states belong to no single step."""
+    """The store was updated in place, without commits, so its states belong to no single step."""
 
 
 class ManifestError(ResumeError):

@@ -83,6 +83,7 @@ def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
             "activations": "keep",
             "memory": {"device": "64MiB", "host": "512MiB"},
             "nvme": {"paths": [str(tmp_path / "swap")]},
+            "commit_every": 0,
         }
         return config | overrides | {"update": {"threads": 2} | overrides.get("update", {})}
 

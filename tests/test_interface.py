@@ -103,15 +103,16 @@ KEYS: dict[str, object] = {
     "update.tile": None,
     "update.threads": None,
     "overlap": "auto",
-    "commit_every": 0,
+    "commit_every": "auto",
     "keep": 1,
     "pins": 0,
     "master": "split16",
     "moments": "fp32",
 }
 OPTIONS = {
+    "infinity run": "--verbose config script arguments",
     "infinity finetune": (
-        "--model --data --config --output --from-checkpoint --resume --steps --batch-size "
+        "--model --data --config --output --from-checkpoint --resume --keep-store --steps --batch-size "
         "--gradient-accumulation --sequence-length --dtype --optimizer --lr --schedule --warmup-steps "
         "--weight-decay --max-grad-norm --no-loss-scale --seed --threads --verify-output --verbose --trace "
         "--trace-steps"

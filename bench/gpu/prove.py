@@ -43,7 +43,7 @@ for tier in ("host", "nvme"):
     with tempfile.TemporaryDirectory() as swap:
         model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).bfloat16()
         config = {"weights": tier, "optimizer": tier, "memory": {"device": "16MiB", "host": "128MiB"}}
-        model = infinity.offload(model, config | {"nvme": {"paths": [swap]}}, device="cpu")
+        model = infinity.offload(model, config | {"nvme": {"paths": [swap]}, "commit_every": 0}, device="cpu")
         optim = infinity.AdamW(model.parameters(), lr=1e-3)
         losses = []
         for _ in range(2):

@@ -63,6 +63,7 @@ def offloaded(swap: Path, width: int = _WIDTH, **config: Any) -> tuple[nn.Module
         "activations": "keep",
         "memory": {"device": "5MiB", "host": "512MiB"},
         "nvme": {"paths": [str(swap)]},
+        "commit_every": 0,
     }
     model = infinity.offload(model, defaults | config)
     optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)

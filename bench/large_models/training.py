@@ -101,6 +101,7 @@ def swap_config(training: Training, swap: Path) -> dict[str, Any]:
         "overlap": training.overlap,
         "memory": {"device": device, "host": host},
         "nvme": {"paths": [str(swap)]},
+        "commit_every": 0,
     }
 
 

@@ -8,6 +8,7 @@ dict in which these have values. The base model's weights stay where they are.
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,7 @@ def save_adapters(model: Any, target: Path) -> None:
     with written_aside(target, "saving to") as aside, _with_values(model, roots) as state:
         if (target / "README.md").exists():  # PEFT changes a model card that is there
             shutil.copy(target / "README.md", aside)
-        model.save_pretrained(str(aside), state_dict=state)
+        inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
         else:

@@ -23,8 +23,7 @@ from infinity.errors import (
     ResumeError,
     printable,
 )
-from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, remove_store
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.store import SwapStore
@@ -63,7 +62,7 @@ def _list(path: Path) -> int:
     header = of_store.header
     _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
     if header.mode == "in place":
-        print("updated in place (commit_every: 0): nothing can be resumed")
+        print("updated in place, without commits: nothing can be resumed")
         return 0
     damaged = 0
     if not (path / SWAP_NAME).exists():
@@ -182,12 +181,8 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
             held.callback(directories[-1].close)
         for path in paths:
             let_go(path, pinned=pinned)
-        for directory in directories:  # before the manifests, which show which run a header belongs to
-            freed = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
-            durable.remove(directory.swap_path)
-            _say(f"{directory.path}: {format_bytes(freed)} freed")
-        for directory in reversed(directories):  # the first one has the manifests, and goes last
-            directory.remove_all()
+        for path, freed in remove_store(directories).items():
+            _say(f"{path}: {format_bytes(freed)} freed")
     return 0
 
 

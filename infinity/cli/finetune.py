@@ -21,14 +21,16 @@ from infinity.cli import job, limits, tracing
 from infinity.cli.command import command
 from infinity.cli.data import PackedData
 from infinity.cli.documents import find_files
+from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import DTYPES, make_optimizer, make_scaler
 from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.report import Report, make_report, write_report
 from infinity.cli.tokenizer import load_tokenizer
-from infinity.config import SwapConfig
+from infinity.config import SwapConfig, load_config
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError, printable
+from infinity.io.headers import header_in
 from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, finish_commit, track
@@ -41,6 +43,9 @@ def finetune(options: argparse.Namespace) -> int:
         InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
             says where it is.
     """
+    resumed = job.directory_of(options, None if options.config is None else load_config(options.config))
+    if resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute()):
+        return 0
     options, config, past = job.resolve(options)
     _check(options)
     output = _output(options, config, past)
@@ -55,9 +60,10 @@ def finetune(options: argparse.Namespace) -> int:
         model = _load_model(options, config, resuming=past is not None)
         try:
             output.require_room(statistics(model).plan.layout.weight_bytes)
+            store = _store_of(model, config)
             run = _Run(model, data, options, config)
             stopped = run.train()
-            if stopped and config.commit_every:
+            if stopped and store is not None:
                 return _leave(model, config, stopped, run.done)
             report = run.report()
             batch = next(data.batches(1, options.seed)) if options.verify_output else None
@@ -66,17 +72,28 @@ def finetune(options: argparse.Namespace) -> int:
             close(model)
     print(report.text())
     print(printable(f"model, report and loss curve: {options.output}"))
-    if config.commit_every:
-        swap = config.nvme.paths[0]
-        print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     if batch is not None and logits is not None:
         _verify(options.output, batch, logits)
+    if store is not None and options.keep_store:
+        swap = config.nvme.paths[0]
+        print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
+    elif store is not None:
+        finish(config.nvme.paths, store, options.output, run.done)
     return late or stopped
+
+
+def _store_of(model: Any, config: SwapConfig) -> str | None:
+    """The run of the store that keeps the model's generations; None where none are kept. Says how often commits are
+    made."""
+    commits = statistics(model).plan.placement.commits
+    print(printable(f"commits: {commits}"), flush=True)
+    return header_in(config.nvme.paths[0].expanduser()).header.run if commits.every else None
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
     """The output directory. Raises ConfigError if the result cannot be written there."""
     if past is not None and options.steps is not None and past.steps >= options.steps:
+        _require_new(options.output, config, past.steps)
         print(
             f"the run has done all of its {options.steps} steps: its model is written again (to go on, give a larger "
             "--steps and another --output)",
@@ -87,6 +104,17 @@ def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | No
         for swap in config.nvme.paths:
             require_apart(f"--data {printable(path)}", path, "nvme.paths", swap)
     return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
+
+
+def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
+    """Raises ConfigError if the output of a run that has done all of its steps seems to be there."""
+    if output.is_dir() and any(output.iterdir()):
+        remove = command("checkpoint", "remove", *config.nvme.paths)
+        raise ConfigError(
+            f"the run has done all of its {steps} steps, and {printable(output)} exists and is not an empty directory: "
+            f"if it is the run's output, nothing is left to do, and `{remove}` frees the store. To write the model "
+            "again give another --output."
+        )
 
 
 def _save(
@@ -102,7 +130,7 @@ def _save(
     """
     model = run.model
     # Without generations the weights are in this process only: if the output's disk fails, try the others.
-    elsewhere = [] if config.commit_every else [path.expanduser() for path in config.nvme.paths]
+    elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
     logits: torch.Tensor | None = None
@@ -119,7 +147,7 @@ def _save(
         try:
             saved = output.save(lambda directory: save_pretrained(model, directory), elsewhere)
         except InfinityError as error:
-            if not config.commit_every or isinstance(error, SwapIOError):
+            if not run.durable or isinstance(error, SwapIOError):
                 raise
             commit(model)
             again = command("finetune", "--resume", config.nvme.paths[0], "--output", "DIRECTORY")
@@ -243,16 +271,18 @@ class _Run:
 
     Attributes:
         model: the model that is trained.
+        durable: whether generations are kept.
         facts: of every step, including those before a resume.
         done: number of optimizer steps, including those before a resume.
     """
 
     def __init__(self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig) -> None:
         self.model = model
+        self.durable = statistics(model).plan.placement.commit_every > 0
         self._options = options
         self._promise = (
             "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
-            if config.commit_every
+            if self.durable
             else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
         )
         model.config.use_cache = False

@@ -26,11 +26,12 @@ _FREE: dict[str, Any] = {
     "config": None,
     "threads": None,
     "verify_output": False,
+    "keep_store": False,
     "verbose": False,
     "trace": None,
     "trace_steps": None,
 }
-"""Options that a run does not keep, with their defaults."""
+"""Options that decide nothing of the result, with their defaults. A run keeps only whether its store stays."""
 _PLACES: tuple[str, ...] = ("model", "data", "output")
 """Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
 layout."""
@@ -58,9 +59,10 @@ class Job:
     def __init__(self, options: argparse.Namespace, config: SwapConfig) -> None:
         self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, *_PLACES)}
         self._config = config.model_dump(mode="json")
+        self._keep_store = bool(options.keep_store)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"options": self._values, "config": self._config}
+        return {"options": self._values, "config": self._config, "keep_store": self._keep_store}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to do: resolve() took the options over, and compared them, before the model was made."""
@@ -107,6 +109,8 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
         options.model = str(copy) if has_tokenizer(copy) else None
     saved = past.tracked[NAME]
     _take_over(saved["options"], options, past)
+    if options.keep_store is None and saved.get("keep_store") is True:
+        options.keep_store = True
     for name, default in _FREE.items():
         if getattr(options, name, None) is None:
             setattr(options, name, default)
@@ -178,19 +182,9 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> Past | None
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
         return Past(checked(copy.body.tracked, copy.directory), copy.manifest.step)
-    if options.resume is None:
+    directory = directory_of(options, config)
+    if directory is None:
         return None
-    if options.resume:
-        directory = Path(options.resume)
-        if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
-            raise ConfigError(
-                f"--resume {directory} is not the first of nvme.paths in --config, {config.nvme.paths[:1]}: a run is "
-                f"resumed where it is. To move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
-            )
-    elif config is not None and config.nvme.paths:
-        directory = config.nvme.paths[0]
-    else:
-        raise ConfigError("--resume needs the swap directory of the run: --resume DIR, or --config with nvme.paths")
     problem = _without_generations(directory.expanduser())
     for path in generations_in(directory.expanduser()).values():
         try:
@@ -206,6 +200,23 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> Past | None
     return None
 
 
+def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path | None:
+    """The directory that --resume means; None without --resume. Raises ConfigError where it is not known."""
+    if options.resume is None:
+        return None
+    if options.resume:
+        directory = Path(options.resume)
+        if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
+            raise ConfigError(
+                f"--resume {directory} is not the first of nvme.paths in --config, {config.nvme.paths[:1]}: a run is "
+                f"resumed where it is. To move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
+            )
+        return directory
+    if config is not None and config.nvme.paths:
+        return config.nvme.paths[0]
+    raise ConfigError("--resume needs the swap directory of the run: --resume DIR, or --config with nvme.paths")
+
+
 def _without_generations(directory: Path) -> str:
     """Why there are none in a directory."""
     if not directory.is_dir():
@@ -219,7 +230,7 @@ def _without_generations(directory: Path) -> str:
     if header.member:
         return f"it is part {header.member + 1} of a store whose generations are in {header.members[0]}: name that one"
     if header.mode == "in place":
-        return "its run had commit_every: 0, which keeps no generations"
+        return "its run kept no generations (commit_every: 0, or no room for them)"
     return "no generation was committed there"
 
 

@@ -72,6 +72,13 @@ def build_parser() -> Parser:
         help="go on with the run whose generations are in SWAP_DIR (default: the config's nvme.paths), and end in the "
         "bits of a run that never stopped; the run's options need not be given again",
     )
+    where.add_argument(
+        "--keep-store",
+        action="store_true",
+        default=None,
+        help="keep the generations of a run that has ended, so that it can go on later (--resume with more --steps); "
+        "by default they are removed once the output is complete on disk",
+    )
     _add_training(tune)
     tune.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
     tune.add_argument(

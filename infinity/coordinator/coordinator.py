@@ -17,7 +17,7 @@ from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.parts import Optimizer, Parts
 from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
-from infinity.state.released import USE_GATHERED
+from infinity.state.released import way_out
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
 from infinity.units.unit import OffloadedUnit
@@ -449,7 +449,7 @@ class Coordinator(Parts):
         if not self.readers.may_read:
             raise ReleasedParameterError(
                 f"{use} uses parameter '{self.name_of(parameters[0])}' outside the model's forward, while the values "
-                f"of unit '{self.units[indices[0]].name}' are in the store. {USE_GATHERED}"
+                f"of unit '{self.units[indices[0]].name}' are in the store. {way_out(use)}"
             )
         with self.taking(indices):
             yield

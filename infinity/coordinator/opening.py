@@ -65,6 +65,7 @@ def open_coordinator(
         optimizer=optimizer,
         accumulation_steps=accumulation_steps,
         sites=found.sites,
+        resumes=resume,
     )
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:

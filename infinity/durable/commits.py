@@ -18,6 +18,7 @@ from typing import Any
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
 from infinity.durable.optimizers import Optimizers
+from infinity.durable.pace import Pace
 from infinity.durable.resumed import Resumed
 from infinity.durable.tracked import Tracking
 from infinity.errors import ConfigError, InfinityError, SwapIOError
@@ -83,7 +84,7 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._buffers = buffers
-        self._every = resources.plan.placement.commit_every
+        self._pace = Pace(resources.plan.placement.commits)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
@@ -102,7 +103,7 @@ class Commits:
 
     def due(self, step: int) -> bool:
         """Whether optimizer step `step`, counted from 1, is committed."""
-        return self._resources.generations is not None and (self._owed or step % self._every == 0)
+        return self._resources.generations is not None and (self._owed or self._pace.due(step))
 
     @property
     def under_way(self) -> bool:
@@ -131,7 +132,8 @@ class Commits:
             SwapIOError: the device failed.
         """
         if self._commit is not None and self._commit.sync is None:
-            self._write_dirty()
+            with self._pace.working():
+                self._write_dirty()
             self._commit.synced(self._resources.require_store().sync())
 
     @property
@@ -207,7 +209,9 @@ class Commits:
         with interrupts_deferred(), self._telling():
             try:
                 self.write_rest()
-                self._finish(self._commit)
+                with self._pace.working():
+                    self._finish(self._commit)
+                self._pace.finished(self._commit.step)
             finally:
                 self._commit = None
 

@@ -27,7 +27,7 @@ def replace_preparing(run: Run, patches: Patches) -> None:
 def _init(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        run.wishes.dtype = _COMPUTED_IN.get(str(self.mixed_precision), run.wishes.dtype)
+        run.wish(dtype=_COMPUTED_IN.get(str(self.mixed_precision), run.wishes.dtype))
 
     return init
 

@@ -7,7 +7,8 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, printable
+from infinity.integrations.folders import folders_of, go_on
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_deferred, values_of
-from infinity.runtime.offload import close, offload, resume
+from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -29,20 +31,24 @@ _TRAINED_WEIGHT = 4
 """How much of memory.host a byte of trained weights counts beside one of frozen weights: it has states, too."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Wishes:
     """What is known of the training before the model is offloaded.
 
     Attributes:
         accumulation_steps: backward passes before a step.
+        optimizer: whose states to make room for.
         moments: how the optimizer keeps them ("int8" where a script asks for an 8-bit optimizer).
-        step: the generation to go on from.
+        folder: the checkpoint folder to go on from.
+        pins: how many checkpoint folders there are at a time.
         dtype: that the weights are to have: the one that the script computes in.
     """
 
     accumulation_steps: int | None = None
+    optimizer: OptimizerName = "adamw"
     moments: str | None = None
-    step: int | None = None
+    folder: Path | None = None
+    pins: int = 0
     dtype: torch.dtype | None = None
 
 
@@ -78,6 +84,10 @@ class Run:
         parent = self._scratch.enter_context(scratch_directory(self.config))
         return tempfile.mkdtemp(dir=parent)
 
+    def wish(self, **known: Any) -> None:
+        """More is known of the training. Args: known: attributes of Wishes."""
+        self.wishes = replace(self.wishes, **known)
+
     # -- models -------------------------------------------------------------------------------------------------------
 
     def loaded(self, model: nn.Module) -> None:
@@ -107,7 +117,7 @@ class Run:
 
     # -- offloading ---------------------------------------------------------------------------------------------------
 
-    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName = "adamw") -> None:
+    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
         """Offload a model that is not, as one that is trained or one that is only evaluated.
 
         Raises:
@@ -127,12 +137,12 @@ class Run:
         else:
             model.requires_grad_(False)
         config = self._config_of(model, trained=trained)
-        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer}
+        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with values_of(model) as source:
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
-            if trained and self.wishes.step is not None:
-                resume(model, config, step=self.wishes.step, **how)
+            if trained and self.wishes.folder is not None:
+                go_on(model, self.wishes.folder, config, **how)
             else:
                 offload(model, config, source=source, **how)
         self._offloaded.append(weakref.ref(model))
@@ -162,7 +172,9 @@ class Run:
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
         if not trained:
-            changes |= {"commit_every": 0}
+            changes |= {"commit_every": 0, "pins": 0}
+        elif self.config.commit_every and not self.config.pins:
+            changes["pins"] = self.wishes.pins
         name = self._directory_name(trained=trained)
         if name:
             paths = [path / name for path in self.config.nvme.paths]
@@ -195,7 +207,7 @@ class Run:
         need."""
         try:
             for model in self._alive():
-                close(model, discard=not failed and not _pinned(model))
+                close(model, discard=not failed and not folders_of(model))
         finally:
             self._scratch.close()
 
@@ -220,10 +232,6 @@ def _frozen(model: nn.Module) -> bool:
 
 def _nbytes(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
-def _pinned(model: nn.Module) -> bool:
-    return False
 
 
 def _say(model: nn.Module, *, trained: bool) -> None:

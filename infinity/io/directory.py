@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.base import fork
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = "infinity.lock"
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
+FINISHED_NAME = "finished.infinity"
+"""A note about a finished run whose store was removed (cli/finished.py). The next run in the directory removes it."""
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
@@ -204,6 +207,7 @@ class SwapDirectory(StoreDirectory):
     def take_over(self) -> None:
         """The files in the directory belong to this run from now on, as if this run had made them."""
         self._ours = True
+        durable.remove(self.path / FINISHED_NAME)
 
     def require_replaceable(self) -> None:
         """Check that no generation would be lost. To be called for all directories of a store before make_room() of
@@ -228,7 +232,9 @@ class SwapDirectory(StoreDirectory):
                 f"{self.path} holds {what}. To go on from it "
                 "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code"
                 f"{', with folder= to go on from one of the folders' if pinned else ''}. To begin "
-                f"anew give this run another directory in nvme.paths, or remove the old one with {remove}."
+                f"anew give this run another directory in nvme.paths, or remove the old one with {remove}. A script "
+                "whose runs need not go on after their end removes the store itself: infinity.close(model, "
+                "discard=True)."
             )
 
     def make_room(self) -> None:
@@ -237,6 +243,7 @@ class SwapDirectory(StoreDirectory):
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
         left = os.path.lexists(self.header_path)
+        durable.remove(self.path / FINISHED_NAME)
         self.remove_all()
         if left:
             durable.sync_directory(self.path)
@@ -278,7 +285,9 @@ class SwapDirectory(StoreDirectory):
         """Remove half-written files that a crash left."""
         for entry in _entries(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
-            ours = name in (HEADER_NAME, PINS_NAME) or _GENERATION.fullmatch(name) or PINNED.fullmatch(name)
+            ours = (
+                name in (HEADER_NAME, FINISHED_NAME, PINS_NAME) or _GENERATION.fullmatch(name) or PINNED.fullmatch(name)
+            )
             if name != entry.name and ours:
                 durable.remove(entry)
 
@@ -302,6 +311,17 @@ class SwapDirectory(StoreDirectory):
         if self._created:
             with contextlib.suppress(OSError):  # it is not empty: somebody else has files there
                 self.path.rmdir()
+
+
+def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
+    """Remove a store whose directories are held, in the store's order. Returns the bytes that are freed in each."""
+    freed = {}
+    for directory in directories:  # before the manifests, which show which run a header belongs to
+        freed[directory.path] = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
+        durable.remove(directory.swap_path)
+    for directory in reversed(directories):  # the first one has the manifests, and goes last
+        directory.remove_all()
+    return freed
 
 
 def require_name(path: Path) -> Path:

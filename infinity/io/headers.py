@@ -158,7 +158,7 @@ def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None
     first = headers[0]
     if any(header.mode == "in place" for header in headers):
         raise DirtyStoreError(
-            f"the store in {paths[0]} was updated in place (commit_every: 0): its states belong to no single step and "
+            f"the store in {paths[0]} was updated in place, without commits: its states belong to no single step and "
             "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
         )
     for index, (path, header) in enumerate(zip(paths, headers, strict=True)):

@@ -97,7 +97,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before infinity.{type(self).__name__}(model.parameters())"
+                    f"config) before infinity.{type(self).__name__}(model.parameters()). What is "
+                    "added to a model, such as adapters, is added before infinity.offload (infinity.load_pretrained "
+                    "offloads at once)"
                 )
             of_model, place = found
             if coordinator is not None and of_model is not coordinator:

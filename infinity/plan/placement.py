@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 
 from infinity import _native
+from infinity.plan.frequency import Frequency
 from infinity.plan.problem import GroupBytes, Problem, UnitBytes, as_far_as
 from infinity.state.moments import Moment
 
@@ -85,7 +86,7 @@ class Placement:
     Attributes:
         optimizer: where residuals and moments rest.
         activations: resolved (keep | recompute).
-        commit_every: steps between durable generations; 0: none, states are updated in place.
+        commits: how often generations are made.
         keep: generations that stay.
         pins: generations that checkpoint folders may pin at once.
     """
@@ -96,9 +97,14 @@ class Placement:
     form: Form
     updates: UpdateTiming
     activations: str
-    commit_every: int
+    commits: Frequency
     keep: int
     pins: int
+
+    @property
+    def commit_every(self) -> int:
+        """Steps between durable generations, at most; 0: none, states are updated in place."""
+        return self.commits.every
 
     @property
     def accumulates(self) -> bool:

@@ -28,6 +28,8 @@ class Forecast:
 
     Attributes:
         passes: backward passes before the step, as was planned for.
+        read_bytes, written_bytes: of one step, with its share of a commit.
+        commit_bytes: what a whole commit writes of the states in RAM; 0 where there are no commits.
         rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None
             where it has not, or where nothing is on NVMe.
     """
@@ -35,6 +37,7 @@ class Forecast:
     passes: int
     read_bytes: int
     written_bytes: int
+    commit_bytes: int
     rate: float | None
 
     @property
@@ -104,7 +107,7 @@ class Plan:
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
                 f"  swap file     {_swap(layout.swap, placement)}; one step moves about "
                 f"{format_bytes(forecast.step_bytes)} ({per_parameter:.1f} B per trained parameter{predicted})",
-                f"  generations   {_generations(placement)}",
+                f"  commits       {_commits(placement)}",
                 f"  updates       {_updates(placement, self.budgets)}",
             ]
         )
@@ -135,8 +138,9 @@ def forecast(problem: Problem, placement: Placement, layout: Layout) -> Forecast
             moved = first + (passes - 1) * unit.gradient_fp32
             read += moved
             written += moved
-    written += committed // placement.commit_every if placement.commit_every else 0
-    return Forecast(passes, read, written, _rate(problem.config) if layout.swap.nbytes else None)
+    committed = committed if placement.commit_every else 0
+    written += committed // max(placement.commit_every, 1)
+    return Forecast(passes, read, written, committed, _rate(problem.config) if layout.swap.nbytes else None)
 
 
 def _rate(config: SwapConfig) -> float | None:
@@ -181,13 +185,13 @@ def _swap(swap: SwapBytes, placement: Placement) -> str:
     return f"{format_bytes(swap.nbytes)}{f' = {said}' if said else ''}"
 
 
-def _generations(placement: Placement) -> str:
+def _commits(placement: Placement) -> str:
     if not placement.commit_every:
-        return "none (commit_every: 0): a run that dies starts again from a saved model"
-    when = "every step" if placement.commit_every == 1 else f"every {placement.commit_every} steps"
+        return f"{placement.commits}: a run that dies starts again from a saved model"
     pins = f" and {placement.pins} pinned at most" if placement.pins else ""
     copies = placement.keep + placement.pins + 1
-    return f"{when}, {placement.keep} kept{pins}, each state in {copies} copies: all of it reserved now"
+    kept = f"{placement.keep} kept{pins}"
+    return f"{placement.commits}, {kept}, each state in {copies} copies: all of it reserved now"
 
 
 def _updates(placement: Placement, budgets: Budgets) -> str:

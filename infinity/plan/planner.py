@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, PlanError
+from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, plan_staging, slot_bytes
+from infinity.plan.disk import room_bytes
+from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.plan.placement import (
@@ -42,14 +44,16 @@ def make_plan(
     optimizer: OptimizerName = "adamw",
     accumulation_steps: int | None = None,
     sites: Sequence[HookSite] = (),
+    resumes: bool = False,
 ) -> Plan:
-    """Place every state.
+    """Place every state, and decide how often to commit where the config leaves it open.
 
     Args:
         can_recompute: the model can switch activation recomputation on.
         optimizer: whose moments room is made for.
         accumulation_steps: backward passes before each step; None: not known, and one is counted.
         sites: which units each module needs; none: every unit has a module of its own.
+        resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
@@ -57,7 +61,49 @@ def make_plan(
     """
     stored = STORED[optimizer]
     counted = tuple(UnitBytes(unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in units)
-    problem = Problem(config, _limits(config, device), counted, stored, accumulation_steps or 1)
+
+    def plan(commits: Frequency) -> Plan:
+        problem = Problem(config, _limits(config, device), counted, stored, accumulation_steps or 1, commits.every)
+        return _plan(problem, commits, device, can_recompute=can_recompute, sites=sites)
+
+    if config.commit_every != "auto":
+        return plan(Frequency(config.commit_every))
+    return _with_commits(plan, config, resumes=resumes)
+
+
+def _with_commits(plan: Callable[[Frequency], Plan], config: SwapConfig, *, resumes: bool) -> Plan:
+    """The plan that commits as often as the disks have room for and costs little.
+
+    Args:
+        plan: places everything for a number of commits. The placement of a plan with commits is the same for any.
+    """
+    if not config.nvme.paths:
+        if resumes:
+            raise ConfigError("there is nothing to resume without nvme.paths: name the directories of the run")
+        return plan(NO_PATHS)
+    try:
+        every_step = plan(Frequency(1))
+    except PlanError:
+        if resumes:
+            raise
+        return plan(Frequency(0, "memory.host has no room for the checksums of second copies"))
+    layout, forecast = every_step.layout, every_step.forecast
+    if not layout.trained_count and not resumes:
+        return plan(NOTHING_TRAINED)
+    missing = layout.swap.nbytes + layout.manifest_bytes - room_bytes(config.nvme.paths)
+    if missing > 0 and not resumes:
+        where = " and ".join(printable(path) for path in config.nvme.paths)
+        count = config.keep + config.pins + 1
+        copies = "a second copy needs" if count == 2 else f"{count} copies need"
+        return plan(Frequency(0, f"{copies} {format_bytes(missing)} more on {where}"))
+    commits = frequency_of(forecast.commit_bytes, forecast.step_bytes - forecast.commit_bytes)
+    return plan(commits)
+
+
+def _plan(
+    problem: Problem, commits: Frequency, device: torch.device, *, can_recompute: bool, sites: Sequence[HookSite]
+) -> Plan:
+    config = problem.config
     staging, placed, gradients = _place(problem)
     _require_paths(problem, placed, gradients)
     host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes
@@ -69,10 +115,10 @@ def make_plan(
         weights=placed.weights,
         optimizer=placed.optimizer,
         gradients=Resting("nvme" if gradients.spills else "host", gradients.in_ram),
-        form=Form(config.master, config.moments, stored, gradients.fp32),
+        form=Form(config.master, config.moments, problem.stored, gradients.fp32),
         updates=reserved.updates,
         activations=_activations(config, can_recompute),
-        commit_every=config.commit_every,
+        commits=commits,
         keep=config.keep,
         pins=config.pins,
     )
@@ -149,9 +195,9 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
 
 def _require_paths(problem: Problem, placed: Placed, gradients: GradientPlacement) -> None:
     config = problem.config
-    if config.commit_every and not config.nvme.paths:
+    if problem.commit_every and not config.nvme.paths:
         raise ConfigError(
-            f"commit_every: {config.commit_every} needs a directory for the generations: add nvme: {{paths: "
+            f"commit_every: {problem.commit_every} needs a directory for the generations: add nvme: {{paths: "
             "[/a/directory/on/an/ssd]} to the swap config, or set commit_every: 0"
         )
     on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)

@@ -97,6 +97,8 @@ class Problem:
         units: in the order of their indices.
         stored: the moments that the optimizer keeps.
         passes: backward passes before a step, as far as is known.
+        commit_every: steps between durable generations; 0: none. Where the config leaves it open, this is what is
+            being tried.
     """
 
     config: SwapConfig
@@ -104,6 +106,7 @@ class Problem:
     units: tuple[UnitBytes, ...]
     stored: tuple[Moment, ...]
     passes: int
+    commit_every: int
 
     @cached_property
     def weight(self) -> int:
@@ -136,7 +139,7 @@ class Problem:
     def copies(self, *, changes: bool, in_ram: bool) -> int:
         """How many copies of a state the swap file has room for: one, or none of what rests in RAM. Where generations
         are kept it has one of every state, and of what changes one more than generations stay and can be pinned."""
-        if not self.config.commit_every:
+        if not self.commit_every:
             return 0 if in_ram else 1
         return self.config.keep + self.config.pins + 1 if changes else 1
 
@@ -157,7 +160,7 @@ class Problem:
     def cost(self, nbytes: int) -> int:
         """RAM that it takes to have a state of `nbytes` rest there. A state that has no copy in the swap file any more
         needs no checksums."""
-        return nbytes if self.config.commit_every else nbytes - self.checksum_bytes(nbytes)
+        return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
 
 def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:

@@ -7,18 +7,13 @@ are reserved as far as the disks reach, those of the model's last units first: t
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from infinity.files import nearest
+from infinity.plan.disk import room_bytes
 from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
-_DISK_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
 _SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
 _AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated and written
 
@@ -53,7 +48,7 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
     reason, spare, checksums = "", frozenset[int](), 0
-    if config.commit_every == 0:
+    if problem.commit_every == 0:
         copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
         swap = problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes
         spare = as_far_as(copies.items(), _reach(problem, swap, room))
@@ -61,9 +56,9 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
         room -= checksums
         if len(spare) < len(moved):
             reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
-    elif config.commit_every > 1:
-        reason = f"commit_every: {config.commit_every} leaves a free copy in the step after each commit only"
-    able = [unit for unit in moved if config.commit_every or unit.index in spare]
+    elif problem.commit_every > 1:
+        reason = f"commit_every: {problem.commit_every} leaves a free copy in the step after each commit only"
+    able = [unit for unit in moved if problem.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
@@ -82,7 +77,7 @@ def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
 
 def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
     """How far a swap file of `swap_bytes` can grow on the disks, with its checksums in `room` bytes of RAM."""
-    free = int(free_bytes(problem.config.nvme.paths) * _DISK_SHARE) - swap_bytes
+    free = room_bytes(problem.config.nvme.paths) - swap_bytes
     per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 
@@ -126,10 +121,3 @@ def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes:
 def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
     """The units whose states come from NVMe."""
     return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]
-
-
-def free_bytes(paths: Sequence[Path]) -> int:
-    """What a file striped evenly over these directories can grow to."""
-    free = [(os.stat(there).st_dev, shutil.disk_usage(there).free) for there in map(nearest, paths)]
-    devices = [device for device, _ in free]
-    return min((nbytes // devices.count(device) for device, nbytes in free), default=0) * len(paths)

@@ -179,7 +179,7 @@ def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: Optimi
         raise ModelError("this model is offloaded already; infinity.close(model) ends that")
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
-    if resumes and not config.commit_every:
+    if resumes and config.commit_every == 0:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 
 

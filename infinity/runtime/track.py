@@ -68,13 +68,15 @@ def commit(model: nn.Module) -> None:
     (evaluation that draws random numbers, a tracked loader asked for several batches), or to commit between.
 
     Raises:
-        ConfigError: the model was offloaded with commit_every: 0.
+        ConfigError: the run keeps no generations: commit_every is 0, or auto found no room for them.
         InfinityError: it could not be made; what can be resumed is the generation before.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     if coordinator.resources.generations is None:
-        raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
+        commits = coordinator.resources.plan.placement.commits
+        why = commits.reason or "commit_every: 0"
+        raise ConfigError(f"this run keeps no generations ({why}); set commit_every: 1, or how many steps apart")
     coordinator.commit()
 
 

@@ -46,6 +46,22 @@ USE_GATHERED = (
     "have their values; infinity.state_dict(model) goes through all of them one by one, and "
     "infinity.save_pretrained(model, directory) writes them."
 )
+_CONVERSIONS = ("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda")
+
+
+def way_out(use: str) -> str:
+    """What to do where an operation must not have the values: one that writes is often torch's optimizer."""
+    if use in _CONVERSIONS:
+        return (
+            "A model is converted before infinity.offload, or loaded with infinity.load_pretrained(path, dtype=...). "
+            f"{USE_GATHERED}"
+        )
+    if use.endswith("_") and not use.endswith("__"):
+        return (
+            "Train it with an optimizer of infinity, such as infinity.AdamW(model.parameters()), or change it in `with "
+            "infinity.gathered(model, module, write=True):`."
+        )
+    return USE_GATHERED
 
 
 def in_backward() -> bool:

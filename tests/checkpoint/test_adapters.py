@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningConfig, VBLoRAConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import infinity
@@ -150,10 +151,13 @@ def test_a_peft_model_that_is_not_offloaded_is_refused(base: Path, tmp_path: Pat
         infinity.save_pretrained(on(base, lora()), tmp_path / "adapters")
 
 
-def test_pefts_own_save_names_ours(base: Path, offload: Offload, tmp_path: Path) -> None:
+def test_pefts_own_save_writes_the_same_tensors(base: Path, offload: Offload, tmp_path: Path) -> None:
     model = offload(on(base, lora()))
-    with pytest.raises(ReleasedParameterError, match=r"use infinity\.save_pretrained\(model, directory\)"):
-        model.save_pretrained(tmp_path / "adapters")
+    model.save_pretrained(tmp_path / "theirs")
+    infinity.save_pretrained(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
 def test_a_model_that_is_merged_outside_of_gathered_names_gathered(base: Path, offload: Offload) -> None:

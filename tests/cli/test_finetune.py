@@ -46,6 +46,7 @@ def job(tmp_path: Path) -> dict[str, Any]:
         "optimizer": "nvme",
         "memory": {"device": "8MiB", "host": "64MiB"},
         "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 0,
     }
     (tmp_path / "swap.yaml").write_text(yaml.safe_dump(config))
     return {

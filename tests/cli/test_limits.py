@@ -133,7 +133,7 @@ def test_sequences_of_one_token_are_refused(job: Job, tmp_path: Path, capsys: An
 def test_an_export_needs_no_other_directory(job: Job, tmp_path: Path, capsys: Any) -> None:
     config = json.loads(json.dumps({"commit_every": 1, "nvme": {"paths": [str(tmp_path / "swap")]}}))
     job["--config"].write_text(json.dumps(config))
-    assert run(job | {"--steps": 2}) == 0
+    assert run(job | {"--steps": 2}, "--keep-store") == 0
     copy = tmp_path / "copy"
     assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(copy)]) == 0
     job["--model"].rename(tmp_path / "moved")
@@ -150,7 +150,7 @@ def test_an_export_needs_no_other_directory(job: Job, tmp_path: Path, capsys: An
 
 def test_an_export_whose_tokenizer_is_gone_says_so(job: Job, tmp_path: Path, capsys: Any) -> None:
     job["--config"].write_text(json.dumps({"commit_every": 1, "nvme": {"paths": [str(tmp_path / "swap")]}}))
-    assert run(job | {"--steps": 1}) == 0
+    assert run(job | {"--steps": 1}, "--keep-store") == 0
     job["--model"].rename(tmp_path / "moved")
     assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(tmp_path / "copy")]) == 0
     assert "warning: the copy has no tokenizer" in capsys.readouterr().err

@@ -121,7 +121,7 @@ def test_no_loss_scale_switches_it_off(job: dict[str, Any], tmp_path: Path, caps
 def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_none(
     job: dict[str, Any], capsys: Any
 ) -> None:
-    assert run(job | {"--steps": 2}, "--resume") == 0
+    assert run(job | {"--steps": 2}, "--resume", "--keep-store") == 0
     assert "beginning anew" in capsys.readouterr().out
     job["--output"] = job["--output"].with_name("again")
     assert run(job | {"--steps": 2}, "--resume") == 0
@@ -129,7 +129,7 @@ def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_
 
 
 def test_an_option_that_would_change_the_run_is_named(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    assert run(job | {"--steps": 2}) == 0
+    assert run(job | {"--steps": 2}, "--keep-store") == 0
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--lr", "0.5"]) == 2
     assert "--lr is 0.5, and the run that is resumed has 0.003" in capsys.readouterr().err
     (tmp_path / "text.txt").write_text(TEXT + "one more line\n")
@@ -138,7 +138,7 @@ def test_an_option_that_would_change_the_run_is_named(job: dict[str, Any], tmp_p
 
 
 def test_a_new_run_does_not_replace_generations(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    assert run(job | {"--steps": 2}) == 0
+    assert run(job | {"--steps": 2}, "--keep-store") == 0
     before = sorted(os.listdir(tmp_path / "swap-a"))
     assert run(job | {"--output": tmp_path / "new"}) == 2
     assert "infinity checkpoint remove" in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_list_and_verify_name_what_is_there_and_what_is_damaged(
 ) -> None:
     config = yaml.safe_load(job["--config"].read_text()) | {"keep": 2}
     job["--config"].write_text(yaml.safe_dump(config))
-    assert run(job | {"--steps": 3}) == 0
+    assert run(job | {"--steps": 3}, "--keep-store") == 0
     swap = tmp_path / "swap-a"
     capsys.readouterr()
     assert main(["checkpoint", "list", str(swap)]) == 0
@@ -215,7 +215,7 @@ def test_a_finished_run_goes_on_with_more_steps(job: dict[str, Any], tmp_path: P
     """With a schedule that does not end, to the bits of a run that had as many from the start."""
     constant = {"--schedule": "constant"}
     assert run(_job(tmp_path, "b") | constant | {"--steps": 12}) == 0
-    assert run(job | constant | {"--steps": 5}) == 0
+    assert run(job | constant | {"--steps": 5}, "--keep-store") == 0
     resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
     assert main([*resumed, "--steps", "4", "--output", str(tmp_path / "less")]) == 2
     assert "--steps is 4, and the run that is resumed has done 5" in capsys.readouterr().err
@@ -234,7 +234,7 @@ def test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end(
     job: dict[str, Any], tmp_path: Path
 ) -> None:
     assert run(_job(tmp_path, "b")) == 0
-    assert run(job | {"--steps": 5}) == 0
+    assert run(job | {"--steps": 5}, "--keep-store") == 0
     longer = ["--resume", str(tmp_path / "swap-a"), "--steps", "12", "--output", str(tmp_path / "more")]
     assert main(["finetune", *longer]) == 0
     rates = [

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from infinity.durable.commits import Commit, Commits, facts_of
 from infinity.durable.resumed import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
+from infinity.plan.frequency import Frequency
 from infinity.sizes import PAGE_BYTES
 from infinity.state.records import ModelRecord
 from infinity.tiers.home import Home
@@ -24,7 +25,7 @@ EVERY = 2
 def plan_of(commit_every: int) -> Any:
     """What commits ask of a plan."""
     form = SimpleNamespace(stored=("exp_avg",))
-    return SimpleNamespace(placement=SimpleNamespace(commit_every=commit_every, form=form))
+    return SimpleNamespace(placement=SimpleNamespace(commits=Frequency(commit_every), form=form))
 
 
 class Optimizers:

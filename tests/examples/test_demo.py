@@ -43,6 +43,7 @@ def test_a_demo_that_was_stopped_goes_on(calls: Path) -> None:
     generation.touch()
     first = demo(calls)[0]
     assert first.startswith("infinity finetune --resume demo/swap")
+    assert "--keep-store" in first, "its generations are verified afterwards"
     assert generation.exists()
 
 
@@ -55,4 +56,5 @@ def test_one_that_never_began_or_ended_begins_anew(left: str, calls: Path) -> No
     called = demo(calls)
     assert called[0] == "python examples/make_demo_checkpoint.py demo/input"
     assert called[1].startswith("infinity finetune --model demo/input/checkpoint ")
+    assert "--keep-store" in called[1]
     assert not (calls / left).exists()

@@ -35,7 +35,8 @@ def train(directory, layers=4, **nvme):
     torch.manual_seed(0)
     model, batch = llama(layers)
     config = dict(weights="nvme", optimizer="nvme", activations="keep", memory=dict(device="64MiB", host="512MiB"))
-    model = infinity.offload(model.bfloat16().train(), config | dict(nvme=dict(paths=[directory], **nvme)))
+    config |= dict(commit_every=0, nvme=dict(paths=[directory], **nvme))
+    model = infinity.offload(model.bfloat16().train(), config)
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         loss = loss_of(model, batch)

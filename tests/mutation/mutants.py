@@ -36,9 +36,52 @@ _CORRUPTION = "tests/runtime/test_corruption.py"
 _PINS = ("tests/io/test_pins.py", "tests/crash/test_pins.py")
 _DURABLE = "tests/io/test_durable.py"
 _HEADERS = ("tests/io/test_headers.py",)
+_FINISHED = ("tests/cli/test_finished.py",)
 _FAULTS = ("tests/native/test_engine_faults.py", "tests/runtime/test_faults.py")
 
 MUTANTS = [
+    Mutant(
+        "note of a finished run before its store goes",
+        "infinity/cli/finished.py",
+        "        durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])\n",
+        "",
+        _FINISHED,
+    ),
+    Mutant(
+        "store of another run stays when a run is finished",
+        "infinity/cli/finished.py",
+        "                if read_header(directory.header_path).run == run:\n",
+        "                if True:\n",
+        _FINISHED,
+    ),
+    Mutant(
+        "note of an earlier end of the run is not believed",
+        "infinity/cli/finished.py",
+        "run == note.run and newest <= note.steps else None",
+        "run == note.run else None",
+        _FINISHED,
+    ),
+    Mutant(
+        "next run removes the note of a finished one",
+        "infinity/io/directory.py",
+        "        left = os.path.lexists(self.header_path)\n        durable.remove(self.path / FINISHED_NAME)\n",
+        "        left = os.path.lexists(self.header_path)\n",
+        _FINISHED,
+    ),
+    Mutant(
+        "commit_every: auto asks whether the disk has room",
+        "infinity/plan/planner.py",
+        "    if missing > 0 and not resumes:\n",
+        "    if missing > 0 and False:\n",
+        ("tests/plan/test_frequency.py",),
+    ),
+    Mutant(
+        "what due() answered for a step stays",
+        "infinity/durable/pace.py",
+        "        return step % self._asked_every == 0\n",
+        "        return step % self._every == 0\n",
+        ("tests/durable/test_pace.py",),
+    ),
     Mutant(
         "fsync of a manifest before its rename",
         "infinity/io/durable.py",

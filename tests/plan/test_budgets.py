@@ -111,7 +111,7 @@ def test_the_device_budget_that_is_advised_works_and_one_page_less_is_refused(
 
 def plan(memory: dict[str, int], **config: Any) -> Plan:
     found = discover(Blocks((1, 3, 2, 1), {3: 0}))
-    given = {"nvme": {"paths": ["/tmp/never-made"]}, "memory": memory} | config
+    given = {"nvme": {"paths": ["/tmp/never-made"]}, "memory": memory, "commit_every": 0} | config
     cpu = torch.device("cpu")
     return make_plan(found.units, load_config(given), cpu, can_recompute=False, sites=found.sites)
 

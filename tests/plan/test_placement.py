@@ -27,6 +27,7 @@ def plan(host: int, device: str = "cpu", **config: Any) -> Plan:
         blocks = nn.ModuleList(nn.Linear(1024, width, bias=False) for width in WIDTHS).bfloat16()
     given: dict[str, Any] = {
         "nvme": {"paths": ["/tmp/never-made"]},
+        "commit_every": 0,
         "overlap": "off",  # nothing is reserved for it
         "memory": {"device": "16MiB", "host": host},
         "update": {"tile": "1MiB"},  # so large that staging is three tiles for every budget here

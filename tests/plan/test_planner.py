@@ -20,7 +20,7 @@ from tests.models import llama
 def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16)).to(dtype)
-    config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off"} | config
+    config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
     return make_plan(discover(blocks).units, load_config(config), torch.device(device), can_recompute=False)
 
 
@@ -81,7 +81,7 @@ def test_recompute_is_refused_where_the_model_cannot() -> None:
 
 def test_a_plan_describes_itself() -> None:
     model, _ = llama()
-    config = load_config({"nvme": {"paths": ["/tmp/never-made"]}, **NVME})
+    config = load_config({"nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0, **NVME})
     text = make_plan(discover(model).units, config, torch.device("cpu"), can_recompute=True).describe()
     for word in ("weights", "optimizer", "gradients", "recompute", "memory.host", "swap file"):
         assert word in text

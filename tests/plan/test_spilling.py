@@ -26,6 +26,7 @@ def plan(host: int, passes: int | None = None, **config: Any) -> Plan:
         blocks = nn.ModuleList(nn.Linear(1024, numel // 1024, bias=False) for numel in NUMELS).bfloat16()
     given: dict[str, Any] = {
         "nvme": {"paths": ["/tmp/never-made"]},
+        "commit_every": 0,
         "overlap": "off",  # nothing is reserved for it
         "memory": {"device": "32MiB", "host": host},
         "update": {"tile": "1MiB"},  # so large that staging is three tiles for every budget here

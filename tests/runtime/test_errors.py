@@ -99,7 +99,8 @@ def test_tmpfs_works_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         pytest.skip("no tmpfs at /dev/shm")
     model, batch = llama()
     with caplog.at_level("WARNING", "infinity"):
-        model = infinity.offload(model, {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(path)]}})
+        tiers = {"weights": "nvme", "optimizer": "nvme", "commit_every": 0}
+        model = infinity.offload(model, tiers | {"nvme": {"paths": [str(path)]}})
     assert "is on tmpfs" in caplog.text
     step(model, batch, infinity.AdamW(model.parameters()))
     infinity.close(model)

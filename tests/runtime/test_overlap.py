@@ -59,6 +59,7 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
         "activations": "keep",
         "memory": {"device": "640KiB", "host": "64MiB"},
         "nvme": {"paths": [str(path)]},
+        "commit_every": 0,
         "update": {"tile": "64KiB", "threads": 2},
     } | config
     if cached == "half":

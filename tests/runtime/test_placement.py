@@ -39,7 +39,8 @@ class Placed:
     def config(self, host: int, **config: Any) -> dict[str, Any]:
         memory = {"device": DEVICE, "host": host}
         nvme = {"paths": [str(self._path)]}
-        return {"activations": "keep", "memory": memory, "nvme": nvme, "update": TILE} | self._form | config
+        given = {"activations": "keep", "memory": memory, "nvme": nvme, "update": TILE, "commit_every": 0}
+        return given | self._form | config
 
     def least(self, **config: Any) -> Plan:
         """The plan with nothing in RAM but what must be there, at the least memory.host for it."""

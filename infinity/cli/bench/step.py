@@ -114,7 +114,8 @@ def _replay(
     try:
         coordinator = registry.coordinator_of(model)
         plan = coordinator.resources.plan
-        if plan.layout.swap.nbytes == 0:
+        tiers = (plan.placement.weights.tier, plan.placement.optimizer.tier, plan.placement.gradients.tier)
+        if plan.layout.swap.nbytes == 0 or (config.commit_every == "auto" and "nvme" not in tiers):
             raise BenchError(
                 f"{options.config}: nothing is on NVMe (weights {plan.placement.weights.tier}, "
                 f"optimizer {plan.placement.optimizer.tier})"

@@ -80,6 +80,7 @@ def test_the_command_tells_seconds_tokens_and_wear(tmp_path: Path, capsys: pytes
         "activations": "keep",
         "memory": {"device": "1MiB", "host": "64MiB"},
         "nvme": {"paths": [str(swap)]},
+        "commit_every": 0,
     }
     (tmp_path / "swap.yaml").write_text(yaml.safe_dump(config))
     arguments = ["step", "--model", str(tmp_path / "model" / "config.json"), "--config", str(tmp_path / "swap.yaml")]

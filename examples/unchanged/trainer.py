@@ -1,0 +1,59 @@
+"""Fine-tune a causal language model with transformers' Trainer."""
+
+import os
+
+import torch
+from datasets import load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+model_name = os.environ["MODEL"]
+dtype = os.environ.get("DTYPE", "float32")
+
+tokenizer = AutoTokenizer.from_pretrained(model_name)
+model = AutoModelForCausalLM.from_pretrained(model_name, dtype=getattr(torch, dtype))
+
+dataset = load_dataset("json", data_files=os.environ["DATA"], split="train")
+dataset = dataset.train_test_split(test_size=0.125, seed=0)
+
+
+def preprocess(examples):
+    return tokenizer(examples["text"], truncation=True, max_length=128)
+
+
+tokenized = dataset.map(preprocess, batched=True, remove_columns=["text"])
+
+training_args = TrainingArguments(
+    output_dir=os.environ["OUTPUT"],
+    max_steps=int(os.environ.get("STEPS", "8")),
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=2,
+    learning_rate=1e-4,
+    lr_scheduler_type="cosine",
+    max_grad_norm=1.0,
+    eval_strategy="steps",
+    eval_steps=4,
+    save_strategy="steps",
+    save_steps=4,
+    logging_steps=1,
+    bf16=dtype == "bfloat16",
+    use_cpu=not torch.cuda.is_available(),
+    report_to="none",
+)
+
+trainer = Trainer(
+    model=model,
+    args=training_args,
+    train_dataset=tokenized["train"],
+    eval_dataset=tokenized["test"],
+    processing_class=tokenizer,
+    data_collator=DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False),
+)
+trainer.train(resume_from_checkpoint=os.environ.get("RESUME"))
+trainer.save_model()
+trainer.save_state()

@@ -1,0 +1,134 @@
+"""What becomes of the store of a run whose output is complete: it is removed, and a note stays in its place, so that
+`--resume` can say where the output is.
+
+[Note: the order]
+The output is written beside its place, fsynced and renamed, and the directory is fsynced (checkpoint/aside.py). Then
+the note is written and fsynced. Only then the store goes. A crash in between leaves both the output and the store; with
+the note, the next --resume removes the store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from infinity import files
+from infinity.cli.command import command
+from infinity.errors import InfinityError, ResumeError, printable
+from infinity.io import durable
+from infinity.io.directory import FINISHED_NAME, HEADER_NAME, SwapDirectory, generations_in, remove_store
+from infinity.io.headers import members_of
+from infinity.io.manifest import read_header
+from infinity.io.schema import Count, Name, Record, first_problem
+from infinity.io.store import now
+from infinity.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_NOTE_BYTES_MAX = 64 << 10
+
+
+class Finished(Record):
+    """The note that a finished run leaves in the first of its nvme.paths.
+
+    Attributes:
+        run: the store's run.
+        output: directory of the complete output.
+        steps: optimizer steps that were done.
+        ended: date, ISO 8601.
+    """
+
+    run: Name
+    output: Name
+    steps: Count
+    ended: Name
+
+
+def finish(paths: Sequence[Path], run: str, output: Path, steps: int) -> None:
+    """Note that the output of a run is complete, and remove the run's store. What fails is said on stderr: the run and
+    its output are all right."""
+    first = paths[0].expanduser()
+    note = Finished(run=run, output=str(output), steps=steps, ended=now())
+    try:
+        durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
+        freed = _remove(paths, run)
+    except (InfinityError, OSError) as error:
+        again = command("checkpoint", "remove", *paths)
+        print(printable(f"warning: the finished run's store stays: {error} Remove it with: {again}"), file=sys.stderr)
+        return
+    print(printable(f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it)"))
+
+
+def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
+    """Whether --resume means a finished run, whose store is removed. If so, says it, and removes what a crash has left
+    of the store.
+
+    Args:
+        directory: the first of the run's nvme.paths.
+
+    Raises:
+        ResumeError: --resume names the run, and the options ask for more steps or another output.
+        StoreLockedError, SwapIOError: what is left of the store cannot be removed.
+    """
+    note = _note_in(directory)
+    if note is None:
+        return False
+    is_left = (directory / HEADER_NAME).exists()
+    more = options.steps is not None and options.steps > note.steps
+    elsewhere = options.output is not None and options.output.expanduser().absolute() != Path(note.output)
+    if more or elsewhere:
+        if options.resume and not is_left:
+            raise ResumeError(
+                f"nothing to resume in {directory}: the run ended after step {note.steps}, and its store is removed. "
+                f"Its model is in {note.output}: a new run begins from it with --model. With --keep-store a run can go "
+                "on after its end."
+            )
+        return False
+    print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
+    if is_left:
+        freed = _remove(members_of(directory), note.run)
+        print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
+    return True
+
+
+def _note_in(directory: Path) -> Finished | None:
+    """The note in a directory; None where there is none that is about the store there."""
+    path = directory / FINISHED_NAME
+    try:
+        note = Finished.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
+        if not (directory / HEADER_NAME).exists():
+            return note
+        newest = next(iter(generations_in(directory)), 0)
+        return note if read_header(directory / HEADER_NAME).run == note.run and newest <= note.steps else None
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        logger.warning("%s is not used: %s", printable(path), first_problem(error))
+    except (OSError, ResumeError) as error:
+        logger.warning("%s is not used: %s", printable(path), error)
+    return None
+
+
+def _remove(paths: Sequence[Path], run: str) -> int:
+    """Remove the files of a store; returns the bytes that are freed. Directories in which nothing of the run is left
+    stay as they are.
+
+    Raises:
+        StoreLockedError: another process uses the store.
+        SwapIOError: a file cannot be removed.
+    """
+    with ExitStack() as held:
+        directories = []
+        for path in (each.expanduser() for each in paths):
+            if (path / HEADER_NAME).exists():
+                directory = SwapDirectory(path, create=False)
+                held.callback(directory.close)
+                if read_header(directory.header_path).run == run:
+                    directories.append(directory)
+        return sum(remove_store(directories).values())

@@ -1,0 +1,37 @@
+"""A small Llama with a tokenizer and data, made once for each process of tests, and the plain runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.make_demo_checkpoint import make_checkpoint
+from tests.unchanged.scripts import Job, Script
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 1.4 M parameters in fp32: 5.6 MB."""
+    directory = tmp_path_factory.mktemp("inputs")
+    make_checkpoint(directory, hidden=128, layers=6, vocabulary=1024, dtype=torch.float32, text_bytes=300_000)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, str], Job]:
+    """Plain runs, each made once."""
+    made: dict[tuple[Script, str], Job] = {}
+
+    def run(script: Script, dtype: str) -> Job:
+        if (script, dtype) not in made:
+            job = Job(script, inputs, dtype, tmp_path_factory.mktemp("plain") / script.name)
+            job.run()
+            made[script, dtype] = job
+        return made[script, dtype]
+
+    return run

@@ -1,0 +1,82 @@
+"""What a script leaves, read with plain libraries: its losses, its weights, and the logits of what it saved."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.unchanged.scripts import SAVED, STEPS, Job
+
+_COMPARED = ("loss", "eval_loss", "grad_norm", "reward_std")
+
+History = dict[tuple[int, str], float]
+
+
+def history_of(job: Job) -> History:
+    """By step and name, the losses and gradient norms that the script reported. Of several runs the last one counts."""
+    reported: History = {}
+    for line in _lines(job):
+        for name in _COMPARED:
+            if line.get(name) not in (None, ""):
+                reported[int(line["step"]), name] = float(line[name])
+    return reported
+
+
+def _lines(job: Job) -> list[dict[str, Any]]:
+    state = job.output / "trainer_state.json"
+    if state.exists():
+        return list(json.loads(state.read_text())["log_history"])
+    metrics = sorted(job.output.glob("lightning_logs/version_*/metrics.csv"), key=_version)
+    if metrics:  # Lightning counts the steps that are done before this one
+        rows = [row for path in metrics for row in csv.DictReader(path.read_text().splitlines())]
+        return [row | {"step": int(row["step"]) + 1} for row in rows]
+    return [json.loads(line) for line in job.log.read_text().splitlines() if line.startswith('{"step"')]
+
+
+def _version(path: Path) -> int:
+    return int(path.parent.name.removeprefix("version_"))
+
+
+def completions_of(job: Job) -> list[str]:
+    """The token ids of every completion that GRPO sampled, in their order."""
+    return (job.output / "completions.jsonl").read_text().splitlines()
+
+
+def weights_of(job: Job) -> dict[str, torch.Tensor]:
+    """The weights or adapters at the end."""
+    return load_file(job.output / ("adapter_model.safetensors" if job.script.adapters else "model.safetensors"))
+
+
+def saved_by(job: Job) -> list[Path]:
+    """The checkpoints, and what was saved at the end."""
+    return [job.checkpoint(step) for step in range(SAVED, STEPS + 1, SAVED)] + [job.output]
+
+
+def _state_dict_in(saved: Path) -> dict[str, torch.Tensor]:
+    if saved.is_dir():
+        return load_file(saved / "model.safetensors")
+    states = torch.load(saved, weights_only=True)["state_dict"]
+    return {name.removeprefix("model."): value for name, value in states.items()}  # the module's attribute
+
+
+@torch.no_grad()
+def logits_of(job: Job, saved: Path) -> torch.Tensor:
+    """The logits of a model that was saved, loaded as its library says."""
+    dtype = getattr(torch, job.dtype)
+    if job.script.adapters:
+        model = AutoPeftModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # of Lightning, or of Accelerate
+        model = AutoModelForCausalLM.from_pretrained(job.inputs / "checkpoint", dtype=dtype)
+        model.load_state_dict(_state_dict_in(saved))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} <= {dtype, torch.float32}
+    ids = torch.arange(3, 67).reshape(2, 32)
+    return model.eval()(input_ids=ids).logits.float()

@@ -1,0 +1,138 @@
+"""The scripts of examples/unchanged in processes of their own: plain or under `infinity run`, ended or killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+SAVED = 4
+"""The scripts save every fourth step."""
+_WITHIN_S = 240.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script.
+
+    Attributes:
+        data: which of the files that make_demo_checkpoint writes.
+        checkpoint: the name of a checkpoint, by its step.
+        adapters: whether it leaves LoRA adapters, not a model.
+    """
+
+    name: str
+    data: str
+    checkpoint: str = "checkpoint-{}"
+    adapters: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+SCRIPTS = {
+    script.name: script
+    for script in (
+        Script("trainer", "texts"),
+        Script("sft_lora", "chats", adapters=True),
+        Script("dpo", "preferences"),
+        Script("grpo", "prompts"),
+        Script("accelerate_loop", "texts"),
+        Script("lightning_module", "texts", checkpoint="checkpoint-step={}.ckpt"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One script with what it reads and writes.
+
+    Attributes:
+        inputs: what make_demo_checkpoint wrote.
+        dtype: of the weights.
+        output: the directory that the script fills; what it prints goes to `log` beside it.
+        config: a swap config; without one the run is plain.
+    """
+
+    script: Script
+    inputs: Path
+    dtype: str
+    output: Path
+    config: Path | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.output.with_suffix(".log")
+
+    def checkpoint(self, step: int) -> Path:
+        return self.output / self.script.checkpoint.format(step)
+
+    def run(self) -> None:
+        """Run it to its end."""
+        self._end(self._started(None))
+
+    def resume(self) -> None:
+        """Run it from the first checkpoint to its end."""
+        before = self._first_checkpoint()
+        assert before
+        self._end(self._started(SAVED))
+        assert self._first_checkpoint() == before, f"{self.script} began anew, and did not resume"
+
+    def _first_checkpoint(self) -> dict[Path, int]:
+        """When each file of it was written. A run that began anew writes it again (Lightning, beside it)."""
+        found = self.output.glob(self.script.checkpoint.format(SAVED).replace(".ckpt", "*"))
+        files = [path for each in found for path in (each, *each.rglob("*"))]
+        return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            process.wait(_WITHIN_S)
+        finally:
+            process.kill()
+        assert process.returncode == 0, f"{self.script} ended with {process.returncode}:\n{self._tail()}"
+
+    def run_until_killed(self) -> None:
+        """Run it, and kill it while it writes the second checkpoint or in the steps after that."""
+        process = self._started(None)
+        deadline = time.monotonic() + _WITHIN_S
+        try:
+            while not self.checkpoint(2 * SAVED).exists():
+                assert process.poll() is None, f"{self.script} ended with {process.returncode}:\n{self._tail()}"
+                assert time.monotonic() < deadline, f"{self.script} hangs:\n{self._tail()}"
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.002)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == -signal.SIGKILL, f"{self.script} ended before it was killed"
+
+    def _started(self, resume: int | None) -> subprocess.Popen[bytes]:
+        launcher = [] if self.config is None else ["-m", "infinity.run", str(self.config)]
+        command = [sys.executable, *launcher, str(ROOT / "examples" / "unchanged" / f"{self.script}.py")]
+        environment = os.environ | {
+            "MODEL": str(self.inputs / "checkpoint"),
+            "DATA": str(self.inputs / f"{self.script.data}.jsonl"),
+            "OUTPUT": str(self.output),
+            "STEPS": str(STEPS),
+            "DTYPE": self.dtype,
+            "HF_HOME": str(self.inputs / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        if resume is not None:
+            environment["RESUME"] = str(self.checkpoint(resume))
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, env=environment, cwd=self.output.parent, stdout=log, stderr=log)
+
+    def _tail(self) -> str:
+        return self.log.read_text(errors="replace")[-6000:]
