@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import is_deferred
-
-_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def replace_preparing(run: Run, patches: Patches) -> None:
@@ -27,7 +24,7 @@ def replace_preparing(run: Run, patches: Patches) -> None:
 def _init(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        run.wish(dtype=_COMPUTED_IN.get(str(self.mixed_precision), run.wishes.dtype))
+        run.computes_in(self.mixed_precision)
 
     return init
 

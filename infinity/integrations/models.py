@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -23,13 +24,38 @@ def replace_loading(run: Run, patches: Patches) -> None:
     from transformers import PreTrainedModel
 
     patches.wrap(PreTrainedModel, "from_pretrained", _from_pretrained(run))
+    if (peft_model := _peft_model()) is not None:
+        patches.wrap(peft_model, "__init__", _wrapping(run))
+    replace_saving(patches)
+
+
+def replace_saving(patches: Patches) -> None:
+    """From now on `save_pretrained` of an offloaded model writes one shard at a time."""
+    from transformers import PreTrainedModel
+
     patches.wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    if (peft_model := _peft_model()) is not None:
+        patches.wrap(peft_model, "save_pretrained", _save_pretrained)
+
+
+@contextmanager
+def saving_as_infinity() -> Iterator[None]:
+    """`replace_saving` in a context."""
+    patches = Patches()
+    replace_saving(patches)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+def _peft_model() -> Any:
+    """PEFT's class of models, where PEFT is installed."""
     try:
         from peft import PeftModel
     except ImportError:
-        return
-    patches.wrap(PeftModel, "__init__", _wrapping(run))
-    patches.wrap(PeftModel, "save_pretrained", _save_pretrained)
+        return None
+    return PeftModel
 
 
 def _from_pretrained(run: Run) -> Callable[..., Any]:

@@ -26,6 +26,11 @@ _OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
 }
 
 
+def ours_for(theirs: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """infinity's optimizer for one of torch's; another one is returned as it is."""
+    return _OURS.get(theirs, theirs)
+
+
 def replace_optimizers(run: Run, patches: Patches) -> None:
     """From now on `torch.optim.AdamW(model.parameters(), ...)` and its like offload a model that was loaded, and are
     infinity's."""

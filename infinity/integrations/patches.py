@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -39,3 +40,14 @@ class Patches:
 
 
 _INHERITED = object()
+
+
+@contextmanager
+def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
+    """`Patches.wrap` in a context."""
+    patches = Patches()
+    patches.wrap(owner, name, ours)
+    try:
+        yield
+    finally:
+        patches.undo()

@@ -27,6 +27,7 @@ from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
 
+_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TRAINED_WEIGHT = 4
 """How much of memory.host a byte of trained weights counts beside one of frozen weights: it has states, too."""
 
@@ -87,6 +88,10 @@ class Run:
     def wish(self, **known: Any) -> None:
         """More is known of the training. Args: known: attributes of Wishes."""
         self.wishes = replace(self.wishes, **known)
+
+    def computes_in(self, mixed_precision: Any) -> None:
+        """Args: mixed_precision: as accelerate has it: "no", "bf16" or "fp16"."""
+        self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision), self.wishes.dtype))
 
     # -- models -------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,14 @@
-"""transformers' Trainer, and with it TRL's: what it must do otherwise for an offloaded model."""
+"""transformers' Trainer, and with it TRL's: what it must do otherwise for an offloaded model.
+
+`infinity run` gives these methods to every Trainer. A script that knows infinity uses `Trainer` from here, or puts the
+mixin before another Trainer:
+
+    from infinity.integrations.transformers import Trainer, TrainerMixin
+
+    trainer = Trainer(model=model, args=args, train_dataset=rows, swap_config="swap.yaml")
+
+    class OffloadedSFTTrainer(TrainerMixin, trl.SFTTrainer): ...
+"""
 
 from __future__ import annotations
 
@@ -7,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import trainer as trainer_module
 
+from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ModelError
 from infinity.integrations.folders import Saving, letting_go
+from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
-from infinity.integrations.patches import Patches
+from infinity.integrations.optimizers import ours_for
+from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
 
 _UNBOUNDED_PINS = 2
@@ -23,16 +38,13 @@ _UNBOUNDED_PINS = 2
 def replace_training(run: Run, patches: Patches) -> None:
     """From now on every Trainer offloads its model when it makes its optimizer, and its checkpoint folders pin
     generations."""
-    from transformers import Trainer, trainer
-
-    of = _OfTrainer(run)
-    patches.wrap(Trainer, "__init__", of.init)
-    patches.wrap(Trainer, "create_optimizer", of.create_optimizer)
-    patches.wrap(Trainer, "get_optimizer_cls_and_kwargs", of.get_optimizer)
-    patches.wrap(Trainer, "_load_from_checkpoint", of.load_from_checkpoint)
-    patches.wrap(Trainer, "_save_checkpoint", of.save_checkpoint)
-    patches.wrap(Trainer, "_finalize_training", of.finalize_training)
-    patches.wrap(trainer, "rotate_checkpoints", of.rotate_checkpoints)
+    of, kind = _OfTrainer(run), transformers.Trainer
+    patches.wrap(kind, "__init__", of.init)
+    patches.wrap(kind, "create_optimizer", of.create_optimizer)
+    patches.wrap(kind, "get_optimizer_cls_and_kwargs", of.get_optimizer)
+    patches.wrap(kind, "_load_from_checkpoint", of.load_from_checkpoint)
+    patches.wrap(kind, "_save_checkpoint", of.save_checkpoint)
+    patches.wrap(kind, "_finalize_training", of.finalize_training)
 
 
 class _OfTrainer:
@@ -40,13 +52,12 @@ class _OfTrainer:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._saving: Saving | None = None
-        self._model: nn.Module | None = None
 
     def init(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
         wish_for(trainer.args, self._run)
+        self._run.computes_in(trainer.accelerator.mixed_precision)
         self._run.wish(
             accumulation_steps=trainer.args.gradient_accumulation_steps, pins=_pins_of(trainer.args, self._run)
         )
@@ -75,23 +86,18 @@ class _OfTrainer:
         if trainer.args.save_only_model or not registry.is_offloaded(trainer.model):
             original(trainer, model, *args)
             return
-        run_dir = trainer._get_output_dir(*args[:1], **({} if args else {"trial": None}))
-        self._model = trainer.model
-        self._saving = Saving(trainer.model, Path(run_dir, f"checkpoint-{trainer.state.global_step}"))
-        try:
-            original(trainer, model, *args)
-            self._saving.finish()
-        finally:
-            self._saving = self._model = None
+        folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
+        saving = Saving(trainer.model, folder)
 
-    def rotate_checkpoints(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """The last thing that saving does: what is older goes when what is newer is whole."""
-        if self._saving is None or self._model is None:
-            original(*args, **kwargs)
-            return
-        self._saving.finish()
-        with letting_go(self._model):
-            original(*args, **kwargs)
+        def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            """The last thing that saving does: what is older goes when what is newer is whole."""
+            saving.finish()
+            with letting_go(trainer.model):
+                rotate_checkpoints(*args, **kwargs)
+
+        with patched(trainer_module, "rotate_checkpoints", rotate):
+            original(trainer, model, *args)
+        saving.finish()
 
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with letting_go(trainer.model):
@@ -106,3 +112,54 @@ def _pins_of(args: Any, run: Run) -> int:
     if not limit or limit <= 0:
         return _UNBOUNDED_PINS
     return max(int(limit), 1 + bool(args.load_best_model_at_end)) + 1  # the new one, before an old one goes
+
+
+class TrainerMixin:
+    """Before a Trainer among the bases of a class: its model is offloaded when its optimizer is made.
+
+    Args (of the constructor, beside those of the Trainer):
+        swap_config: as infinity.offload's config. Not needed for a model of infinity.load_pretrained.
+    """
+
+    def __init__(self, *args: Any, swap_config: str | Path | dict[str, Any] | SwapConfig | None = None, **kwargs: Any):
+        self._infinity = _OfTrainer(Run(load_config(swap_config)))
+
+        def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+        self._infinity.init(init, self, *args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        theirs: Any = super()
+        return self._infinity.create_optimizer(lambda _, model: theirs.create_optimizer(model), self, model)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        kind, options = class_and_options(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return ours_for(kind), options
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._infinity.load_from_checkpoint(_never, self, resume_from_checkpoint, model)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        theirs: Any = super()
+        self._infinity.save_checkpoint(lambda _, *args: theirs._save_checkpoint(*args), self, model, trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        theirs: Any = super()
+        with saving_as_infinity():
+            theirs._save(output_dir, state_dict)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        theirs: Any = super()
+        return self._infinity.finalize_training(
+            lambda _, *a, **k: theirs._finalize_training(*a, **k), self, *args, **kwargs
+        )
+
+
+class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """transformers.Trainer whose model is offloaded: `Trainer(..., swap_config="swap.yaml")`."""
+
+
+def _never(*args: Any) -> None:
+    raise AssertionError("the weights of a checkpoint come from its generation")

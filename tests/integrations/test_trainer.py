@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
+from infinity.integrations.transformers import Trainer as OffloadedTrainer
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
 from tests.conftest import weights_of
@@ -274,3 +275,39 @@ def test_the_state_of_the_trainer_is_that_of_the_plain_script(
             names.append({path.name for path in (output / "checkpoint-6").iterdir()})
             assert json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
     assert names[1] == names[0] | {"infinity.json"}
+
+
+# -- without the launcher ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded", ["in RAM", "by infinity"])
+def test_infinitys_trainer_trains_saves_and_resumes_without_the_launcher(
+    loaded: str, checkpoint: Path, rows: Rows, tmp_path: Path
+) -> None:
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "640KiB", "host": "96MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 1,
+        "pins": 3,
+    }
+    plain = trainer(checkpoint, rows, tmp_path / "plain", **SAVING)
+    plain.train()
+    logs = []
+    for folder in (None, str(tmp_path / "out" / "checkpoint-4")):
+        if loaded == "in RAM":
+            model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        elif folder is None:
+            model = infinity.load_pretrained(checkpoint, config, dtype=torch.float32)
+        else:
+            break
+        args = TrainingArguments(**{**plain.args.to_dict(), "output_dir": str(tmp_path / "out")})
+        one = OffloadedTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], swap_config=config)
+        one.train(resume_from_checkpoint=folder)
+        logs.append(log_of(one))
+        assert set(pinned(one.model).values()) == {2, 4, 6}
+        infinity.close(one.model)
+    for log in logs:
+        torch.testing.assert_close(log, log_of(plain), rtol=1e-6, atol=1e-6)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-6") is not None
