@@ -16,7 +16,7 @@ from infinity.checkpoint.portable import STATE_NAME
 from infinity.coordinator import pinning, registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
-from infinity.io.pins import Pin, folder_path
+from infinity.io.pins import Pin, folder_path, remove_marker
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ COPY_NAME = "portable"
 def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: str = "5GB") -> list[Path]:
     """See to it that `folder` can pin a generation. Where the config's `pins` are all taken, the generation that was
     pinned first becomes a portable copy in its folder (`checkpoint-4/portable`), and is unpinned. To be called before
-    anything of the new checkpoint is written.
+    anything of the new checkpoint is written: where `folder` is there already its marker goes, so that it does not look
+    resumable while its files are replaced. What it pinned stays until it pins another generation, or the next resume.
 
     A run goes on from the copy as from any: infinity.offload_from_checkpoint, load_pretrained(resume=folder).
 
@@ -50,6 +51,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
             raise AssertionError("no pin is free, and none is taken")
         _copy(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
+    remove_marker(place)
     return freed
 
 

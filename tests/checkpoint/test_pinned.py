@@ -108,6 +108,16 @@ def test_a_folder_that_is_gone_can_hold_no_copy(tmp_path: Path) -> None:
     run.end()
 
 
+def test_a_folder_that_is_written_again_does_not_look_resumable_meanwhile(tmp_path: Path) -> None:
+    run, _ = full(tmp_path)
+    assert make_room_for_pin(run.model, run.folder(2)) == []
+    assert read_marker(run.folder(2)) is None
+    assert pins_of(run.model) == {run.folder(2): 2}, "nothing is lost before the folder pins another generation"
+    run.save(run.folder(2))
+    assert pins_of(run.model) == {run.folder(2): 5}
+    run.end()
+
+
 def test_without_pins_there_is_no_room_to_make(tmp_path: Path) -> None:
     run = Run(tmp_path, pins=0).to(1)
     with pytest.raises(PlanError, match="pins: 0"):

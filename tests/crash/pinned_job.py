@@ -183,8 +183,7 @@ class _Job:
             shutil.rmtree(folder, ignore_errors=True)
             aside.rename(folder)
         else:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / EXPECTED).write_text(digest_of(self._model))
             pin(self._model, folder)
 
@@ -193,10 +192,10 @@ class _Job:
         for each in pinned(self._model):
             if not each.exists() and len(pinned(self._model)) >= self._setup.pins:
                 unpin(self._model, each)
-        if how == "portable":
-            make_room_for_pin(self._model, folder)
-        while len(pinned(self._model).keys() - {folder}) >= self._setup.pins:
+        while how != "portable" and len(pinned(self._model).keys() - {folder}) >= self._setup.pins:
             self._remove(self._chance.choice(["folder first", "pin first"]))
+        if how != "aside":
+            make_room_for_pin(self._model, folder)
 
     def _remove(self, order: str) -> None:
         oldest = next(iter(pinned(self._model)), None)

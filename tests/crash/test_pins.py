@@ -117,16 +117,14 @@ def test_every_folder_that_exists_leads_to_its_bits_and_nothing_else_keeps_space
 
 
 BEGUN: list[Act] = [("train", 2), ("save", "rotate"), ("train", 1)]
+TWICE: list[Act] = [*BEGUN, ("save", "rotate"), ("train", 1)]
 SAVED: dict[str, tuple[list[Act], list[Act], str]] = {
     "the first pin": ([("train", 1)], [("save", "rotate"), ("train", 2)], ""),
     "a folder takes the place of another": (BEGUN, [("save", "rotate"), ("train", 2)], ""),
     "a folder gets its name last": (BEGUN, [("save", "aside"), ("train", 2)], ""),
     "the oldest becomes a portable copy": (BEGUN, [("save", "portable"), ("train", 2)], ""),
-    "the same step is saved again": (
-        [*BEGUN, ("save", "rotate"), ("train", 1)],
-        [("train", 1), ("save", "aside")],
-        "2",
-    ),
+    "the same step is saved again aside": (TWICE, [("train", 1), ("save", "aside")], "2"),
+    "the same step is saved again in place": (TWICE, [("train", 1), ("save", "rotate")], "2"),
 }
 """The acts of a first life, those of the life that is killed, and the step that it goes back to."""
 ACTS = sampling.number(5, 400)

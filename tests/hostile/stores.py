@@ -144,7 +144,7 @@ def typed(act: Callable[[], Any]) -> Any:
 
 
 def command(act: str, paths: list[Path], **options: Any) -> Any:
-    return typed(lambda: checkpoint(Namespace(act=act, directory=paths, **({"step": None} | options))))
+    return typed(lambda: checkpoint(Namespace(act=act, directory=paths, **({"step": None, "pinned": False} | options))))
 
 
 def put_through(kind: str, root: Path, paths: list[Path], work: Path) -> None:

@@ -229,6 +229,13 @@ MUTANTS = [
         (*_PINS, "tests/runtime/test_pins.py"),
     ),
     Mutant(
+        "a folder that is written again does not look resumable meanwhile",
+        "infinity/checkpoint/pinned.py",
+        "    remove_marker(place)\n",
+        "",
+        ("tests/crash/test_pins.py", "tests/checkpoint/test_pinned.py"),
+    ),
+    Mutant(
         "a rebuilt header is written once a generation was whole, not before",
         "infinity/io/store.py",
         '                logger.warning("%s", each.rebuilt)\n',
