@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""What transformers' Trainer under `infinity run` costs a step beside infinity's own three lines, in turns.
+
+    python bench/trainer_overhead.py --json build/trainer.json
+    python bench/trainer_overhead.py --small --rounds 3      # a tiny model, to try the script itself
+
+Both train the same model with weights and states on NVMe (or in RAM: --placement ram), from the same weights, with
+gradients clipped by the norm; Trainer clips with torch's clip_grad_norm_, makes its batches with a DataLoader and logs
+nothing. Weight decay is 0, because Trainer would leave the norms out. Quote the ratios, which are taken within rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.process import BENCH_DIR, Worker
+from peers.report import machine_facts, write_result
+from peers.workload import Job, Workload
+
+PLACEMENTS = {"nvme": {"weights": "nvme", "optimizer": "nvme"}, "ram": {"weights": "host", "optimizer": "host"}}
+_TOLERANCE = 2e-2
+"""Of the losses: clip_grad_norm_'s factor is fp32, and bf16 weights that are rounded the other way show it."""
+
+
+def measure(workload: Workload, options: dict[str, Any], rounds: int, directory: Path) -> dict[str, list[float]]:
+    """Seconds of a step by contender, one per round; each round begins with another contender."""
+    seconds: dict[str, list[float]] = {}
+    with ExitStack() as running:
+        workers = []
+        for name in ("infinity", "trainer"):
+            swap = directory / name / "swap"
+            swap.mkdir(parents=True)
+            log = BENCH_DIR.parent / "build" / "bench-logs" / f"trainer-overhead-{name}.log"
+            job = Job(workload, str(swap), {"overlap": "auto"} | options)
+            worker = Worker(name, Path(sys.executable), f"peers.worker_{name}", job, log)
+            worker.start()
+            running.callback(worker.stop)
+            workers.append(worker)
+        for worker in workers:
+            worker.wait_ready()
+        workers[0].step()  # as many steps as Trainer made while it was set up, and one turn of both
+        workers[1].step()
+        for number in range(rounds):
+            losses = {}
+            for worker in workers if number % 2 else reversed(workers):
+                found = worker.step()
+                seconds.setdefault(worker.name, []).append(found["seconds"])
+                losses[worker.name] = found["loss"]
+            if abs(losses["trainer"] - losses["infinity"]) > _TOLERANCE * abs(losses["infinity"]):
+                raise SystemExit(f"round {number}: the losses differ: {losses}")
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--placement", choices=PLACEMENTS, default="nvme")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to try the script itself")
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
+    args = parser.parse_args()
+    workload = replace(Workload(), tokens=args.tokens, weight_decay=0.0, max_grad_norm=1000.0)
+    if args.small:
+        workload = replace(workload, layers=2, hidden=128, intermediate=256, heads=4, vocabulary=512)
+    args.swap_dir.mkdir(parents=True, exist_ok=True)
+    load = os.getloadavg()
+    with tempfile.TemporaryDirectory(dir=args.swap_dir) as directory:
+        seconds = measure(workload, PLACEMENTS[args.placement], args.rounds, Path(directory))
+    ratios = sorted(theirs / ours for theirs, ours in zip(seconds["trainer"], seconds["infinity"], strict=True))
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    print(
+        f"{workload.numel / 1e6:.0f} M parameters, {args.placement}: Trainer {medians['trainer']:.3f} s, three lines "
+        f"{medians['infinity']:.3f} s, ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), "
+        f"load {load[0]:.1f} before and {os.getloadavg()[0]:.1f} after"
+    )
+    if args.json:
+        summary = {"seconds": seconds, "medians": medians, "ratio": statistics.median(ratios), "ratios": ratios}
+        write_result(args.json, {"machine": machine_facts(), "placement": args.placement, **summary})
+
+
+if __name__ == "__main__":
+    main()
