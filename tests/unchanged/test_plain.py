@@ -61,7 +61,7 @@ def test_a_plain_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one_to
 def test_the_model_evicts(dtype: str, inputs: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(inputs / "checkpoint", dtype=getattr(torch, dtype))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    infinity.offload(model, evicting(tmp_path / "swap", dtype))
+    infinity.offload(model, evicting(tmp_path / "swap", DEVICE_MEMORY[dtype]))
     try:
         for _ in range(2):
             with torch.no_grad():
