@@ -83,16 +83,15 @@ class Job:
     def resume(self) -> None:
         """Run it from the first checkpoint to its end."""
         before = self._first_checkpoint()
-        assert before
+        assert self.checkpoint(SAVED).exists()
         self._end(self._started(SAVED))
         again = {str(path) for path, _ in self._first_checkpoint().items() ^ before.items()}
         assert not again, f"{self.script} began anew, and did not resume: it wrote {sorted(again)}"
 
     def _first_checkpoint(self) -> dict[Path, int]:
-        """When its weights were written. A run that began anew writes them again (Lightning, beside it)."""
-        found = self.output.glob(self.script.checkpoint.format(SAVED).replace(".ckpt", "*"))
-        files = [path for each in found for path in ([each] if each.is_file() else each.glob("*.safetensors"))]
-        return {path: path.stat().st_mtime_ns for path in files}
+        """When its weights were written: a run that began anew writes them again. (Lightning does so when it
+        resumes; its metrics say where it began.)"""
+        return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:
