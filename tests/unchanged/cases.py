@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from tests import sampling
@@ -9,13 +11,18 @@ from tests.unchanged.scripts import SCRIPTS, Script
 
 Case = tuple[Script, str]
 
-_ALL: list[Case] = [(script, dtype) for dtype in ("float32", "bfloat16") for script in SCRIPTS.values()]
 
+def cases(*always: str, others: Iterable[str] = SCRIPTS) -> pytest.MarkDecorator:
+    """Parameters `script` and `dtype`.
 
-def cases(*always: str) -> pytest.MarkDecorator:
-    """Parameters `script` and `dtype`; these scripts run in fp32 in every run of the tests."""
-    chosen = [(SCRIPTS[name], "float32") for name in always]
-    chosen += sampling.some([case for case in _ALL if case not in chosen])
+    Args:
+        always: scripts that run in fp32 in every run of the tests.
+        others: scripts that run as often as INFINITY_TESTS says, as do those of `always` in bf16.
+    """
+    names = dict.fromkeys((*always, *others))
+    every: list[Case] = [(SCRIPTS[name], dtype) for dtype in ("float32", "bfloat16") for name in names]
+    chosen = [case for case in every if case[0].name in always and case[1] == "float32"]
+    chosen += sampling.some([case for case in every if case not in chosen])
     return pytest.mark.parametrize(("script", "dtype"), chosen, ids=str)
 
 

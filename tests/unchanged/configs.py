@@ -1,4 +1,4 @@
-"""The swap configs of the launched runs: everything on NVMe, and device memory for less than half of the model."""
+"""The swap configs of the launched runs: everything on NVMe, and device memory for a part of the model."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
 """Half of it is for weights: of 5.6 MB in fp32, of 2.8 MB in bf16."""
+_WITH_REFERENCE = {"float32": "11MiB", "bfloat16": "6MiB"}
+"""A reference gets a fifth of the memory, which must be enough for its largest unit."""
 
 
-def evicting(swap: Path, dtype: str) -> dict[str, Any]:
+def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
     return {
         "weights": "nvme",
         "optimizer": "nvme",
-        "memory": {"device": DEVICE_MEMORY[dtype], "host": "512MiB"},
+        "memory": {"device": device_memory, "host": "512MiB"},
         "nvme": {"paths": [str(swap)]},
         "update": {"threads": 1},
         "commit_every": 1,
     }
 
 
-def write(directory: Path, dtype: str) -> Path:
+def write(directory: Path, dtype: str, *, reference: bool) -> Path:
     """Write the config to a file, with the swap directory beside it."""
     path = directory / "swap.yaml"
-    path.write_text(json.dumps(evicting(directory / "swap", dtype)))
+    memory = (_WITH_REFERENCE if reference else DEVICE_MEMORY)[dtype]
+    path.write_text(json.dumps(evicting(directory / "swap", memory)))
     return path

@@ -40,6 +40,12 @@ def _lines(job: Job) -> list[dict[str, Any]]:
     return [json.loads(line) for line in job.log.read_text().splitlines() if line.startswith('{"step"')]
 
 
+def first_step_of_last_run(job: Job) -> int:
+    """Of Lightning's runs, each of which has metrics of its own."""
+    last = max(job.output.glob("lightning_logs/version_*/metrics.csv"), key=_version)
+    return 1 + min(int(row["step"]) for row in csv.DictReader(last.read_text().splitlines()))
+
+
 def _version(path: Path) -> int:
     return int(path.parent.name.removeprefix("version_"))
 

@@ -26,12 +26,14 @@ class Script:
         data: which of the files that make_demo_checkpoint writes.
         checkpoint: the name of a checkpoint, by its step.
         adapters: whether it leaves LoRA adapters, not a model.
+        reference: whether it has a second model, which is not trained.
     """
 
     name: str
     data: str
     checkpoint: str = "checkpoint-{}"
     adapters: bool = False
+    reference: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -42,7 +44,7 @@ SCRIPTS = {
     for script in (
         Script("trainer", "texts"),
         Script("sft_lora", "chats", adapters=True),
-        Script("dpo", "preferences"),
+        Script("dpo", "preferences", reference=True),
         Script("grpo", "prompts"),
         Script("accelerate_loop", "texts"),
         Script("lightning_module", "texts", checkpoint="checkpoint-step={}.ckpt"),
@@ -81,15 +83,15 @@ class Job:
     def resume(self) -> None:
         """Run it from the first checkpoint to its end."""
         before = self._first_checkpoint()
-        assert before
+        assert self.checkpoint(SAVED).exists()
         self._end(self._started(SAVED))
-        assert self._first_checkpoint() == before, f"{self.script} began anew, and did not resume"
+        again = {str(path) for path, _ in self._first_checkpoint().items() ^ before.items()}
+        assert not again, f"{self.script} began anew, and did not resume: it wrote {sorted(again)}"
 
     def _first_checkpoint(self) -> dict[Path, int]:
-        """When each file of it was written. A run that began anew writes it again (Lightning, beside it)."""
-        found = self.output.glob(self.script.checkpoint.format(SAVED).replace(".ckpt", "*"))
-        files = [path for each in found for path in (each, *each.rglob("*"))]
-        return {path: path.stat().st_mtime_ns for path in files if path.is_file()}
+        """When its weights were written: a run that began anew writes them again. (Lightning does so when it
+        resumes; its metrics say where it began.)"""
+        return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         try:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import infinity
 from tests.unchanged.cases import cases
 from tests.unchanged.configs import DEVICE_MEMORY, evicting
-from tests.unchanged.results import completions_of, history_of, logits_of, saved_by, weights_of
+from tests.unchanged.results import completions_of, first_step_of_last_run, history_of, logits_of, saved_by, weights_of
 from tests.unchanged.scripts import ROOT, SAVED, SCRIPTS, STEPS, Job, Script
 
 Plain = Callable[[Script, str], Job]
@@ -52,6 +52,8 @@ def test_a_plain_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one_to
     job.resume()
     expected, history = history_of(plain(script, dtype)), history_of(job)
     assert {(step, name) for step, name in expected if step > SAVED} <= history.keys()
+    if script.name == "lightning_module":
+        assert first_step_of_last_run(job) == SAVED + 1
     assert history == {key: expected[key] for key in history}
     weights = weights_of(plain(script, dtype))
     assert all(torch.equal(value, weights[name]) for name, value in weights_of(job).items())
@@ -61,7 +63,7 @@ def test_a_plain_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one_to
 def test_the_model_evicts(dtype: str, inputs: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(inputs / "checkpoint", dtype=getattr(torch, dtype))
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    infinity.offload(model, evicting(tmp_path / "swap", dtype))
+    infinity.offload(model, evicting(tmp_path / "swap", DEVICE_MEMORY[dtype]))
     try:
         for _ in range(2):
             with torch.no_grad():
