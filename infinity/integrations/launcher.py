@@ -30,7 +30,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str]) -> None:
 def installed(config: SwapConfig) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
     infinity's. At its end the models are closed."""
-    from infinity.integrations import accelerate, models, optimizers, transformers
+    from infinity.integrations import accelerate, models, optimizers, strategy, transformers
 
     _one_device()
     run, patches = Run(config), Patches()
@@ -40,6 +40,7 @@ def installed(config: SwapConfig) -> Iterator[Run]:
         models.replace_loading(run, patches)
         accelerate.replace_preparing(run, patches)
         transformers.replace_training(run, patches)
+        strategy.replace_strategies(run, patches)
         yield run
         failed = False
     except SystemExit as end:
