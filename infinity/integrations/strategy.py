@@ -23,7 +23,7 @@ from torch import nn
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
-from infinity.integrations.folders import Saving, is_at, keeps_generations
+from infinity.integrations.folders import Saving, fits_memory, is_at, keeps_generations, nbytes_of
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
@@ -237,7 +237,7 @@ class Offloading:
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """All weights, where memory.host has room for them."""
         module = self.lightning_module
-        if all(_gathers(root) for root in self._roots):
+        if all(fits_memory(root) for root in self._roots):
             state: dict[str, Any] = module.state_dict()
             return state
         return self._outside(_tensors(module))
@@ -251,7 +251,7 @@ class Offloading:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         theirs: Any = super()
         trained, states = self._trained, "optimizer_states" in checkpoint
-        if not all(_gathers(root) for root in self._roots):
+        if not all(fits_memory(root) for root in self._roots):
             self._say_too_large(filepath, resumable=trained is not None and states and keeps_generations(trained))
         if trained is None or not states:
             theirs.save_checkpoint(checkpoint, filepath, storage_options)
@@ -262,9 +262,9 @@ class Offloading:
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
         """Raises PlanError where nothing of the model would be saved."""
-        model = next(root for root in self._roots if not _gathers(root))
+        model = next(root for root in self._roots if not fits_memory(root))
         limit = registry.coordinator_of(model).plan.budgets.limits.host
-        why = f"{format_bytes(_nbytes(model))} of weights do not fit memory.host, {format_bytes(limit)}"
+        why = f"{format_bytes(nbytes_of(model))} of weights do not fit memory.host, {format_bytes(limit)}"
         if not resumable:
             raise PlanError(
                 f"{filepath}: {why}, so the file cannot hold them. Use save_pretrained or infinity.save_pretrained, "
@@ -395,17 +395,6 @@ def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:
     """For each parameter of a module whether it is of one of the models."""
     held = {id(parameter) for model in models for parameter in model.parameters()}
     return [id(parameter) in held for parameter in module.parameters()]
-
-
-def _gathers(root: nn.Module) -> bool:
-    """Whether all weights fit into RAM at the same time."""
-    if not registry.is_offloaded(root):
-        return True
-    return _nbytes(root) <= registry.coordinator_of(root).plan.budgets.limits.host
-
-
-def _nbytes(root: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in root.parameters())
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -291,7 +291,7 @@ def test_the_best_checkpoint_can_be_validated_after_training(
 def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infinity.integrations.strategy._gathers", lambda root: not registry.is_offloaded(root))
+    monkeypatch.setattr("infinity.integrations.strategy.fits_memory", lambda root: not registry.is_offloaded(root))
     ends = []
     for ckpt_path in (None, tmp_path / "step=4.ckpt"):
         with launch():
