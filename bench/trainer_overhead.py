@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ def main() -> None:
     )
     if args.json:
         summary = {"seconds": seconds, "medians": medians, "ratio": statistics.median(ratios), "ratios": ratios}
-        write_result(args.json, {"machine": machine_facts(), "placement": args.placement, **summary})
+        facts = {"machine": machine_facts(args.swap_dir), "placement": args.placement, "workload": asdict(workload)}
+        write_result(args.json, facts | summary, {BENCH_DIR.parent: "CHECKOUT"})
 
 
 if __name__ == "__main__":

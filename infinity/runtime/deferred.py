@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -154,9 +153,9 @@ def is_deferred(model: nn.Module) -> bool:
     return any(_values.has(parameter) for parameter in model.parameters())
 
 
-def owns_deferred(parameters: Any) -> bool:
-    """Whether one of these, which may be anything, is a deferred parameter."""
-    return any(isinstance(each, nn.Parameter) and _values.has(each) for each in parameters)
+def is_a_deferred(parameter: nn.Parameter) -> bool:
+    """Whether this parameter is a deferred one."""
+    return _values.has(parameter)
 
 
 @contextmanager
