@@ -48,8 +48,7 @@ def measure(workload: Workload, options: dict[str, Any], rounds: int, directory:
             workers.append(worker)
         for worker in workers:
             worker.wait_ready()
-        workers[0].step()  # as many steps as Trainer made while it was set up, and one turn of both
-        workers[1].step()
+            worker.step()
         for number in range(rounds):
             losses = {}
             for worker in workers if number % 2 else reversed(workers):
