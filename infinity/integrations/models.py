@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from infinity.runtime.deferred import defer, is_deferred
 _TO_DISK = {"": "disk"}
 _NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
 """Arguments of from_pretrained with which transformers is left to load as it does."""
+_OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
@@ -94,5 +96,6 @@ def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: 
     size = kwargs.get("max_shard_size")
     save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
     if kwargs.get("push_to_hub"):
-        model.push_to_hub(kwargs.get("repo_id") or str(directory))  # type: ignore[operator]
+        options = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
+        model.push_to_hub(kwargs.get("repo_id") or Path(directory).name, **options)  # type: ignore[operator]
     return None
