@@ -14,6 +14,7 @@ from infinity.coordinator import registry
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.offload import move_buffers
 
 _TO_DISK = {"": "disk"}
 _NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
@@ -70,9 +71,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
         model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
         defer(model, source, run.device)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = None if buffer is None else buffer.to(run.device)
+        move_buffers(model, run.device)
         run.loaded(model)
         info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
         return (model, info | {"error_msgs": []}) if with_info else model

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
+from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
 from tests.models import llama
 
@@ -98,3 +99,53 @@ def test_lora_reads_its_base_twice_a_step_and_writes_none_of_it(launch: Launch, 
         assert sum(group.numel for group in groups) >= frozen
         stored = [states for unit in coordinator.resources.units for states in unit.states.values()]
         assert len(stored) == 12  # the adapters of each layer have states, and nothing else has
+
+
+def test_adapters_are_attached_between_load_pretrained_and_offload(
+    checkpoint: Path, rows: Rows, tmp_path: Path
+) -> None:
+    config = {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(tmp_path / "swap")]}, "commit_every": 0}
+    losses = []
+    for offloaded in (False, True):
+        torch.manual_seed(0)
+        if offloaded:
+            base = infinity.load_pretrained(checkpoint, config, dtype=torch.float32, defer=True)
+        else:
+            base = AutoModelForCausalLM.from_pretrained(checkpoint).train()
+        model = get_peft_model(base, ADAPTERS["LoRA"])
+        if offloaded:
+            infinity.offload(model, config)
+        kind = infinity.AdamW if offloaded else torch.optim.AdamW
+        optim = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+        for row in rows[:3]:
+            loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+    infinity.close(model)
+    torch.testing.assert_close(losses[3:], losses[:3], rtol=2e-6, atol=1e-6)
+
+
+def test_weights_that_were_frozen_before_offload_have_no_states(checkpoint: Path) -> None:
+    model = infinity.load_pretrained(checkpoint, {"weights": "host", "optimizer": "host"}, defer=True)
+    model.model.layers.requires_grad_(False)
+    infinity.offload(model, {"weights": "host", "optimizer": "host"})
+    layout = registry.coordinator_of(model).plan.layout
+    assert layout.trainable_numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert layout.trainable_numel < layout.numel / 2
+    infinity.close(model)
+
+
+def test_a_deferred_model_resumes(checkpoint: Path, rows: Rows, tmp_path: Path) -> None:
+    config = {"weights": "nvme", "optimizer": "nvme", "nvme": {"paths": [str(tmp_path / "swap")]}, "commit_every": 1}
+    model = infinity.load_pretrained(checkpoint, config, defer=True)
+    infinity.offload(model, config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
+    optim.step()
+    expected = weights_of(model)
+    infinity.close(model)
+    again = infinity.resume(infinity.load_pretrained(checkpoint, config, defer=True), config)
+    assert all(torch.equal(value, expected[name]) for name, value in weights_of(again).items())
+    infinity.close(again)
