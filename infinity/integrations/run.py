@@ -137,9 +137,8 @@ class Run:
                 f"the {type(model).__name__} before the first forward pass."
             )
         trained = model not in self.references or model in self.trained
-        if trained:
-            self._convert(model)
-        else:
+        self._convert(model)
+        if not trained:
             model.requires_grad_(False)
         config = self._config_of(model, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}

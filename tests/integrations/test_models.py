@@ -91,6 +91,18 @@ def test_a_reference_has_no_states_and_a_directory_and_memory_of_its_own(
     assert not list((tmp_path / "swap").rglob("*.infinity-swap"))
 
 
+def test_a_reference_in_fp32_is_converted_too_where_autocast_would_copy_it(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor
+) -> None:
+    with launch(memory={"device": "1MiB", "host": "100MiB"}):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+        reference = accelerator.prepare_model(reference, evaluation_mode=True)
+        with torch.no_grad():
+            assert reference(input_ids=ids).logits.isfinite().all()
+        assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
+
+
 def test_a_plan_that_does_not_fit_names_what_the_memory_is_shared_with(checkpoint: Path, launch: Launch) -> None:
     with launch(memory={"device": "320KiB", "host": "100MiB"}):
         models = [AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2)]
