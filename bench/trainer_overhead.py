@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,7 @@ def measure(workload: Workload, options: dict[str, Any], rounds: int, directory:
             workers.append(worker)
         for worker in workers:
             worker.wait_ready()
-        workers[0].step()  # as many steps as Trainer made while it was set up, and one turn of both
-        workers[1].step()
+            worker.step()
         for number in range(rounds):
             losses = {}
             for worker in workers if number % 2 else reversed(workers):
@@ -86,7 +85,8 @@ def main() -> None:
     )
     if args.json:
         summary = {"seconds": seconds, "medians": medians, "ratio": statistics.median(ratios), "ratios": ratios}
-        write_result(args.json, {"machine": machine_facts(), "placement": args.placement, **summary})
+        facts = {"machine": machine_facts(args.swap_dir), "placement": args.placement, "workload": asdict(workload)}
+        write_result(args.json, facts | summary, {BENCH_DIR.parent: "CHECKOUT"})
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ NAMES = {
     "load_config": "(source)",
     "load_pretrained": (
         "(path, config=None, *, dtype=torch.bfloat16, model_class=None, device=None, optimizer='adamw', "
-        "accumulation_steps=None, resume=False, from_checkpoint=False, **kwargs)"
+        "accumulation_steps=None, resume=False, from_checkpoint=False, defer=False, **kwargs)"
     ),
     "no_sync": "(model)",
     "offload": (

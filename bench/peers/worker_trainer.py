@@ -29,6 +29,15 @@ class _Turns(TrainerCallback):
         self._begin, self._end = threading.Semaphore(0), threading.Semaphore(0)
         self.failure: BaseException | None = None
         self._over = False
+        self._ready = threading.Semaphore(0)
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._ready.release()
+
+    def ready(self) -> None:
+        self._ready.acquire()
+        if self.failure is not None:
+            raise self.failure
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._begin.acquire()
@@ -50,6 +59,7 @@ class _Turns(TrainerCallback):
 
     def fail(self, error: BaseException) -> None:
         self.failure = error
+        self._ready.release()
         self._end.release()
 
 
@@ -118,7 +128,7 @@ def setup(job: Job) -> Contender:
         thread.join()
         closing.close()
 
-    step()  # the model is offloaded now
+    turns.ready()  # the model is offloaded now
     plan = infinity.statistics(model).plan
     facts = {
         "package": str(Path(infinity.__file__).parent),

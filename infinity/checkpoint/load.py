@@ -8,7 +8,9 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
-from infinity.runtime.offload import offload
+from infinity.runtime.deferred import defer as defer_values
+from infinity.runtime.offload import move_buffers, offload, resolve_device
 from infinity.runtime.offload import resume as continue_run
 from infinity.runtime.pins import generation_of
 from infinity.state.moments import OptimizerName
@@ -41,6 +44,7 @@ def load_pretrained(
     accumulation_steps: int | None = None,
     resume: bool | str | Path = False,
     from_checkpoint: bool = False,
+    defer: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Load a model that may be larger than memory and offload it.
@@ -59,6 +63,9 @@ def load_pretrained(
             folder that pins a generation, or holds a portable copy: go on from that.
         from_checkpoint: `path` is what `infinity checkpoint export` wrote: go on with that run
             (infinity.offload_from_checkpoint), unless `resume` finds a later one.
+        defer: do not offload the model yet. Attach adapters, freeze parameters, resize the embeddings; then call
+            infinity.offload(model, config), or infinity.resume. Until then weights are read from the files where they
+            are needed (runtime/deferred.py).
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -88,6 +95,8 @@ def load_pretrained(
 
         _require_causal(str(path), kwargs)
         model_class = AutoModelForCausalLM
+    if defer:
+        return _deferred(model_class, str(path), dtype, resolved, device, kwargs)
     with scratch_directory(resolved) as scratch:
         model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
         if resume:
@@ -96,6 +105,25 @@ def load_pretrained(
             carry_on(model, copy, source, resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
+    model.train()
+    return model
+
+
+def _deferred(
+    model_class: Any,
+    path: str,
+    dtype: torch.dtype,
+    config: SwapConfig,
+    device: torch.device | str | None,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """A model whose weights stay in their files. Its scratch directory goes with it."""
+    scratch = ExitStack()
+    model, source = on_meta(model_class, path, dtype, scratch.enter_context(scratch_directory(config)), kwargs)
+    weakref.finalize(model, scratch.close)
+    target = resolve_device(device)
+    defer_values(model, source, target)
+    move_buffers(model, target)
     model.train()
     return model
 

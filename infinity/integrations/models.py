@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,10 +14,12 @@ from infinity.coordinator import registry
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.offload import move_buffers
 
 _TO_DISK = {"": "disk"}
 _NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
 """Arguments of from_pretrained with which transformers is left to load as it does."""
+_OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
@@ -68,9 +71,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
         model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
         defer(model, source, run.device)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = None if buffer is None else buffer.to(run.device)
+        move_buffers(model, run.device)
         run.loaded(model)
         info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
         return (model, info | {"error_msgs": []}) if with_info else model
@@ -94,5 +95,6 @@ def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: 
     size = kwargs.get("max_shard_size")
     save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
     if kwargs.get("push_to_hub"):
-        model.push_to_hub(kwargs.get("repo_id") or str(directory))  # type: ignore[operator]
+        options = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
+        model.push_to_hub(kwargs.get("repo_id") or Path(directory).name, **options)  # type: ignore[operator]
     return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from torch import nn
 from infinity.checkpoint.load import scratch_directory
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
-from infinity.errors import ModelError, printable
+from infinity.errors import ModelError, PlanError, printable
 from infinity.integrations.folders import folders_of, go_on
 from infinity.plan.machine import available_device_bytes, available_host_bytes
-from infinity.runtime.deferred import is_deferred, values_of
+from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
@@ -147,13 +147,12 @@ class Run:
                 f"the {type(model).__name__} before the first forward pass."
             )
         trained = model not in self.references or model in self.trained
-        if trained:
-            self._convert(model)
-        else:
+        self._convert(model)
+        if not trained:
             model.requires_grad_(False)
         config = self._config_of(model, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
-        with values_of(model) as source:
+        with _naming_the_share(config, self._others(model)), values_of(model) as source:
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if trained and self.wishes.folder is not None:
@@ -172,17 +171,20 @@ class Run:
         logger.warning(
             "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast", named, named
         )
-        for parameter in model.parameters():
-            if parameter.dtype == torch.float32 and parameter.requires_grad:
+        loaded = is_deferred(model)
+        for parameter in model.parameters():  # adapters, which PEFT has in fp32, stay so
+            if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
 
     def _config_of(self, model: nn.Module, *, trained: bool) -> SwapConfig:
         """The config of one model: its share of the memory, a directory of its own, and what the script wishes."""
-        share = self._share_of(model, trained=trained)
-        memory = self.config.memory
-        if share < 1:
+        others, memory = self._others(model), self.config.memory
+        if others:
             host, device = memory.host or available_host_bytes(), memory.device or available_device_bytes(self.device)
-            memory = memory.model_copy(update={"host": int(host * share), "device": int(device * share)})
+            mine = _nbytes(model) * (_TRAINED_WEIGHT if trained else 1)
+            host_share = mine / (mine + sum(map(self._claim, others)))
+            device_share = _nbytes(model) / (_nbytes(model) + sum(map(_nbytes, others)))
+            memory = memory.model_copy(update={"host": int(host * host_share), "device": int(device * device_share)})
         changes: dict[str, Any] = {"memory": memory}
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
@@ -203,12 +205,10 @@ class Run:
             return f"reference-{number}"
         return "" if all(_frozen(model) for model in self._alive()) else f"model-{number}"
 
-    def _share_of(self, model: nn.Module, *, trained: bool) -> float:
-        """Of the memory, by weights: a model that is offloaded later gets its share then."""
+    def _others(self, model: nn.Module) -> list[nn.Module]:
+        """The models that share memory with this one. One that is offloaded later gets its share then."""
         waiting = [each for each in self._loaded if is_deferred(each) and self.outermost(each) is not model]
-        others = [*self._alive(), *(each for each in waiting if each is not model)]
-        mine = _nbytes(model) * (_TRAINED_WEIGHT if trained else 1)
-        return mine / (mine + sum(self._claim(each) for each in others)) if others and mine else 1.0
+        return [*self._alive(), *(each for each in waiting if each is not model)]
 
     def _claim(self, model: nn.Module) -> int:
         frozen = _frozen(model) or model in self.references
@@ -234,11 +234,31 @@ class _FirstUse:
         self._run = run
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if is_deferred(module):
-            self._run.ensure_offloaded(self._run.outermost(module))
+        if not is_deferred(module):
+            return
+        before = set(module._forward_pre_hooks)
+        self._run.ensure_offloaded(self._run.outermost(module))
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if number not in before:  # torch calls the hooks that there were when the call began
+                hook(module, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
         return self
+
+
+@contextmanager
+def _naming_the_share(config: SwapConfig, others: Sequence[nn.Module]) -> Iterator[None]:
+    """A plan that does not fit says what the memory was shared with."""
+    try:
+        yield
+    except PlanError as error:
+        if not others:
+            raise
+        memory = config.memory
+        raise PlanError(
+            f"{error} (The script has {len(others) + 1} models; of memory.device and memory.host this one was given "
+            f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}, by its share of the weights.)"
+        ) from error
 
 
 def _frozen(model: nn.Module) -> bool:

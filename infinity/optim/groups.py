@@ -98,8 +98,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
                     f"config) before infinity.{type(self).__name__}(model.parameters()). What is "
-                    "added to a model, such as adapters, is added before infinity.offload (infinity.load_pretrained "
-                    "offloads at once)"
+                    "added to a model, such as adapters, is added before infinity.offload: give defer=True to "
+                    "infinity.load_pretrained, add it, then call infinity.offload(model, config)."
                 )
             of_model, place = found
             if coordinator is not None and of_model is not coordinator:
@@ -107,7 +107,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(
                     f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    "states. Set requires_grad before infinity.offload."
+                    "states. Set requires_grad before infinity.offload (after infinity.load_pretrained(defer=True))."
                 )
             if parameter in places:
                 raise ConfigError(f"parameter '{place.spec.name}' is twice in param group {new}: give it once")

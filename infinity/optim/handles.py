@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import reprlib
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
-
-from torch.serialization import add_safe_globals
 
 from infinity.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class StateHandle:
-    """Names one optimizer state of one parameter in the store. It can be pickled (torch.save, also with
-    `weights_only`); what is saved is the name, and the state is where it was: in the run's store.
+    """Names one optimizer state of one parameter in the store. It can be pickled: what is saved is a mapping with the
+    attributes, which processes without infinity and `torch.load(weights_only=True)` can read, and the state is where
+    it was: in the run's store.
 
     Attributes:
         parameter, state: fully qualified name, and torch's name of the state.
@@ -31,11 +31,17 @@ class StateHandle:
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHandle:
         return self
 
-    def __reduce__(self) -> tuple[type[StateHandle], tuple[str, str, int, str]]:
-        return StateHandle, (self.parameter, self.state, self.step, self.run)
+    def __copy__(self) -> StateHandle:
+        return self
 
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[list[tuple[str, Any]]]]:
+        return OrderedDict, (list(asdict(self).items()),)
 
-add_safe_globals([StateHandle])
+    @staticmethod
+    def read(saved: Any) -> Any:
+        """The handle that was saved as this mapping; anything else is returned as it is."""
+        names = {field.name for field in fields(StateHandle)}
+        return StateHandle(**saved) if isinstance(saved, Mapping) and saved.keys() == names else saved
 
 
 def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:

@@ -372,6 +372,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The state a state_dict names, if it is the one in the store."""
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
+        saved = {key: StateHandle.read(value) for key, value in saved.items()}
         for key in dict.fromkeys([*now.get("begun", {}), *saved]):
             mine, theirs = self._handle(name, key, now.get("step", 0)), saved.get(key)
             if isinstance(theirs, StateHandle) and self.coordinator.is_at(theirs.run, self.coordinator.steps):

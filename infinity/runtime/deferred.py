@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -166,13 +165,34 @@ def is_deferred(model: nn.Module) -> bool:
     return any(_values.has(parameter) for parameter in model.parameters())
 
 
-def owns_deferred(parameters: Any) -> bool:
-    """Whether one of these, which may be anything, is a deferred parameter."""
-    return any(isinstance(each, nn.Parameter) and _values.has(each) for each in parameters)
+def is_a_deferred(parameter: nn.Parameter) -> bool:
+    """Whether this parameter is a deferred one."""
+    return _values.has(parameter)
+
+
+class Values:
+    """Gives the value of a parameter by its name.
+
+    Args:
+        named: every parameter, by each of its names.
+        left: what reads those that were deferred.
+
+    Attributes:
+        deferred: whether there are deferred ones.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, tuple[str, Read]]) -> None:
+        self._named = named
+        self._left = left
+        self.deferred = bool(left)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        parameter = self._named[name]
+        return self._left[parameter][1]() if parameter in self._left else parameter.detach()
 
 
 @contextmanager
-def values_of(model: nn.Module) -> Iterator[Source]:
+def values_of(model: nn.Module) -> Iterator[Values]:
     """What `infinity.offload(model, source=...)` takes: the values of deferred parameters from where they are read,
     those of all others from themselves. In this context the parameters are ordinary placeholders; an exception makes
     them deferred ones again."""
@@ -183,12 +203,8 @@ def values_of(model: nn.Module) -> Iterator[Source]:
         if _values.has(parameter):
             left[parameter] = _values.name_of(parameter), _values.leave(parameter)
 
-    def read(name: str) -> torch.Tensor:
-        parameter = named[name]
-        return left[parameter][1]() if parameter in left else parameter.detach()
-
     try:
-        yield read
+        yield Values(named, left)
     except BaseException:
         for parameter, (name, reader) in left.items():
             _values.enter(parameter, name, reader)

@@ -20,6 +20,7 @@ from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_generation, from_source, open_coordinator
 from infinity.coordinator.pinning import require_none_pinned
 from infinity.errors import ConfigError, ModelError, ResumeError
+from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,
@@ -57,7 +58,8 @@ def offload(
     fetched just before its forward and backward. The model has `no_sync()` then, unless it had one.
 
     Args:
-        model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given.
+        model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given,
+            or what load_pretrained(defer=True) returned, with whatever was put into or around it since.
         config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
         device: where the model computes; default: the current GPU, or the CPU where there is none.
         optimizer: the optimizer whose states to make room for: "adamw", "adam", "lion", "adagrad" or "sgd". Room made
@@ -78,8 +80,11 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    fill, placeless = from_source(source), source is not None
-    return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
+    with values_of(model) as values:
+        if source is None and values.deferred:
+            source = values
+        fill, placeless = from_source(source), source is not None
+        return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
 
 
 def resume(
@@ -119,8 +124,12 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as infinity.offload.
     """
-    fill = from_generation(model, step, None if folder is None else _digest(folder, config, step))
-    return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, resumes=True, placeless=True)
+    digest = None if folder is None else _digest(folder, config, step)
+    fill = from_generation(model, step, digest)
+    with values_of(model):  # which are not read
+        return _offload(
+            model, config, device, optimizer, accumulation_steps, faults, fill, resumes=True, placeless=True
+        )
 
 
 def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None, step: int | None) -> str:
@@ -154,14 +163,14 @@ def _offload(
     require_accumulation_steps(accumulation_steps)
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumes=resumes)
-    target = _resolve_device(device)
+    target = resolve_device(device)
     if placeless:
         _leave_meta(model, target)
     coordinator, found = open_coordinator(
         model, resolved, target, optimizer, accumulation_steps, faults, resume=resumes, fill=fill
     )
     try:
-        _move_buffers(model, target)
+        move_buffers(model, target)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
         hooks = _install(model, found, coordinator)
@@ -238,7 +247,7 @@ def _recompute(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _resolve_device(device: torch.device | str | None) -> torch.device:
+def resolve_device(device: torch.device | str | None) -> torch.device:
     """With its index: "cuda" is the GPU that is current now, whichever is current later."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -253,7 +262,7 @@ def _resolve_device(device: torch.device | str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
 
 
-def _move_buffers(model: nn.Module, device: torch.device) -> None:
+def move_buffers(model: nn.Module, device: torch.device) -> None:
     """Buffers stay on the device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from infinity.config import load_config
 from infinity.integrations.launcher import installed
@@ -16,6 +17,13 @@ from infinity.integrations.run import Run
 from tests.models import llama
 
 Launch = Callable[..., AbstractContextManager[Run]]
+
+
+@pytest.fixture(autouse=True)
+def _no_precision_of_an_earlier_test() -> Iterator[None]:
+    """accelerate keeps it for the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

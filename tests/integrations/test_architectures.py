@@ -79,7 +79,9 @@ LANGUAGE: dict[str, dict[str, Any]] = {
 
 def language(name: str) -> Callable[[], tuple[nn.Module, Batch]]:
     def make() -> tuple[nn.Module, Batch]:
-        config = getattr(hf, f"{name}Config")(**{key: value for key, value in (SMALL | LANGUAGE[name]).items() if value is not None})
+        config = getattr(hf, f"{name}Config")(
+            **{key: value for key, value in (SMALL | LANGUAGE[name]).items() if value is not None}
+        )
         ids = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
         return hf.AutoModelForCausalLM.from_config(config), {"input_ids": ids, "labels": ids}
 

@@ -8,8 +8,8 @@ from typing import Any
 
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
 """Half of it is for weights: of 5.6 MB in fp32, of 2.8 MB in bf16."""
-_WITH_REFERENCE = {"float32": "11MiB", "bfloat16": "6MiB"}
-"""A reference gets a fifth of the memory, which must be enough for its largest unit."""
+_WITH_REFERENCE = {"float32": "8MiB", "bfloat16": "4MiB"}
+"""A reference of the same size gets half of it."""
 
 
 def evicting(swap: Path, device_memory: str) -> dict[str, Any]:

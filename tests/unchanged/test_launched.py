@@ -18,7 +18,10 @@ Plain = Callable[[Script, str], Job]
 
 
 def require_same(history: History, expected: History, script: Script, dtype: str) -> None:
-    """GRPO's loss is zero but for rounding, whatever happens; in bf16 it soon samples other tokens."""
+    """GRPO's loss is zero but for rounding, whatever happens; in bf16 it soon samples other tokens. In bf16 plain torch
+    has no fp32 master and loses small updates, which DPO's loss shows after eight steps."""
+    if script.name == "dpo" and dtype == "bfloat16":
+        history = {(step, name): value for (step, name), value in history.items() if step <= 8}
     tolerances = {"loss": tolerance(dtype), "eval_loss": tolerance(dtype)}
     if script.name == "grpo":
         tolerances = {"grad_norm": 1e-5, "reward_std": 1e-5} if dtype == "float32" else {}
@@ -33,7 +36,7 @@ def require_same(history: History, expected: History, script: Script, dtype: str
     assert not different
 
 
-@cases("trainer", "sft_lora", others=["grpo", "accelerate_loop"])
+@cases("trainer", "sft_lora", others=["dpo", "grpo", "accelerate_loop"])
 def test_losses_and_what_is_saved_are_those_of_the_plain_run(
     script: Script, dtype: str, plain: Plain, tmp_path: Path
 ) -> None:
@@ -63,7 +66,7 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
         torch.testing.assert_close(each, logits_of(expected, saved), rtol=0, atol=1e-5)
 
 
-@cases("trainer", "sft_lora", others=["grpo"])
+@cases("trainer", "sft_lora", others=["dpo", "grpo"])
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, tmp_path: Path
 ) -> None:

@@ -1,0 +1,190 @@
+"""Models that a script loads: when they are offloaded, and what several of them share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import trainer as trainer_module
+
+import infinity
+from infinity.coordinator import registry
+from infinity.runtime.deferred import is_deferred
+from tests.integrations.conftest import Launch
+
+Rows = list[dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def plain_logits(checkpoint: Path, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(checkpoint)(input_ids=ids).logits
+    return logits
+
+
+def test_a_loaded_model_is_offloaded_by_its_first_forward(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
+    with launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        assert is_deferred(model)
+        assert not registry.is_offloaded(model)
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+        assert registry.is_offloaded(model)
+    assert torch.equal(logits, plain_logits(checkpoint, ids))
+
+
+def test_in_that_forward_weights_are_read_in_other_ways_than_calls(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL's head over chunks does."""
+
+    def forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.model(input_ids=input_ids).last_hidden_state
+        return hidden @ self.lm_head.weight.t()
+
+    with launch():
+        monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        with torch.no_grad():
+            first, second = model(ids), model(ids)
+    monkeypatch.undo()
+    torch.testing.assert_close(first, plain_logits(checkpoint, ids))
+    assert torch.equal(first, second)
+
+
+def test_generate_gives_the_same_tokens(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint).generate(ids, **how)
+    with launch():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(checkpoint).generate(ids, **how), expected)
+
+
+def test_a_reference_has_no_states_and_a_directory_and_memory_of_its_own(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    with launch(memory={"device": "1MiB", "host": "100MiB"}):
+        policy, reference = (AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2))
+        optim = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+        reference = Accelerator(cpu=True).prepare_model(reference, evaluation_mode=True)
+        with torch.no_grad():
+            reference(input_ids=ids)
+        policy(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        plans = [registry.coordinator_of(model).plan for model in (policy, reference)]
+        assert [plan.layout.trainable_numel > 0 for plan in plans] == [True, False]
+        assert [plan.budgets.limits.device for plan in plans] == [1 << 19, 1 << 19]
+        hosts = [plan.budgets.limits.host for plan in plans]
+        assert sum(hosts) <= 100 << 20
+        assert hosts[0] > hosts[1]
+        swaps = {path.parent.relative_to(tmp_path / "swap") for path in (tmp_path / "swap").rglob("*.infinity-swap")}
+        assert swaps == {Path("."), Path("reference-2")}
+    assert not list((tmp_path / "swap").rglob("*.infinity-swap"))
+
+
+def test_a_reference_in_fp32_is_converted_too_where_autocast_would_copy_it(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor
+) -> None:
+    with launch(memory={"device": "1MiB", "host": "100MiB"}):
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        reference = AutoModelForCausalLM.from_pretrained(checkpoint)
+        reference = accelerator.prepare_model(reference, evaluation_mode=True)
+        with torch.no_grad():
+            assert reference(input_ids=ids).logits.isfinite().all()
+        assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
+
+
+def test_a_plan_that_does_not_fit_names_what_the_memory_is_shared_with(checkpoint: Path, launch: Launch) -> None:
+    with launch(memory={"device": "320KiB", "host": "100MiB"}):
+        models = [AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2)]
+        with pytest.raises(infinity.PlanError, match=r"The script has 2 models; .*160\.00 KiB"):
+            torch.optim.AdamW(models[0].parameters())
+
+
+def test_embeddings_may_be_resized_and_parameters_frozen_before_training(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor
+) -> None:
+    with launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model.resize_token_embeddings(model.config.vocab_size + 8)
+        model.model.layers[0].requires_grad_(False)
+        optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optim.step()
+        layout = registry.coordinator_of(model).plan.layout
+        assert layout.trainable_numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert loss.isfinite()
+
+
+def test_a_module_around_a_model_that_was_used_is_refused_with_the_fix(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, rows: Rows, tmp_path: Path
+) -> None:
+    with launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model(input_ids=ids)
+        outer = nn.Sequential(model)
+        args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+        with pytest.raises(infinity.ModelError, match="Make the Sequential before the first forward pass"):
+            Trainer(outer, args, train_dataset=rows).create_optimizer()
+
+
+def test_models_that_are_not_loaded_from_files_stay_as_they_are(launch: Launch) -> None:
+    with launch():
+        plain = nn.Linear(4, 4)
+        optim = torch.optim.AdamW(plain.parameters())
+        assert type(optim) is torch.optim.AdamW
+        plain(torch.ones(1, 4)).sum().backward()
+        optim.step()
+
+
+def test_after_the_run_the_libraries_are_as_they_were(checkpoint: Path, launch: Launch) -> None:
+    before = [torch.optim.AdamW.__init__, Trainer.create_optimizer, vars(LlamaForCausalLM).get("from_pretrained")]
+    with launch():
+        assert Trainer.create_optimizer is not before[1]
+    after = [torch.optim.AdamW.__init__, Trainer.create_optimizer, vars(LlamaForCausalLM).get("from_pretrained")]
+    assert after == before
+    assert not is_deferred(AutoModelForCausalLM.from_pretrained(checkpoint))
+
+
+def test_trainer_pushes_its_checkpoints_and_the_model_to_the_hub(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[set[str]] = []
+
+    class Api:
+        """huggingface_hub.HfApi, of which nothing leaves the machine."""
+
+        def create_repo(self, *args: Any, **kwargs: Any) -> Any:
+            return SimpleNamespace(repo_id="someone/model")
+
+        def upload_folder(self, *, folder_path: str, **kwargs: Any) -> Any:
+            pushed.append({path.name for path in Path(folder_path).iterdir()})
+            return SimpleNamespace(done=lambda: True, result=lambda: "url", commit_url="url")
+
+    monkeypatch.setattr(trainer_module, "hf_api", Api)
+    args = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        save_steps=1,
+        push_to_hub=True,
+        hub_model_id="someone/model",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    with launch():
+        one = Trainer(AutoModelForCausalLM.from_pretrained(checkpoint), args, train_dataset=rows)
+        one.train()
+        one.push_to_hub(blocking=True)
+    assert len(pushed) >= 2
+    assert all("model.safetensors" in names for names in pushed)
