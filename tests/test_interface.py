@@ -110,7 +110,7 @@ KEYS: dict[str, object] = {
     "moments": "fp32",
 }
 OPTIONS = {
-    "infinity run": "--verbose config script arguments",
+    "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
         "--model --data --config --output --from-checkpoint --resume --keep-store --steps --batch-size "
         "--gradient-accumulation --sequence-length --dtype --optimizer --lr --schedule --warmup-steps "

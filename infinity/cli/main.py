@@ -148,10 +148,17 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
 def _add_run(commands: Any) -> None:
     parser = commands.add_parser(
         "run",
-        help="run an unchanged training script (Trainer, TRL, PEFT, Accelerate) with its model offloaded",
-        usage="infinity run [--verbose] CONFIG SCRIPT [ARGS...]",
+        help="run an unchanged training script (Trainer, TRL, PEFT, Accelerate, Lightning) with its model offloaded",
+        usage="infinity run [--verbose] [--resume FOLDER] CONFIG SCRIPT [ARGS...]",
     )
     parser.add_argument("--verbose", action="store_true", help="log the plan of each model")
+    parser.add_argument(
+        "--resume",
+        type=path,
+        metavar="FOLDER",
+        help="for an Accelerate loop, whose script calls accelerator.load_state(FOLDER): go on from the generation "
+        "that this folder pins. Scripts of Trainer and Lightning say themselves where they go on",
+    )
     parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states live (YAML or JSON)")
     parser.add_argument("script", type=path, metavar="SCRIPT", help="the script, as for python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")

@@ -335,9 +335,14 @@ class Coordinator(Parts):
         """The id of the run, which is that of its store; "" without one."""
         return "" if self.resources.store is None else self.resources.store.run
 
-    def at_step(self, step: int) -> None:
-        """The states are those after this optimizer step."""
+    def is_at(self, run: str, step: int) -> bool:
+        """Whether the states are those of a run after a step, as they still are where they were copied from it."""
+        return step == self.steps and (run == self.run or (run, step) == self.copied_from)
+
+    def at_step(self, step: int, run: str = "") -> None:
+        """The states are those after this optimizer step. Args: run: which they come from, if not from here."""
         self.steps = step
+        self.copied_from = (run, step) if run else self.copied_from
         if self.resources.store is not None:
             self.resources.store.begin_step(step)
 

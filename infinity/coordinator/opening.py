@@ -141,7 +141,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
     """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
-    coordinator.at_step(manifest.step)
+    coordinator.at_step(manifest.step, manifest.run)
     body = parse_body(manifest.body, f"generation {manifest.step}")
     coordinator.commits.resume(manifest.step, body)
     rng.restore(body.rng)

@@ -56,6 +56,7 @@ class Parts(Lender):
         self.optimizers = optimizers
         self.commits = commits
         self.steps = 0
+        self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._owners = {
             id(parameter): (unit.index, name)

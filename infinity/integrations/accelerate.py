@@ -1,32 +1,72 @@
-"""accelerate: models that are only evaluated, and what it saves and loads."""
+"""accelerate: models that are only evaluated, and what it saves and loads.
+
+[Note: where an Accelerate loop resumes]
+A loop makes its optimizer, which offloads the model, before `accelerator.load_state(folder)` says where it goes on. So
+the launcher is told: `infinity run --resume FOLDER CONFIG SCRIPT` offloads the model that is trained from the
+generation that the folder pins. Then load_state of that folder reads everything but the weights and the states, which
+are there already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from infinity.integrations.patches import Patches
+from infinity.checkpoint.save import save_pretrained
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, ResumeError
+from infinity.integrations.folders import Saving, fits_memory, is_at, letting_go
+from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
+from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import is_deferred
+
+_UNBOUNDED_PINS = 2
+"""Folders with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def replace_preparing(run: Run, patches: Patches) -> None:
-    """From now on a model that is prepared for evaluation is a reference, and one that autocast would copy is
-    converted."""
+    """From now on a model that is prepared for evaluation is a reference, one that autocast would copy is converted,
+    and folders that save_state writes pin generations."""
     from accelerate import Accelerator
+    from transformers import Trainer
 
     patches.wrap(Accelerator, "__init__", _init(run))
     patches.wrap(Accelerator, "prepare_model", _prepare_model(run))
+    patches.wrap(Accelerator, "save_state", _save_state)
+    patches.wrap(Accelerator, "load_state", _load_state(run))
+    patches.wrap(Trainer, "create_accelerator_and_postprocess", _of_a_trainer(run))
 
 
 def _init(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
+        if self.num_processes > 1:
+            raise ConfigError(
+                f"infinity trains in one process, and accelerate has {self.num_processes}: use accelerate launch "
+                "--num_processes 1, or infinity run without it"
+            )
         run.computes_in(self.mixed_precision)
+        limit = self.project_configuration.total_limit
+        run.wish(pins=_UNBOUNDED_PINS if limit is None else max(int(limit), 1) + 1)  # a new one, before an old one goes
 
     return init
+
+
+def _of_a_trainer(run: Run) -> Callable[..., None]:
+    """A Trainer has an Accelerator, and says itself how many checkpoint folders there are."""
+
+    def create(original: Callable[..., None], self: Any) -> None:
+        before = run.wishes.pins
+        original(self)
+        run.wish(pins=before)
+
+    return create
 
 
 def _prepare_model(run: Run) -> Callable[..., Any]:
@@ -37,3 +77,96 @@ def _prepare_model(run: Run) -> Callable[..., Any]:
         return original(self, model, *args, **kwargs)
 
     return prepare
+
+
+def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+    trained = _trained(self)
+    if trained is None:
+        return original(self, output_dir, *args, **kwargs)
+    folder = _folder_to_save(self, output_dir)
+    if folder is None:  # accelerate says what is wrong
+        return original(self, output_dir, *args, **kwargs)
+    saving = Saving(trained, folder)
+    with letting_go(trained), nullcontext() if fits_memory(trained) else _streamed(self, trained):
+        location = original(self, output_dir, *args, **kwargs)
+        saving.finish()
+    return location
+
+
+@contextmanager
+def _streamed(accelerator: Any, model: nn.Module) -> Iterator[None]:
+    """In this context save_state writes the weights of a model that does not fit in RAM as save_pretrained does."""
+
+    def state_dict(original: Callable[..., Any], which: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return {} if which is model else original(which, *args, **kwargs)
+
+    def write(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        weights.pop(models.index(model))
+        save_pretrained(model, output_dir)
+
+    handle = accelerator.register_save_state_pre_hook(write)
+    try:
+        with patched(accelerator, "get_state_dict", state_dict):
+            yield
+    finally:
+        handle.remove()
+
+
+def _load_state(run: Run) -> Callable[..., None]:
+    def load(original: Callable[..., None], self: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        trained, folder = _trained(self), _folder_to_load(self, input_dir)
+        if trained is None or folder is None:
+            original(self, input_dir, *args, **kwargs)
+            return
+        _require_there(trained, folder, run)
+
+        def without(models: list[nn.Module], input_dir: str) -> None:
+            models[:] = [model for model in models if model is not trained]
+
+        handle = self.register_load_state_pre_hook(without)
+        try:
+            original(self, input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    return load
+
+
+def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
+    """Raises ResumeError where the model has other states than those that a folder names."""
+    marker = require_marker(folder_path(folder))
+    if is_at(model, marker):
+        return
+    resumed = run.wishes.folder
+    how = f"infinity run --resume {folder} CONFIG SCRIPT"
+    raise ResumeError(
+        f"accelerator.load_state({str(folder)!r}): the model was "
+        + (f"offloaded from {resumed}" if resumed is not None else "offloaded anew")
+        + f" when its optimizer was made, and its states are those after step {registry.coordinator_of(model).steps}. "
+        f"The folder names generation {marker.step} of run {marker.run[:8]}. Begin the script with `{how}`: then the "
+        "model is offloaded from that generation, and load_state reads everything else."
+    )
+
+
+def _trained(accelerator: Any) -> nn.Module | None:
+    """The prepared model that is offloaded and has states."""
+    for model in accelerator._models:
+        if registry.is_offloaded(model) and any(parameter.requires_grad for parameter in model.parameters()):
+            found: nn.Module = model
+            return found
+    return None
+
+
+def _folder_to_save(accelerator: Any, output_dir: Any) -> Path | None:
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+    return None if output_dir is None else Path(output_dir)
+
+
+def _folder_to_load(accelerator: Any, input_dir: Any) -> Path | None:
+    if input_dir is not None:
+        return Path(os.path.expanduser(input_dir))
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    there = [path for path in Path(accelerator.project_dir, "checkpoints").glob("checkpoint_*") if path.is_dir()]
+    return max(there, key=lambda path: int(path.name.rsplit("_", 1)[1]), default=None)

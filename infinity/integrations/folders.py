@@ -14,6 +14,7 @@ from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
+from infinity.io.pins import Marker
 from infinity.runtime.offload import resume
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 
@@ -81,3 +82,19 @@ def letting_go(model: nn.Module) -> Iterator[None]:
     for folder in there:
         if not folder.exists():
             unpin(model, folder)
+
+
+def is_at(model: nn.Module, marker: Marker) -> bool:
+    """Whether an offloaded model has the states that a checkpoint folder names."""
+    return registry.coordinator_of(model).is_at(marker.run, marker.step)
+
+
+def fits_memory(model: nn.Module) -> bool:
+    """Whether memory.host has room for all weights of an offloaded model at the same time."""
+    if not registry.is_offloaded(model):
+        return True
+    return nbytes_of(model) <= registry.coordinator_of(model).plan.budgets.limits.host
+
+
+def nbytes_of(model: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

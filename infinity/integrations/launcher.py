@@ -14,32 +14,37 @@ from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 
 
-def launch(config: SwapConfig, script: Path, arguments: Sequence[str]) -> None:
+def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
     """Run a script as `python script arguments` does, with infinity beneath the libraries that it uses.
+
+    Args:
+        resume: a checkpoint folder: the model that is trained is offloaded from the generation that it names.
 
     Raises:
         whatever the script raises.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
-    with installed(config):
+    with installed(config, resume):
         runpy.run_path(str(script), run_name="__main__")
 
 
 @contextmanager
-def installed(config: SwapConfig) -> Iterator[Run]:
+def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
-    infinity's. At its end the models are closed."""
-    from infinity.integrations import accelerate, models, optimizers, transformers
+    infinity's. At its end the models are closed. Args: resume: as launch."""
+    from infinity.integrations import accelerate, models, optimizers, strategy, transformers
 
     _one_device()
     run, patches = Run(config), Patches()
+    run.wish(folder=None if resume is None else resume.expanduser().absolute())
     failed = True
     try:
         optimizers.replace_optimizers(run, patches)
         models.replace_loading(run, patches)
         accelerate.replace_preparing(run, patches)
         transformers.replace_training(run, patches)
+        strategy.replace_strategies(run, patches)
         yield run
         failed = False
     except SystemExit as end:

@@ -62,8 +62,10 @@ def _peft_model() -> Any:
 
 
 def _from_pretrained(run: Run) -> Callable[..., Any]:
-    def load(original: Callable[..., Any], cls: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device_map") == _TO_DISK or args or any(kwargs.get(name) is not None for name in _NOT_OURS):
+    def load(original: Callable[..., Any], cls: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        path = kwargs.pop("pretrained_model_name_or_path", path)
+        theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
+        if theirs or kwargs.get("device_map") == _TO_DISK:
             return original(cls, path, *args, **kwargs)  # as infinity.checkpoint.load asks for it, or not ours
         with_info = kwargs.pop("output_loading_info", False)
         for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
     for theirs, ours in _OURS.items():
         patches.wrap(theirs, "__init__", _becoming(run, theirs, ours))
     patches.wrap(torch.optim.Optimizer, "__init__", _refusing(run))
+    patches.wrap(GroupedOptimizer, "__init__", _bringing(run))
 
 
 def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
@@ -48,6 +49,18 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
         self.__class__ = ours
         ours.__init__(self, groups, *args, **kwargs)
         self.accumulation_steps = run.wishes.accumulation_steps or _accumulation_steps()
+
+    return init
+
+
+def _bringing(run: Run) -> Callable[..., None]:
+    """infinity.AdamW and its like, which a script named itself, for a model that is not offloaded yet."""
+
+    def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        groups = list(params) if isinstance(params, Iterator) else params
+        if isinstance(groups, list | tuple):
+            bring_home(run, parameters_in(groups), type(self))
+        original(self, groups, *args, **kwargs)
 
     return init
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 
@@ -13,6 +18,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
+        self._waiting: list[_WhenImported] = []
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Let `owner.name(*args)` be `ours(theirs, *args)`, where `theirs` is what it was. What a class inherits, and
@@ -29,8 +35,24 @@ class Patches:
         self._before.append((owner, name, found if own else _INHERITED))
         setattr(owner, name, call if kind is None else kind(call))
 
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Let the attribute `owner.name`, which exists, have this value."""
+        self._before.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+    def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        """Call `act(module)` once the module was imported, which takes seconds for some: now, later or never."""
+        if name in sys.modules:
+            act(sys.modules[name])
+            return
+        waiting = _WhenImported(name, act)
+        self._waiting.append(waiting)
+        sys.meta_path.insert(0, waiting)
+
     def undo(self) -> None:
         """Put back what was there."""
+        while self._waiting:
+            self._waiting.pop().forget()
         while self._before:
             owner, name, before = self._before.pop()
             if before is _INHERITED:
@@ -40,6 +62,31 @@ class Patches:
 
 
 _INHERITED = object()
+
+
+class _WhenImported(MetaPathFinder):
+    """Waits for the import of one module."""
+
+    def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._act = act
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        self.forget()
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._exec, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+    def _exec(self, original: Callable[[ModuleType], None], module: ModuleType) -> None:
+        original(module)
+        self._act(module)
+
+    def forget(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 @contextmanager

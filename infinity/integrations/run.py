@@ -43,6 +43,7 @@ class Wishes:
         folder: the checkpoint folder to go on from.
         pins: how many checkpoint folders there are at a time.
         dtype: that the weights are to have: the one that the script computes in.
+        device: where models compute; None: the current GPU, or the CPU where there is none.
     """
 
     accumulation_steps: int | None = None
@@ -51,6 +52,7 @@ class Wishes:
     folder: Path | None = None
     pins: int = 0
     dtype: torch.dtype | None = None
+    device: torch.device | None = None
 
 
 @dataclass
@@ -78,6 +80,8 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where models compute."""
+        if self.wishes.device is not None:
+            return self.wishes.device
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def scratch(self) -> str:
@@ -110,6 +114,12 @@ class Run:
         found = self._outer.get(model)
         outer = None if found is None else found()
         return model if outer is None else self.outermost(outer)
+
+    def models_in(self, module: nn.Module) -> list[nn.Module]:
+        """The loaded models in a module, with what libraries put around them."""
+        inside = set(module.modules())
+        found = [self.outermost(each) for each in list(self._loaded) if each in inside]
+        return [each for each in dict.fromkeys(found) if each in inside]
 
     def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
         """The loaded model, with what libraries put around it, that has one of these parameters."""

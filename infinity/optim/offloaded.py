@@ -8,6 +8,7 @@ import math
 import operator
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -373,10 +374,12 @@ class OffloadedOptimizer(GroupedOptimizer):
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
         saved = {key: StateHandle.read(value) for key, value in saved.items()}
         for key in dict.fromkeys([*now.get("begun", {}), *saved]):
-            mine = self._handle(name, key, now.get("step", 0))
-            if key != "step" and saved.get(key) != mine:
+            mine, theirs = self._handle(name, key, now.get("step", 0)), saved.get(key)
+            if isinstance(theirs, StateHandle) and self.coordinator.is_at(theirs.run, self.coordinator.steps):
+                theirs = replace(theirs, run=mine.run)  # the run that this one was copied from
+            if key != "step" and theirs != mine:
                 raise ModelError(
-                    f"cannot load {key} of '{name}': {_difference(saved.get(key), mine)}. States come back with "
+                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. States come back with "
                     "infinity.resume, or from a copy with infinity.offload_from_checkpoint."
                 )
         if saved.get("step") != now.get("step"):

@@ -139,6 +139,18 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
             module._parameters[key] = placed[parameter]
 
 
+def defer_in_memory(model: nn.Module) -> None:
+    """Let the parameters of a model that is in memory be deferred ones, too. Their values stay as they are until the
+    model is offloaded, whatever dtype it is converted to in between: they become the fp32 master."""
+    for name, parameter in model.named_parameters():
+        if not _values.has(parameter):
+            _values.enter(parameter, name, _constant(_raw(parameter)))
+
+
+def _constant(value: torch.Tensor) -> Read:
+    return lambda: value
+
+
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     value = nan_placeholder(parameter.shape, parameter.dtype, device)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -66,6 +66,29 @@ def test_a_run_goes_on_from_its_copy_to_the_bit(
     assert all(torch.equal(values, moved[name]) for name, values in stayed.items())
 
 
+def test_the_optimizers_state_dict_of_the_run_is_taken_until_the_next_step(
+    config: Config, tmp_path: Path, opened: list[Any]
+) -> None:
+    """As libraries save it into their checkpoints."""
+    model, batch = llama(layers=2)
+    infinity.offload(model, config("swap"))
+    before = infinity.AdamW(model.parameters(), lr=1e-3)
+    model(**batch).loss.backward()
+    before.step()
+    saved = before.state_dict()
+    infinity.close(model)
+    infinity.export_checkpoint(tmp_path / "swap", tmp_path / "out")
+    again = infinity.load_pretrained(tmp_path / "out", config("other"), dtype=torch.float32, from_checkpoint=True)
+    opened.append(again)
+    optim = infinity.AdamW(again.parameters(), lr=1e-2)
+    optim.load_state_dict(saved)
+    assert optim.param_groups[0]["lr"] == 1e-3
+    again(**batch).loss.backward()
+    optim.step()
+    with pytest.raises(infinity.ModelError, match=r"it is of run \w+, and this is run"):
+        optim.load_state_dict(saved)
+
+
 def test_an_imported_run_commits_and_is_exported_again_to_the_same_tensors(
     config: Config, tmp_path: Path, opened: list[Any]
 ) -> None:

@@ -40,7 +40,7 @@ def launch(tmp_path: Path) -> Launch:
     """`with launch(weights=...):` what is in it runs as under `infinity run`, with states on NVMe and a model that
     evicts."""
 
-    def start(**changes: Any) -> AbstractContextManager[Run]:
+    def start(*, resume: Path | None = None, **changes: Any) -> AbstractContextManager[Run]:
         config: dict[str, Any] = {
             "weights": "nvme",
             "optimizer": "nvme",
@@ -48,7 +48,7 @@ def launch(tmp_path: Path) -> Launch:
             "nvme": {"paths": [str(tmp_path / "swap")]},
             "commit_every": 1,
         }
-        return installed(load_config(config | changes))
+        return installed(load_config(config | changes), resume)
 
     return start
 

@@ -62,6 +62,11 @@ def test_in_that_forward_weights_are_read_in_other_ways_than_calls(
     assert torch.equal(first, second)
 
 
+def test_the_path_may_be_given_by_its_name(checkpoint: Path, launch: Launch) -> None:
+    with launch():
+        assert is_deferred(LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=checkpoint))
+
+
 def test_generate_gives_the_same_tokens(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
     how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     expected = AutoModelForCausalLM.from_pretrained(checkpoint).generate(ids, **how)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.runtime.deferred import defer, is_deferred, values_of
+from infinity.runtime.deferred import defer, defer_in_memory, is_deferred, values_of
 from infinity.state.released import ReleasedParameter
 from tests.conftest import weights_of
 from tests.models import llama, loss_of
@@ -151,3 +151,13 @@ def test_it_trains_as_a_model_that_was_there(deferred: Deferred, offload: Any) -
             losses.append(loss.item())
     infinity.close(deferred.model)
     assert losses[:3] == losses[3:]
+
+
+def test_a_model_in_memory_keeps_the_values_that_it_had_before_it_is_converted() -> None:
+    model = nn.Linear(3, 5)
+    expected = model.weight.detach().clone()
+    defer_in_memory(model)
+    model.to(torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
+    with values_of(model) as source:
+        assert torch.equal(source("weight"), expected)

@@ -1,0 +1,17 @@
+"""The same for scripts that import pytorch_lightning.
+What it does: strategy.py."""
+
+from __future__ import annotations
+
+from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
+
+from infinity.integrations.strategy import Offloading
+
+
+class InfinityStrategy(Offloading, SingleDeviceStrategy):  # type: ignore[misc]
+    __doc__ = Offloading.__doc__
+
+
+StrategyRegistry.register(
+    InfinityStrategy.strategy_name, InfinityStrategy, description=str(Offloading.__doc__).split(".")[0], override=True
+)

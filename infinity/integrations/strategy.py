@@ -1,0 +1,407 @@
+"""Lightning's strategy of one device, with the model of a LightningModule offloaded.
+
+[Note: a Lightning checkpoint]
+`name.ckpt` is the file that Lightning writes everywhere: weights, loops, schedulers, and of the optimizer the names of
+its states. The folder `name.ckpt.infinity` beside it pins the generation that holds the states; it is written after the
+file and removed before it. `fit(ckpt_path="name.ckpt")` offloads the model from that generation and reads everything
+else from the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig, load_config
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
+from infinity.integrations.folders import Saving, fits_memory, is_at, keeps_generations, nbytes_of
+from infinity.integrations.optimizers import replace_optimizers
+from infinity.integrations.patches import Patches
+from infinity.integrations.run import Run
+from infinity.runtime.deferred import defer_in_memory
+from infinity.runtime.pins import generation_of, unpin
+from infinity.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+_COMPUTED_IN = {
+    "32-true": None,
+    "bf16-true": None,
+    "16-true": None,
+    "bf16-mixed": torch.bfloat16,
+    "16-mixed": torch.float16,
+}
+_UNBOUNDED_PINS = 2
+"""Checkpoints with a generation of their own where a script keeps all of them: older ones hold a copy."""
+
+
+def folder_beside(checkpoint: str | Path) -> Path:
+    """The folder that pins the generation of a checkpoint file. A link is followed, as of `save_last="link"`."""
+    return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
+
+
+class Offloading:
+    """Offloads the model of a LightningModule and trains it with infinity's optimizers. Before a SingleDeviceStrategy
+    among the bases of a class.
+
+    Offloaded is the one model in the LightningModule that has all of its parameters, if it has a `save_pretrained`
+    (transformers, PEFT), and otherwise the LightningModule itself. It stays offloaded when the Trainer is done.
+
+    Args:
+        config: as infinity.offload's config. Left out under `infinity run`, which has one.
+        options: as SingleDeviceStrategy.
+    """
+
+    strategy_name: ClassVar[str] = "infinity"
+    launched: ClassVar[Run | None] = None
+    """What `infinity run` has."""
+
+    accelerator: Any
+    checkpoint_io: Any
+    lightning_module: Any
+    precision_plugin: Any
+    _forward_redirection: Any
+    _root_device: torch.device
+
+    def __init__(self, config: str | Path | Mapping[str, Any] | SwapConfig | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        if self.launched is not None and config is not None:
+            raise ConfigError(
+                "`infinity run` has a swap config, and InfinityStrategy(config=...) names another: leave one out"
+            )
+        self._run = self.launched or Run(load_config(config))
+        self._roots: list[nn.Module] = []
+        self._resumes_from: Path | None = None
+
+    # -- where --------------------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._root_device
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Set by Lightning to what accelerator= and devices= say."""
+        return []
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is None:
+            return
+        kinds = {device.type for device in devices}
+        if len(devices) != 1 or not kinds <= {"cpu", "cuda"}:
+            raise ConfigError(
+                f"strategy='infinity' trains on one CPU or CUDA device, not on {', '.join(map(str, devices))}: give "
+                "Trainer(devices=1), and accelerator='cpu' or 'cuda'"
+            )
+        self._root_device = devices[0]
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number != 1:
+            raise ConfigError(f"strategy='infinity' trains on one machine: leave num_nodes={number} out")
+
+    # -- offloading ---------------------------------------------------------------------------------------------------
+
+    def connect(self, model: Any) -> None:
+        theirs: Any = super()
+        theirs.connect(model)
+        self._roots, self._resumes_from = [], None
+
+    def setup(self, trainer: Any) -> None:
+        """Offload what is not offloaded; the optimizer's constructor does it where one is made."""
+        module, fits = self.lightning_module, _fits(trainer)
+        self.accelerator.setup(trainer)
+        _require_possible(trainer, self.precision_plugin.precision)
+        self._expect(trainer)
+        roots = self._enter()
+        if not any(registry.is_offloaded(root) for root in roots):
+            self.precision_plugin.convert_module(module)
+        if fits:
+            self.setup_optimizers(trainer)
+        for root in roots:
+            self._run.ensure_offloaded(root)
+        self._run.wish(folder=None)
+        module.to(self.root_device)
+        theirs: Any = super()
+        theirs.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        theirs: Any = super()
+        patches = Patches()
+        try:
+            if self.launched is None:
+                replace_optimizers(self._run, patches)
+            theirs.setup_optimizers(trainer)
+        finally:
+            patches.undo()
+        if self.precision_plugin.precision != "16-mixed":
+            for (
+                optimizer
+            ) in theirs.optimizers:  # Lightning refuses to clip for one that can unscale, with no scaler too
+                optimizer._step_supports_amp_scaling = False
+
+    def _expect(self, trainer: Any) -> None:
+        """Say what is known of the training before the model is offloaded."""
+        self._run.wish(
+            accumulation_steps=trainer.accumulate_grad_batches,
+            dtype=_COMPUTED_IN[self.precision_plugin.precision],
+            device=self.root_device,
+        )
+        if _fits(trainer):
+            self._run.wish(pins=sum(map(_pins_of, trainer.checkpoint_callbacks)))
+
+    def _enter(self) -> list[nn.Module]:
+        """What is to be offloaded of the LightningModule, each as one model."""
+        if self._roots:
+            return self._roots
+        module, known = self.lightning_module, self._run.models_in(self.lightning_module)
+        trained = [model for model in known if any(parameter.requires_grad for parameter in model.parameters())]
+        if known and len(trained) <= 1 and all(_holds_all(module, known)):
+            self._roots = known
+            return known
+        by_hand = not module.automatic_optimization
+        parts = [child for child in module.children() if by_hand or hasattr(child, "save_pretrained")]
+        root = next((child for child in parts if all(_holds_all(module, [child]))), module)
+        if by_hand and root is module:
+            raise ConfigError(
+                f"{type(module).__name__} optimizes by hand, so its training_step has forward and backward passes in "
+                "it: put all layers into one module that it calls (self.net = Net(), whose forward is self.net(...)), "
+                "or use automatic optimization"
+            )
+        for model in known:
+            self._run.wrapped(model, root)
+        if not known and not registry.is_offloaded(root):
+            if next(root.parameters(), None) is None:
+                raise ModelError(f"{type(module).__name__} has no parameters to offload")
+            self._run.loaded(root)
+        if not registry.is_offloaded(root):
+            defer_in_memory(root)
+        self._roots = [root]
+        return self._roots
+
+    @property
+    def _trained(self) -> nn.Module | None:
+        """The offloaded model that has optimizer states."""
+        for root in self._roots:
+            if registry.is_offloaded(root) and any(parameter.requires_grad for parameter in root.parameters()):
+                return root
+        return None
+
+    def teardown(self) -> None:
+        """The model stays where it is."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._call("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._call("predict_step", *args, **kwargs)
+
+    def _call(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        """Where the LightningModule itself is offloaded, its step is its forward: hooks bring what the step uses."""
+        module = self.lightning_module
+        if module not in self._roots:
+            return getattr(module, step)(*args, **kwargs)
+        return self._forward_redirection(module, module, step, *args, **kwargs)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """All weights, where memory.host has room for them."""
+        module = self.lightning_module
+        if all(fits_memory(root) for root in self._roots):
+            state: dict[str, Any] = module.state_dict()
+            return state
+        return self._outside(_tensors(module))
+
+    def _outside(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Those entries of a state_dict that are not of an offloaded model."""
+        modules = dict(self.lightning_module.named_modules())
+        inside = tuple(f"{name}." if name else "" for name, module in modules.items() if module in self._enter())
+        return {name: value for name, value in state.items() if not name.startswith(inside)}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        theirs: Any = super()
+        trained, states = self._trained, "optimizer_states" in checkpoint
+        if not all(fits_memory(root) for root in self._roots):
+            self._say_too_large(filepath, resumable=trained is not None and states and keeps_generations(trained))
+        if trained is None or not states:
+            theirs.save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        saving = Saving(trained, folder_beside(filepath))
+        theirs.save_checkpoint(checkpoint, filepath, storage_options)
+        saving.finish()
+
+    def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
+        """Raises PlanError where nothing of the model would be saved."""
+        model = next(root for root in self._roots if not fits_memory(root))
+        limit = registry.coordinator_of(model).plan.budgets.limits.host
+        why = f"{format_bytes(nbytes_of(model))} of weights do not fit memory.host, {format_bytes(limit)}"
+        if not resumable:
+            raise PlanError(
+                f"{filepath}: {why}, so the file cannot hold them. Use save_pretrained or infinity.save_pretrained, "
+                "which hold one unit in memory at a time, or set commit_every: 1 and save the states, too."
+            )
+        logger.warning(
+            "infinity: %s holds no weights: %s. They are in the generation that %s pins",
+            filepath,
+            why,
+            folder_beside(filepath),
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        theirs: Any = super()
+        folder, trained = folder_beside(filepath), self._trained
+        if not os.path.islink(filepath) and trained is not None and folder.is_dir():
+            if keeps_generations(trained):
+                unpin(trained, folder)
+            shutil.rmtree(folder)
+        theirs.remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """To go on with training: the generation that the folder beside the file pins is what is offloaded.
+
+        Raises:
+            ResumeError: there is no such generation; says what to do.
+            ModelError: the model is offloaded already, and is not at that generation.
+        """
+        if _fits(self.lightning_module.trainer):
+            folder = folder_beside(checkpoint_path)
+            marker = generation_of(folder, self._run.config)
+            if any(registry.is_offloaded(root) and not is_at(root, marker) for root in self._enter()):
+                raise ModelError(
+                    f"ckpt_path={checkpoint_path}: the model was used already in this process, so it is offloaded and "
+                    "cannot become the one of a checkpoint. Resume in a new process, before anything else."
+                )
+            self._run.wish(folder=folder)
+            self._resumes_from = folder
+        theirs: Any = super()
+        loaded: dict[str, Any] = theirs.load_checkpoint(checkpoint_path, weights_only=weights_only)
+        return loaded
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        state, module = checkpoint["state_dict"], self.lightning_module
+        if self._resumes_from is not None:  # the weights come from the generation
+            module.load_state_dict(self._outside(state), strict=False)
+            return
+        if strict and not state.keys() >= _tensors(module).keys() and self._outside(state) == dict(state):
+            raise ResumeError(
+                "this checkpoint holds no weights, because they did not fit memory.host when it was written. Go on "
+                "from it with fit(ckpt_path=...), or take a model that save_pretrained wrote."
+            )
+        module.load_state_dict(state, strict=strict)
+
+
+def replace_strategies(run: Run, patches: Patches) -> None:
+    """From now on a Trainer of Lightning that names no strategy has this one, and others are refused."""
+    patches.put(Offloading, "launched", run)
+
+    def of_lightning(connector: ModuleType) -> None:
+        from infinity.integrations import lightning  # registers the strategy
+
+        _choose(lightning.InfinityStrategy, connector, patches)
+
+    def of_pytorch_lightning(connector: ModuleType) -> None:
+        from infinity.integrations import pytorch_lightning
+
+        _choose(pytorch_lightning.InfinityStrategy, connector, patches)
+
+    module = "trainer.connectors.accelerator_connector"
+    patches.when_imported(f"lightning.pytorch.{module}", of_lightning)
+    patches.when_imported(f"pytorch_lightning.{module}", of_pytorch_lightning)
+
+
+def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> None:
+    def choose(original: Any, self: Any) -> Any:
+        return kind()
+
+    def init(original: Any, self: Any) -> None:
+        original(self)
+        if not isinstance(self.strategy, kind):
+            raise ConfigError(
+                f"under `infinity run` a Lightning Trainer has strategy='infinity', not {type(self.strategy).__name__}"
+                ": leave strategy= out, and devices=1"
+            )
+
+    patches.wrap(connector._AcceleratorConnector, "_choose_strategy", choose)
+    patches.wrap(connector._AcceleratorConnector, "_init_strategy", init)
+
+
+def _require_possible(trainer: Any, precision: str) -> None:
+    """Raises ConfigError."""
+    if precision not in _COMPUTED_IN:
+        raise ConfigError(
+            f"precision={precision!r} works on weights in memory, and those of this model are offloaded. Use one of "
+            f"{', '.join(_COMPUTED_IN)}."
+        )
+    clips, how = bool(trainer.gradient_clip_val), str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
+    if clips and how == "value":
+        raise ConfigError(
+            "gradient_clip_algorithm='value' needs every gradient in memory, and those of an offloaded model are "
+            "where the swap config says. Use gradient_clip_algorithm='norm', which clips by the exact global norm."
+        )
+    if clips and precision == "16-mixed":
+        raise ConfigError(
+            "gradient_clip_val with precision='16-mixed': Lightning clips after unscaling, which infinity does as a "
+            "part of the update. Use precision='bf16-mixed', or infinity.AdamW(..., max_grad_norm=...)."
+        )
+
+
+def _fits(trainer: Any) -> bool:
+    return str(getattr(trainer.state.fn, "value", trainer.state.fn)) == "fit"
+
+
+def _pins_of(callback: Any) -> int:
+    """How many files of a ModelCheckpoint hold states at a time."""
+    kept = int(getattr(callback, "save_top_k", 1))
+    if getattr(callback, "save_weights_only", False):
+        return 0
+    if kept < 0:
+        kept = _UNBOUNDED_PINS
+    elif kept:
+        kept += 1  # the new one, before an old one goes
+    return kept + (getattr(callback, "save_last", None) is True or not kept)
+
+
+def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:
+    """For each parameter of a module whether it is of one of the models."""
+    held = {id(parameter) for model in models for parameter in model.parameters()}
+    return [id(parameter) in held for parameter in module.parameters()]
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What a state_dict has, but for extra state; of weights that are not in memory the placeholders."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, buffer in each.named_buffers(recurse=False):
+            if name not in each._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -1,0 +1,418 @@
+"""A LightningModule that knows nothing of infinity trains the same with its model offloaded."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+import infinity
+from infinity.coordinator import registry
+from infinity.integrations.lightning import InfinityStrategy
+from infinity.optim.adamw import AdamW
+from infinity.runtime.pins import pinned
+from tests.conftest import weights_of
+from tests.integrations.conftest import Launch
+from tests.models import gpt2
+
+Rows = list[dict[str, torch.Tensor]]
+
+
+class Language(pl.LightningModule):
+    """Fine-tunes a model that it loads, or that it is given."""
+
+    def __init__(self, source: Path | nn.Module) -> None:
+        super().__init__()
+        loads = isinstance(source, Path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto") if loads else source
+        self.model.train()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.losses.append(float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.model(**batch).loss)
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model(**batch).logits
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def trainer(directory: Path, **options: Any) -> pl.Trainer:
+    given: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_steps": 6,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": str(directory),
+    }
+    return pl.Trainer(**(given | options))
+
+
+def loader(rows: Rows) -> DataLoader[Any]:
+    return DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+
+
+def saving(directory: Path, **options: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
+    return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(directory, **(given | options))]}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "clipping, accumulation": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "validation": {"val_check_interval": 2},
+    "named": {"strategy": "infinity"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_are_those_of_the_plain_script(
+    way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    found = []
+    for context in (nullcontext(), launch()):
+        with context as run:
+            module = Language(checkpoint)
+            options = WAYS[way] if run is not None else {k: v for k, v in WAYS[way].items() if k != "strategy"}
+            one = trainer(tmp_path, **options)
+            one.fit(module, loader(rows), loader(rows[:8]))
+            assert (run is not None) == registry.is_offloaded(module.model)
+            metrics = [float(one.callback_metrics["val"])] if "val" in one.callback_metrics else []
+            found.append(module.losses + metrics)
+    assert len(found[0]) >= 6
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "strategy"])
+def test_lower_precision_is_near_the_plain_script(
+    precision: str, launched: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, swap: dict[str, Any]
+) -> None:
+    found = []
+    for context in (nullcontext(), launch() if launched else nullcontext()):
+        with context:
+            module = Language(checkpoint)
+            strategy = InfinityStrategy(swap) if found and not launched else "auto"
+            one = trainer(tmp_path, precision=precision, strategy=strategy, gradient_clip_val=0.5)
+            one.fit(module, loader(rows))
+            found.append(module.losses)
+            if len(found) == 2:
+                assert {value.dtype for value in weights_of(module.model).values()} == {torch.bfloat16}
+                infinity.close(module.model)
+    torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "640KiB", "host": "96MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 1,
+    }
+
+
+class Small(pl.LightningModule):
+    """Parameters of its own, in layers that its step calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.embed(batch["input_ids"]) * self.scale))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(float(loss))
+        return loss
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.head(self.embed(batch["input_ids"]) * self.scale)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
+    rows: Rows, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    modules, logits = [Small(), Small()], []
+    for module, strategy in zip(modules, ("auto", InfinityStrategy(swap)), strict=True):
+        one = trainer(tmp_path, strategy=strategy)
+        one.fit(module, loader(rows))
+        logits.append(torch.cat(one.predict(module, loader(rows[:8]))))
+    assert registry.is_offloaded(modules[1])
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    infinity.close(modules[1])
+
+
+def test_infinitys_own_optimizers_work(rows: Rows, swap: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    class Lion(Language):
+        def configure_optimizers(self) -> Any:
+            return infinity.Lion(self.parameters(), lr=1e-4)
+
+    module = Lion(checkpoint)
+    trainer(tmp_path, strategy=InfinityStrategy(swap)).fit(module, loader(rows))
+    assert module.losses[-1] < module.losses[0]
+    infinity.close(module.model)
+
+
+def test_pytorch_lightning_is_the_same(rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    import pytorch_lightning
+
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = Small()
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return self.small.training_step(batch, index)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    with launch():
+        module = Other()
+        one = pytorch_lightning.Trainer(
+            accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+        )
+        one.fit(module, loader(rows))
+        assert registry.is_offloaded(module)
+
+
+def test_validating_and_predicting_before_training(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    found = []
+    for context in (nullcontext(), launch()):
+        with context:
+            module, one = Language(checkpoint), trainer(tmp_path)
+            before = one.validate(module, loader(rows[:8]), verbose=False)[0]["val"]
+            logits = torch.cat(one.predict(module, loader(rows[:8])))
+            one.fit(module, loader(rows))
+            found.append([before, *module.losses, *logits.flatten()[:99].tolist()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("launched", [True, False], ids=["launched", "strategy"])
+def test_fit_goes_on_from_a_checkpoint_to_the_bits_of_the_uninterrupted_run(
+    launched: bool, dropout: float, rows: Rows, launch: Launch, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    """From the end of the first epoch."""
+    torch.manual_seed(0)
+    gpt2(dropout)[0].save_pretrained(tmp_path / "model")
+    ends = []
+    for ckpt_path in (None, str(tmp_path / "step=4.ckpt")):
+        with launch() if launched else nullcontext():
+            torch.manual_seed(1)
+            module = Language(tmp_path / "model")
+            strategy = "auto" if launched else InfinityStrategy(swap)
+            one = trainer(tmp_path, strategy=strategy, **saving(tmp_path, every_n_train_steps=4))
+            one.fit(module, DataLoader(rows[:16], batch_size=4, shuffle=True), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+            assert one.global_step == 6
+            ends.append((module.losses[-2:], weights_of(module.model)))
+            assert len(module.losses) == (6 if ckpt_path is None else 2)
+            infinity.close(module.model)
+    assert ends[1][0] == ends[0][0]
+    assert all(torch.equal(value, ends[0][1][name]) for name, value in ends[1][1].items())
+
+
+def test_old_checkpoints_let_their_generations_go(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch():
+        module = Language(checkpoint)
+        trainer(tmp_path, **saving(tmp_path, save_top_k=2, monitor="step", mode="max", save_last="link")).fit(
+            module, loader(rows)
+        )
+        folders = {tmp_path / "step=4.ckpt.infinity": 4, tmp_path / "step=6.ckpt.infinity": 6}
+        assert pinned(module.model) == folders
+        assert set(tmp_path.glob("*.infinity")) == set(folders)
+        expected = weights_of(module.model)
+    again = Language.load_from_checkpoint(tmp_path / "step=6.ckpt", source=checkpoint, weights_only=False)
+    assert all(torch.equal(again.model.get_parameter(name), value) for name, value in expected.items())
+    with launch():
+        module = Language(checkpoint)
+        options = saving(tmp_path, save_top_k=2, monitor="step", mode="max", save_last="link")
+        trainer(tmp_path, max_steps=8, **options).fit(module, loader(rows), ckpt_path=tmp_path / "last.ckpt")
+        assert len(module.losses) == 2
+
+
+def test_of_checkpoints_that_are_all_kept_older_ones_hold_a_copy(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        module = Language(checkpoint)
+        trainer(tmp_path, **saving(tmp_path)).fit(module, loader(rows[:8]))
+        expected = weights_of(module.model)
+    assert (tmp_path / "step=2.ckpt.infinity" / "portable").is_dir()
+    with launch(nvme={"paths": [str(tmp_path / "other")]}):
+        module = Language(checkpoint)
+        trainer(tmp_path).fit(module, loader(rows[:8]), ckpt_path=tmp_path / "step=2.ckpt")
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(module.model).items())
+
+
+def test_the_best_checkpoint_can_be_validated_after_training(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        module = Language(checkpoint)
+        options = saving(tmp_path, monitor="val", mode="max", save_top_k=1, every_n_train_steps=None)
+        one = trainer(tmp_path, val_check_interval=2, **options)
+        one.fit(module, loader(rows), loader(rows[:8]))
+        best = one.checkpoint_callback.best_model_score
+        assert float(one.callback_metrics["val"]) < float(best)
+        again = one.validate(module, loader(rows[:8]), ckpt_path="best", weights_only=False, verbose=False)
+        assert again[0]["val"] == pytest.approx(float(best), rel=1e-6)
+
+
+def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infinity.integrations.strategy.fits_memory", lambda root: not registry.is_offloaded(root))
+    ends = []
+    for ckpt_path in (None, tmp_path / "step=4.ckpt"):
+        with launch():
+            module = Language(checkpoint)
+            trainer(tmp_path, **saving(tmp_path, save_top_k=-1, every_n_train_steps=2)).fit(
+                module, loader(rows[:16]), ckpt_path=ckpt_path
+            )
+            ends.append(module.losses[-2:])
+        assert not torch.load(tmp_path / "step=6.ckpt", weights_only=False)["state_dict"]
+    assert ends[1] == ends[0]
+    with pytest.raises(infinity.ResumeError, match="holds no weights"), launch(nvme={"paths": [str(tmp_path / "b")]}):
+        trainer(tmp_path).validate(Language(checkpoint), loader(rows[:16]), ckpt_path=ckpt_path)
+
+
+def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch():
+        one = trainer(
+            tmp_path, max_steps=20, val_check_interval=2, callbacks=[EarlyStopping("val", 1.0, 1, mode="min")]
+        )
+        one.fit(Language(checkpoint), loader(rows), loader(rows[:8]))
+        assert one.global_step < 8
+
+
+def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        trainer(tmp_path).fit(Language(checkpoint), loader(rows))
+    assert not list((tmp_path / "swap").glob("*.infinity*"))
+    with launch():
+        trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+    assert list((tmp_path / "swap").glob("generation-*.infinity"))
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "clipping by value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "algorithm='norm'"),
+    "another strategy": ({"strategy": "ddp"}, r"leave strategy= out"),
+    "several devices": ({"devices": 2}, r"devices=1"),
+    "several machines": ({"num_nodes": 2}, "num_nodes=2"),
+    "double": ({"precision": "64-true"}, "bf16-mixed"),
+    "fp16 and clipping": ({"plugins": MixedPrecision("16-mixed", "cpu"), "gradient_clip_val": 1.0}, "bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_work_names_the_fix(
+    what: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    options, fix = REFUSED[what]
+    with launch(), pytest.raises(infinity.ConfigError, match=fix):
+        trainer(tmp_path, **options).fit(Language(checkpoint), loader(rows))
+
+
+def test_a_plain_checkpoint_is_refused(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+    with launch(), pytest.raises(infinity.ResumeError, match=r"step=6\.ckpt\.infinity.*infinity\.json"):
+        trainer(tmp_path).fit(Language(checkpoint), loader(rows), ckpt_path=tmp_path / "step=6.ckpt")
+
+
+def test_going_back_in_the_same_process_is_refused(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        module = Language(checkpoint)
+        trainer(tmp_path, **saving(tmp_path)).fit(module, loader(rows))
+        with pytest.raises(infinity.ModelError, match="Resume in a new process"):
+            trainer(tmp_path).fit(module, loader(rows), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+def test_two_swap_configs_are_refused(launch: Launch, swap: dict[str, Any]) -> None:
+    with launch(), pytest.raises(infinity.ConfigError, match="leave one out"):
+        InfinityStrategy(swap)
+
+
+class ByHand(pl.LightningModule):
+    """Two optimizers."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        logits = batch["input_ids"]
+        for layer in self.children():
+            logits = layer(logits)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(float(loss.detach()))
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.AdamW(parameters[:1], lr=1e-2), torch.optim.AdamW(parameters[1:], lr=1e-3)]
+
+
+def test_two_optimizers_by_hand_train_as_in_plain_lightning(rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    found = []
+    for context in (nullcontext(), launch()):
+        with context:
+            torch.manual_seed(0)
+            module = ByHand(net=nn.Sequential(nn.Embedding(96, 32), nn.Linear(32, 96)))
+            trainer(tmp_path, max_steps=12).fit(module, loader(rows))
+            found.append(module.losses)
+    assert len(found[0]) == 6
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+def test_optimizing_layers_of_the_module_itself_by_hand_is_refused(rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch(), pytest.raises(infinity.ConfigError, match=r"self\.net = Net"):
+        trainer(tmp_path).fit(ByHand(embed=nn.Embedding(96, 32), head=nn.Linear(32, 96)), loader(rows))
+
+
+def test_the_optimizer_is_infinitys(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch():
+        one = trainer(tmp_path)
+        one.fit(Language(checkpoint), loader(rows))
+        assert type(one.optimizers[0]) is AdamW
