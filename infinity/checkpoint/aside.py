@@ -44,7 +44,7 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
 def put_in_place(aside: Path, target: Path) -> None:
     """Sync the directory `aside` with all that is in it, and rename it to `target`, which is missing or an empty
     directory. Raises OSError."""
-    _sync_tree(aside)
+    sync_tree(aside)
     os.chmod(aside, 0o755)
     os.replace(aside, target)
     durable.fsync(target.parent)
@@ -63,7 +63,7 @@ def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
     Raises:
         OSError: an entry cannot be moved; those before it are in `target`.
     """
-    _sync_tree(aside)
+    sync_tree(aside)
     entries = sorted(aside.iterdir(), key=lambda path: path.name == last)
     for path in entries:
         if path.is_dir() and (target / path.name).is_dir():
@@ -74,7 +74,7 @@ def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
     return {path.name for path in entries}
 
 
-def _sync_tree(directory: Path) -> None:
+def sync_tree(directory: Path) -> None:
     for path in directory.rglob("*"):
         durable.fsync(path)
     durable.fsync(directory)

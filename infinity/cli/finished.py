@@ -90,8 +90,15 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
                 "on after its end."
             )
         return False
+    if not Path(note.output).is_dir():
+        if is_left:
+            return False  # the store can write it again
+        raise ResumeError(
+            f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
+            f"output is not in {note.output} any more."
+        )
     print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
-    if is_left:
+    if is_left and not options.keep_store:
         freed = _remove(members_of(directory), note.run)
         print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
     return True

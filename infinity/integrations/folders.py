@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from infinity.checkpoint.aside import sync_tree
 from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
-from infinity.io.pins import Marker
+from infinity.errors import ResumeError, StoreNotEmptyError
+from infinity.integrations.patches import patched
+from infinity.io.directory import HEADER_NAME, SwapDirectory, remove_store
+from infinity.io.pins import PINS_NAME, Marker
 from infinity.runtime.offload import resume
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 
@@ -41,8 +47,15 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
     marker = generation_of(folder, config)
     if marker.portable is None:
         resume(model, config, folder=folder, **how)
-    else:
+        return
+    try:
         offload_from_checkpoint(model, folder / marker.portable, config, **how)
+    except StoreNotEmptyError as error:
+        raise ResumeError(
+            f"{folder} holds a copy of its optimizer states, because newer checkpoint folders took its place in the "
+            f"store. The swap directory still has theirs ({error}) To go on from {folder} and keep the newer ones, "
+            "name another directory in nvme.paths."
+        ) from error
 
 
 class Saving:
@@ -69,17 +82,27 @@ class Saving:
     def finish(self) -> None:
         """Everything else of the folder is written."""
         if self._pins:
+            sync_tree(self._folder)
             pin(self._model, self._folder)
             self._pins = False
 
 
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
-    """Checkpoint folders that are removed in this context let their generations go. Those that vanished before stay
-    pinned: they may be on a disk that is not mounted."""
-    there = [folder for folder in folders_of(model) if folder.exists()]
-    yield
-    for folder in there:
+    """Checkpoint folders that shutil.rmtree removes in this context let their generations go first, so that no crash
+    leaves a pin of a folder that is gone. Those that vanished before stay pinned: they may be on a disk that is not
+    mounted."""
+    there = {os.path.realpath(folder): folder for folder in folders_of(model) if folder.exists()}
+
+    def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        folder = there.pop(os.path.realpath(path), None)
+        if folder is not None:
+            unpin(model, folder)
+        rmtree(path, *args, **kwargs)
+
+    with patched(shutil, "rmtree", remove):
+        yield
+    for folder in there.values():
         if not folder.exists():
             unpin(model, folder)
 
@@ -98,3 +121,15 @@ def fits_memory(model: nn.Module) -> bool:
 
 def nbytes_of(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def remove_left(paths: Sequence[Path]) -> None:
+    """Remove the store of a model that was collected, unless checkpoint folders pin generations of it."""
+    if not (paths[0] / HEADER_NAME).exists() or (paths[0] / PINS_NAME).exists():
+        return
+    with ExitStack() as held:
+        directories = []
+        for path in paths:
+            directories.append(SwapDirectory(path, create=False))
+            held.callback(directories[-1].close)
+        remove_store(directories)

@@ -19,6 +19,14 @@ from infinity.runtime.offload import move_buffers
 _TO_DISK = {"": "disk"}
 _NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
 """Arguments of from_pretrained with which transformers is left to load as it does."""
+_ONLY_THEIRS = (
+    "state_dict",
+    "variant",
+    "selected_adapters",
+    "save_embedding_layers",
+    "path_initial_model_for_weight_conversion",
+)
+"""Arguments of save_pretrained with which the libraries are left to save as they do."""
 _OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 
 
@@ -92,8 +100,11 @@ def _wrapping(run: Run) -> Callable[..., None]:
 def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: Any, *args: Any, **kwargs: Any) -> Any:
     from infinity.checkpoint.save import save_pretrained
 
-    if not registry.is_offloaded(model) or is_deferred(model):
-        return original(model, directory, *args, **kwargs)
+    ours = registry.is_offloaded(model) and not is_deferred(model)
+    if not ours or args or any(kwargs.get(name) is not None for name in _ONLY_THEIRS):
+        return original(model, directory, *args, **kwargs)  # which may call state_dict(), and that gathers
+    if not kwargs.get("is_main_process", True):
+        return None
     size = kwargs.get("max_shard_size")
     save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
     if kwargs.get("push_to_hub"):

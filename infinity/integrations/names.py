@@ -23,9 +23,10 @@ def wish_for(args: Any, run: Run) -> None:
     """Room is made for the states of the optimizer. An 8-bit one is infinity's with int8 moments; a line says so."""
     name = _name(args)
     run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
-    if name in (*_ADAMW, *_LION) and name.endswith("8bit") and run.config.moments == "fp32":
-        run.wish(moments="int8")
+    small = name in (*_ADAMW, *_LION) and name.endswith("8bit") and run.config.moments == "fp32"
+    if small and run.wishes.moments != "int8":
         logger.warning("infinity: optim=%s: infinity keeps the moments in int8 (`moments: int8`)", name)
+    run.wish(moments="int8" if small else None)
 
 
 def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:

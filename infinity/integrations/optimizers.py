@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.coordinator import registry
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ModelError
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run, parameters_in
 from infinity.optim.adagrad import Adagrad
@@ -42,7 +42,10 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
 
 def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = list(params)
+        groups = list(params) if isinstance(params, Iterator) else params
+        if not isinstance(groups, list | tuple):
+            original(self, groups, *args, **kwargs)
+            return
         if type(self) is not theirs or not bring_home(run, parameters_in(groups), ours):
             original(self, groups, *args, **kwargs)
             return
@@ -67,7 +70,10 @@ def _bringing(run: Run) -> Callable[..., None]:
 
 def _refusing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = list(params)
+        groups = list(params) if isinstance(params, Iterator) else params
+        if not isinstance(groups, list | tuple):
+            original(self, groups, *args, **kwargs)
+            return
         if not isinstance(self, GroupedOptimizer) and bring_home(run, parameters_in(groups), None):
             known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
             raise ConfigError(
@@ -81,11 +87,19 @@ def _refusing(run: Run) -> Callable[..., None]:
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
-    if any(isinstance(each, nn.Parameter) and registry.find(each) is not None for each in parameters):
+    found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
+    if any(each is not None for each in found):
+        if optimizer is not None and not any(each[1].group.trainable for each in found if each is not None):
+            raise ModelError(
+                "an optimizer is given parameters of a model that was offloaded to be evaluated only: it was prepared "
+                "with evaluation_mode=True, or frozen, and used. Make the optimizer before the first forward pass."
+            )
         return True
     model = run.owner_of(parameters)
     if model is None:
         return False
+    if optimizer is not None:
+        run.trained.add(model)  # whatever it was prepared for
     if optimizer is not None:
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     return True

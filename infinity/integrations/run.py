@@ -18,7 +18,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, printable
-from infinity.integrations.folders import folders_of, go_on
+from infinity.integrations.folders import folders_of, go_on, remove_left
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
@@ -64,6 +64,7 @@ class Run:
         wishes: of the model that is trained.
         references: models that are only evaluated.
         trained: models that will be trained, whoever evaluates them before.
+        resumed: the checkpoint folder that a model went on from.
     """
 
     config: SwapConfig
@@ -71,7 +72,10 @@ class Run:
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    resumed: Path | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _stores: list[tuple[weakref.ref[nn.Module], list[Path]]] = field(default_factory=list)
     _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -95,7 +99,7 @@ class Run:
 
     def computes_in(self, mixed_precision: Any) -> None:
         """Args: mixed_precision: as accelerate has it: "no", "bf16" or "fp16"."""
-        self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision), self.wishes.dtype))
+        self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision)))
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -157,9 +161,14 @@ class Run:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if trained and self.wishes.folder is not None:
                 go_on(model, self.wishes.folder, config, **how)
+                self.resumed = self.wishes.folder
+                self.wish(folder=None)  # another model is not the one of that folder
             else:
                 offload(model, config, source=source, **how)
         self._offloaded.append(weakref.ref(model))
+        self._names.append(self._directory_name(trained=trained))
+        if config.nvme.paths:
+            self._stores.append((weakref.ref(model), [path.expanduser() for path in config.nvme.paths]))
         _say(model, trained=trained)
 
     def _convert(self, model: nn.Module) -> None:
@@ -200,10 +209,10 @@ class Run:
 
     def _directory_name(self, *, trained: bool) -> str:
         """The first model that is trained has the directories of the config; others have one below them."""
-        number = len(self._alive()) + 1
+        number = len(self._names) + 1  # a model that is gone keeps its name
         if not trained:
             return f"reference-{number}"
-        return "" if all(_frozen(model) for model in self._alive()) else f"model-{number}"
+        return f"model-{number}" if "" in self._names else ""
 
     def _others(self, model: nn.Module) -> list[nn.Module]:
         """The models that share memory with this one. One that is offloaded later gets its share then."""
@@ -218,13 +227,18 @@ class Run:
         return [model for model in (each() for each in self._offloaded) if model is not None]
 
     def close(self, *, failed: bool) -> None:
-        """The script is over. Where it ended well the stores go, but for those with generations that checkpoint folders
-        need."""
-        try:
+        """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
+        generations that checkpoint folders need."""
+        with ExitStack() as ending:
+            ending.callback(self._scratch.close)
             for model in self._alive():
-                close(model, discard=not failed and not folders_of(model))
-        finally:
-            self._scratch.close()
+                folders = folders_of(model)
+                if folders and not failed:
+                    logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+                ending.callback(close, model, discard=not failed and not folders)
+            if not failed:
+                for _, paths in (each for each in self._stores if each[0]() is None):
+                    ending.callback(remove_left, paths)
 
 
 class _FirstUse:

@@ -56,16 +56,22 @@ class _OfTrainer:
     def init(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
+        self._tell(trainer)
+        trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
+
+    def _tell(self, trainer: Any) -> None:
+        """What this Trainer wishes: a script may have several."""
         wish_for(trainer.args, self._run)
         self._run.computes_in(trainer.accelerator.mixed_precision)
         self._run.wish(
             accumulation_steps=trainer.args.gradient_accumulation_steps, pins=_pins_of(trainer.args, self._run)
         )
-        trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
+        self._tell(trainer)
         self._run.ensure_offloaded(trainer.model if model is None else model)
-        optimizer: torch.optim.Optimizer = original(trainer, model)
+        given = () if model is None else (model,)  # subclasses may take none
+        optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
 
     def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
@@ -82,11 +88,11 @@ class _OfTrainer:
             )
         self._run.wish(folder=Path(folder).expanduser().absolute())
 
-    def save_checkpoint(self, original: Callable[..., None], trainer: Any, model: nn.Module, *args: Any) -> None:
+    def save_checkpoint(self, original: Callable[..., None], trainer: Any, model: nn.Module, trial: Any = None) -> None:
         if trainer.args.save_only_model or not registry.is_offloaded(trainer.model):
-            original(trainer, model, *args)
+            original(trainer, model, trial)
             return
-        folder = Path(trainer._get_output_dir(trial=None), f"checkpoint-{trainer.state.global_step}")
+        folder = Path(trainer._get_output_dir(trial=trial), f"checkpoint-{trainer.state.global_step}")
         saving = Saving(trainer.model, folder)
 
         def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -96,7 +102,7 @@ class _OfTrainer:
                 rotate_checkpoints(*args, **kwargs)
 
         with patched(trainer_module, "rotate_checkpoints", rotate):
-            original(trainer, model, *args)
+            original(trainer, model, trial)
         saving.finish()
 
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,11 +137,11 @@ class TrainerMixin:
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         theirs: Any = super()
-        return self._infinity.create_optimizer(lambda _, model: theirs.create_optimizer(model), self, model)
+        return self._infinity.create_optimizer(lambda _, *given: theirs.create_optimizer(*given), self, model)
 
-    @staticmethod
-    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        kind, options = class_and_options(args) or transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        theirs: Any = super()
+        kind, options = class_and_options(args) or theirs.get_optimizer_cls_and_kwargs(args, model)
         return ours_for(kind), options
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -7,8 +7,9 @@ parameter is a placeholder of the released class (state/released.py), whose valu
 checkpoint:
 
     an operation reads it, without a graph     the values are read for as long as the operation runs
-    an operation writes to it, `.data`,
-    or an operation that autograd records      it is an ordinary parameter from then on
+    an operation writes to it or gives a view
+    of it, `.data`, or one that autograd
+    records                                    it is an ordinary parameter from then on
     .to(dtype), deepcopy                       another placeholder, of the same values
 
 `infinity.offload(model, ..., source=values_of(model))` is given the values when the model is first used.
@@ -72,10 +73,12 @@ class _Values(Lender):
         for parameter in there:
             self.keep(parameter)
             versions[parameter] = parameter._version
+        holders = {parameter: _holders(parameter) for parameter in there}
         yield
         for parameter in there:
-            # A graph may hold the parameter, and its backward needs the values.
-            if not torch.is_grad_enabled() and parameter._version == versions[parameter]:
+            # A graph may hold the parameter, and its backward needs the values; a view of it may be written to.
+            seen = parameter._version != versions[parameter] or _holders(parameter) > holders[parameter]
+            if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
                 self.enter(parameter, *reads[parameter])
 
@@ -111,6 +114,11 @@ class _Values(Lender):
 
 
 _values = _Values()
+
+
+def _holders(parameter: nn.Parameter) -> int:
+    """How many tensors have the storage of the parameter's values."""
+    return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
 def _raw(parameter: nn.Parameter) -> torch.Tensor:

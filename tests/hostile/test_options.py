@@ -52,6 +52,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("things")
     llama()[0].bfloat16().save_pretrained(place / "model")
     text_tokenizer().save_pretrained(place / "model")
+    (place / "script.py").write_text("print('a script')")
     (place / "text.txt").write_text("the quick brown fox " * 100)
     side = {"bw_bytes": 1e9}
     path = {"path": "/x", "jobs": [{"jobname": "a", "read": side, "write": side, "spread": 0.1}]}
@@ -80,6 +81,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 NEEDED = {
     "infinity finetune": "--model {}/model --data {}/text.txt --config swap.yaml --output out --steps 1 "
     "--sequence-length 8",
+    "infinity run": "swap.yaml {}/script.py",
     "infinity checkpoint list": "swap",
     "infinity checkpoint verify": "swap",
     "infinity checkpoint export": "swap --output out",
