@@ -38,6 +38,7 @@ class Parts(Lender):
     Attributes:
         units: in the order of their indices.
         steps: optimizer steps that are done.
+        copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
     """
 

@@ -126,6 +126,11 @@ class Offloading:
         module, fits = self.lightning_module, _fits(trainer)
         self.accelerator.setup(trainer)
         _require_possible(trainer, self.precision_plugin.precision)
+        if fits and self._run.wishes.folder != self._resumes_from:
+            raise ConfigError(
+                f"--resume {self._run.wishes.folder}: a Lightning script says itself where it goes on: leave --resume "
+                "out, and call trainer.fit(..., ckpt_path=...) with the checkpoint file"
+            )
         self._expect(trainer)
         roots = self._enter()
         if not any(registry.is_offloaded(root) for root in roots):
@@ -388,7 +393,8 @@ def _pins_of(callback: Any) -> int:
         kept = _UNBOUNDED_PINS
     elif kept:
         kept += 1  # the new one, before an old one goes
-    return kept + (getattr(callback, "save_last", None) is True or not kept)
+    last = getattr(callback, "save_last", None)  # "link": to one of the files above, where there are any
+    return kept + (last is True or (last == "link" and not kept))
 
 
 def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:

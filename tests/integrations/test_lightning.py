@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import infinity
 from infinity.coordinator import registry
 from infinity.integrations.lightning import InfinityStrategy
+from infinity.integrations.strategy import _pins_of
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
 from tests.conftest import weights_of
@@ -306,6 +307,23 @@ def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
         trainer(tmp_path).validate(Language(checkpoint), loader(rows[:16]), ckpt_path=ckpt_path)
 
 
+@pytest.mark.parametrize(
+    ("options", "pins"),
+    [
+        ({"save_top_k": 2, "monitor": "val"}, 3),
+        ({"save_top_k": -1}, 2),
+        ({"save_top_k": 1, "save_last": True}, 3),
+        ({"save_top_k": 1, "save_last": "link"}, 2),
+        ({"save_top_k": 0, "save_last": "link"}, 1),
+        ({"save_top_k": 0}, 0),
+        ({"save_top_k": 3, "monitor": "val", "save_weights_only": True}, 0),
+    ],
+    ids=str,
+)
+def test_there_is_room_for_as_many_generations_as_files_are_kept(options: dict[str, Any], pins: int) -> None:
+    assert _pins_of(ModelCheckpoint(**options)) == pins
+
+
 def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
         one = trainer(
@@ -361,6 +379,13 @@ def test_going_back_in_the_same_process_is_refused(
         trainer(tmp_path, **saving(tmp_path)).fit(module, loader(rows))
         with pytest.raises(infinity.ModelError, match="Resume in a new process"):
             trainer(tmp_path).fit(module, loader(rows), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+def test_the_launchers_resume_names_ckpt_path(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch():
+        trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+    with launch(resume=tmp_path / "step=6.ckpt.infinity"), pytest.raises(infinity.ConfigError, match="ckpt_path="):
+        trainer(tmp_path).fit(Language(checkpoint), loader(rows))
 
 
 def test_two_swap_configs_are_refused(launch: Launch, swap: dict[str, Any]) -> None:
