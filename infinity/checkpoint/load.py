@@ -33,6 +33,10 @@ from infinity.state.moments import OptimizerName
 logger = logging.getLogger(__name__)
 
 
+class IncompleteError(ModelError):
+    """A checkpoint has no tensor for some parameters of the model."""
+
+
 def load_pretrained(
     path: str | Path,
     config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
@@ -89,12 +93,7 @@ def load_pretrained(
     copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
     if copy is not None:
         copy.verify()
-    require_directory_or_id(str(path))
-    if model_class is None:
-        from transformers import AutoModelForCausalLM
-
-        _require_causal(str(path), kwargs)
-        model_class = AutoModelForCausalLM
+    model_class = _class_for(str(path), model_class, kwargs)
     if defer:
         return _deferred(model_class, str(path), dtype, resolved, device, kwargs)
     with scratch_directory(resolved) as scratch:
@@ -107,6 +106,17 @@ def load_pretrained(
             offload(model, resolved, source=source, **how)
     model.train()
     return model
+
+
+def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:
+    """`model_class`, or AutoModelForCausalLM for a causal language model. Raises ModelError."""
+    require_directory_or_id(path)
+    if model_class is not None:
+        return model_class
+    from transformers import AutoModelForCausalLM
+
+    _require_causal(path, kwargs)
+    return AutoModelForCausalLM
 
 
 def _deferred(
@@ -290,7 +300,7 @@ def _require_complete(model: nn.Module, loader: Any, path: str) -> None:
     missing = [same[0] for same in _names(model) if not any(name in loader.index or name in loader for name in same)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
+        raise IncompleteError(
             f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
             "config.json its own?"
         )

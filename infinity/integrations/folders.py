@@ -82,7 +82,8 @@ class Saving:
     def finish(self) -> None:
         """Everything else of the folder is written."""
         if self._pins:
-            sync_tree(self._folder)
+            if self._folder.exists():
+                sync_tree(self._folder)
             pin(self._model, self._folder)
             self._pins = False
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.config import SwapConfig
+from infinity.errors import ConfigError
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 
@@ -35,6 +36,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     infinity's. At its end the models are closed. Args: resume: as launch."""
     from infinity.integrations import accelerate, models, optimizers, strategy, transformers
 
+    _require_transformers_5()
     _one_device()
     run, patches = Run(config), Patches()
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
@@ -53,6 +55,16 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     finally:
         patches.undo()
         run.close(failed=failed)
+
+
+def _require_transformers_5() -> None:
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(
+            f"infinity run needs transformers 5, and {transformers.__version__} is installed: "
+            "pip install --upgrade 'infinity-offload[hf]'"
+        )
 
 
 def _one_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from infinity.checkpoint.load import on_meta
+from infinity.checkpoint.load import IncompleteError, on_meta
 from infinity.coordinator import registry
+from infinity.errors import ModelError, printable
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer, is_deferred
 from infinity.runtime.offload import move_buffers
+
+logger = logging.getLogger(__name__)
 
 _TO_DISK = {"": "disk"}
 _NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
@@ -79,7 +83,17 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
-        model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
+        try:
+            model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
+        except ModelError as error:
+            if isinstance(error, IncompleteError):  # a new head, say, which transformers fills
+                logger.warning("infinity: %s is loaded into memory whole: %s", path, printable(error))
+                loaded = original(cls, path, dtype=dtype, output_loading_info=with_info, **kwargs)
+                run.loaded(loaded[0] if with_info else loaded)
+                return loaded
+            if isinstance(error.__cause__, OSError | ValueError):
+                raise error.__cause__ from error  # what scripts expect where there is no such model
+            raise
         defer(model, source, run.device)
         move_buffers(model, run.device)
         run.loaded(model)

@@ -248,6 +248,11 @@ class _FirstUse:
         self._run = run
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if registry.is_offloaded(self._run.outermost(module)):
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if hook is self:
+                    del module._forward_pre_hooks[number]  # it has done its work
+            return
         if not is_deferred(module):
             return
         before = set(module._forward_pre_hooks)

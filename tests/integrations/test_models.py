@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers import trainer as trainer_module
 
 import infinity
@@ -193,3 +200,51 @@ def test_trainer_pushes_its_checkpoints_and_the_model_to_the_hub(
         one.push_to_hub(blocking=True)
     assert len(pushed) >= 2
     assert all("model.safetensors" in names for names in pushed)
+
+
+def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    def main() -> None:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        model.save_pretrained(tmp_path / "out")
+
+    with launch():
+        main()
+        gc.collect()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        with torch.no_grad():
+            assert again(input_ids=ids).logits.isfinite().all()
+    assert not list((tmp_path / "swap").rglob("*.infinity*"))
+
+
+def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor
+) -> None:
+    with launch():
+        model = Accelerator(cpu=True).prepare_model(
+            AutoModelForCausalLM.from_pretrained(checkpoint), evaluation_mode=True
+        )
+        with torch.no_grad():
+            model(input_ids=ids)
+        with pytest.raises(infinity.ModelError, match="Make the optimizer before the first forward pass"):
+            torch.optim.AdamW(model.parameters())
+
+
+def test_a_new_head_is_made_as_transformers_makes_it(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
+    with launch():
+        model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loss = model(input_ids=ids, labels=torch.tensor([0, 2])).loss
+        loss.backward()
+        optim.step()
+        assert registry.is_offloaded(model)
+    assert loss.isfinite()
+
+
+def test_a_model_that_is_not_there_is_the_error_that_scripts_expect(launch: Launch, tmp_path: Path) -> None:
+    with launch(), pytest.raises((OSError, infinity.ModelError)):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "nothing")

@@ -311,3 +311,34 @@ def test_infinitys_trainer_trains_saves_and_resumes_without_the_launcher(
     for log in logs:
         torch.testing.assert_close(log, log_of(plain), rtol=1e-6, atol=1e-6)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-6") is not None
+
+
+def test_what_one_trainer_wishes_is_not_for_the_next_model(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
+    with launch():
+        first = trainer(checkpoint, rows, tmp_path / "out", optim="adamw_8bit", **SAVING)
+        with pytest.raises(infinity.ResumeError):  # other moments than the folder's
+            first.train(resume_from_checkpoint=True)
+    with launch(memory={"device": "4MiB", "host": "384MiB"}):
+        first = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        first.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+        second = trainer(checkpoint, rows, tmp_path / "other")
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+        second.create_optimizer()
+        expected = weights_of(second.model)
+        assert registry.coordinator_of(second.model).plan.placement.form.moments == "fp32"
+        with torch.no_grad():
+            assert all(torch.equal(plain.get_parameter(name) + 0, value) for name, value in expected.items())
+
+
+def test_a_trainer_in_mixed_precision_does_not_convert_the_next_model(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", bf16=True).create_optimizer()
+        second = trainer(checkpoint, rows, tmp_path / "out")
+        second.create_optimizer()
+        assert {parameter.dtype for parameter in second.model.parameters()} == {torch.float32}

@@ -161,3 +161,14 @@ def test_a_model_in_memory_keeps_the_values_that_it_had_before_it_is_converted()
     assert model.weight.dtype == torch.bfloat16
     with values_of(model) as source:
         assert torch.equal(source("weight"), expected)
+
+
+def test_what_is_written_to_a_view_stays_written(deferred: Deferred) -> None:
+    model = deferred.model
+    with torch.no_grad():
+        model.lm_head.weight[-3:].zero_()
+        model.model.embed_tokens.weight.view(-1)[:5].fill_(7)
+        model.model.norm.weight.detach().fill_(3)
+        assert not model.lm_head.weight[-3:].any()
+        assert (model.model.embed_tokens.weight.flatten()[:5] == 7).all()
+        assert (model.model.norm.weight == 3).all()
