@@ -17,6 +17,8 @@ def run(options: argparse.Namespace) -> int:
     where the swap config, the script or the checkpoint folder cannot be used."""
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     try:
+        if options.config.suffix == ".py":
+            raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")
         config = load_config(options.config)
         if options.resume is not None:
             generation_of(options.resume, config)

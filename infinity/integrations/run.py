@@ -19,6 +19,7 @@ from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, printable
 from infinity.integrations.folders import folders_of, go_on, remove_left
+from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
@@ -235,6 +236,8 @@ class Run:
                 folders = folders_of(model)
                 if folders and not failed:
                     logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+                if failed:
+                    ending.callback(_say_what_is_left, self.config)
                 ending.callback(close, model, discard=not failed and not folders)
             if not failed:
                 for _, paths in (each for each in self._stores if each[0]() is None):
@@ -278,6 +281,22 @@ def _naming_the_share(config: SwapConfig, others: Sequence[nn.Module]) -> Iterat
             f"{error} (The script has {len(others) + 1} models; of memory.device and memory.host this one was given "
             f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}, by its share of the weights.)"
         ) from error
+
+
+def _say_what_is_left(config: SwapConfig) -> None:
+    """After a script that failed and a store that was closed."""
+    first = config.nvme.paths[0].expanduser() if config.nvme.paths else None
+    found = generations_in(first) if first is not None and (first / HEADER_NAME).exists() else {}
+    if found:
+        logger.warning(
+            "infinity: the script failed. Its states after step %d stay in %s: resume_from_checkpoint goes on from a "
+            "checkpoint folder, `infinity checkpoint export %s --output FOLDER` writes them, and `infinity checkpoint "
+            "remove %s` lets them go, so that the script can begin anew",
+            max(found),
+            first,
+            first,
+            first,
+        )
 
 
 def _frozen(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -248,3 +249,18 @@ def test_a_new_head_is_made_as_transformers_makes_it(checkpoint: Path, launch: L
 def test_a_model_that_is_not_there_is_the_error_that_scripts_expect(launch: Launch, tmp_path: Path) -> None:
     with launch(), pytest.raises((OSError, infinity.ModelError)):
         AutoModelForCausalLM.from_pretrained(tmp_path / "nothing")
+
+
+def test_after_a_script_that_failed_its_states_are_named_with_what_to_do(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    with pytest.raises(AttributeError), launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        infinity.commit(model)
+        model.nothing_of_that_name  # noqa: B018
+    assert "Its states after step 1 stay in" in caplog.text
+    assert "infinity checkpoint export" in caplog.text
