@@ -255,12 +255,16 @@ def test_after_a_script_that_failed_its_states_are_named_with_what_to_do(
     checkpoint: Path, launch: Launch, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "infinity")
-    with pytest.raises(AttributeError), launch():
+
+    def script() -> None:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(input_ids=ids, labels=ids).loss.backward()
         optim.step()
         infinity.commit(model)
-        model.nothing_of_that_name  # noqa: B018
+        raise AttributeError("a bug")
+
+    with pytest.raises(AttributeError), launch():
+        script()
     assert "Its states after step 1 stay in" in caplog.text
     assert "infinity checkpoint export" in caplog.text
