@@ -160,4 +160,5 @@ def test_every_architecture_trains_as_without_infinity(name: str, launch: Launch
         with context:
             logs.append(train(*loaded(EVERY[name], files), tmp_path / "out"))
     assert len(logs[0]) == 2 * STEPS
-    torch.testing.assert_close(logs[1], logs[0], rtol=5e-5, atol=1e-5)
+    torch.testing.assert_close(logs[1][::2], logs[0][::2], rtol=5e-5, atol=1e-5)  # losses
+    torch.testing.assert_close(logs[1][1::2], logs[0][1::2], rtol=5e-4, atol=1e-5)  # norms
