@@ -17,6 +17,7 @@ from infinity.coordinator import registry
 from infinity.integrations.transformers import Trainer as OffloadedTrainer
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
+from tests import sampling
 from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
 
@@ -73,7 +74,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ["compiled"]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in SLOW] + sampling.some(SLOW))
 def test_losses_and_norms_are_those_of_the_plain_script(
     way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

@@ -66,7 +66,7 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
         torch.testing.assert_close(each, logits_of(expected, saved), rtol=0, atol=1e-5)
 
 
-@cases("trainer", "sft_lora", others=["dpo", "grpo"])
+@cases("trainer", others=["sft_lora", "dpo", "grpo"])
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, tmp_path: Path
 ) -> None:

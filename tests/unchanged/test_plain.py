@@ -43,7 +43,7 @@ def test_a_plain_run_learns_and_what_it_saves_can_be_loaded(script: Script, dtyp
     assert torch.equal(logits[-2], logits[-1])
 
 
-@cases("trainer")
+@cases()
 def test_a_plain_run_that_is_killed_and_resumed_repeats_the_uninterrupted_one_to_the_bit(
     script: Script, dtype: str, plain: Plain, tmp_path: Path
 ) -> None:
