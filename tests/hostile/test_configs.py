@@ -13,7 +13,7 @@ import torch
 
 import infinity
 from infinity.config import SwapConfig, _known_keys
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, SwapTimeoutError
 from tests.hostile.limits import failures
 from tests.sampling import number, seed
 
@@ -169,12 +169,27 @@ def check(case: tuple[str, int]) -> None:
         assert train(model, optim) != first  # something was learned
     except InfinityError as error:
         said = str(error)
-        assert type(error) is not InfinityError
+        assert type(error) is not InfinityError or timed_out(error)
         assert 10 < len(said) < 3000, said[:3000]
         assert said.isprintable(), ascii(said)
     finally:
         if model is not None:
-            infinity.close(model)
+            close(model)
+
+
+def timed_out(error: BaseException | None) -> bool:
+    """Whether a device was given up, as configs with a deadline of microseconds ask for; later calls name that."""
+    while error is not None and not isinstance(error, SwapTimeoutError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def close(model: torch.nn.Module) -> None:
+    try:
+        infinity.close(model)
+    except InfinityError as error:
+        if not timed_out(error):
+            raise
 
 
 def train(model: torch.nn.Module, optim: Any) -> float:
