@@ -62,6 +62,7 @@ class Coordinator(Parts):
         """The outermost module of a forward is entered. Before a training forward the body of the last step's commit is
         frozen. Raises as `require_usable`, `Room.require_untouched` and `finish_commit`."""
         self.require_usable()
+        self.readers.forget_dead_others()
         self.room.require_untouched()
         if training:
             self._freeze_commit()
@@ -123,9 +124,10 @@ class Coordinator(Parts):
             self.room.close_all()
 
     @transition
-    def forget_dead_forward(self) -> None:
-        """Before what no forward is under way for: gathering, a step, the end."""
-        self.readers.forget_dead_forward()
+    def forget_dead(self) -> None:
+        """Before what no forward is under way for: gathering, a step, the end. What a call that an exception ended
+        left open is closed."""
+        self.readers.forget_dead()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -479,7 +481,7 @@ class Coordinator(Parts):
         if self.health.closed or in_forked_child():
             return
         broken = broken or sys.exc_info()[0] is not None
-        self.readers.forget_dead_forward()
+        self.readers.forget_dead()
         with self._lock:
             self.health.close()
             try:

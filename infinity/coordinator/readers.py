@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ class Readers:
         self._in_backward = False
         self._end_if_dead: Callable[[], None] = lambda: None
         self._gathering = 0
+        self._others: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def passing(self) -> bool:
@@ -38,10 +40,22 @@ class Readers:
         """Args: end_if_dead: ends it, if this thread began it and something ended it that skips post-hooks (Ctrl-C)."""
         self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
 
-    def forget_dead_forward(self) -> None:
+    def watch(self, end_if_dead: Callable[[], None]) -> None:
+        """There are other calls that may read. Args: end_if_dead: ends them, if they are dead; it is not kept alive,
+        as it may hold the frame of a dead call, and with that the model."""
+        self._others.append(weakref.WeakMethod(end_if_dead))
+
+    def forget_dead(self) -> None:
         """Before what no forward is under way for: gathering, a step, the end."""
         if self._in_forward:
             self._end_if_dead()
+        self.forget_dead_others()
+
+    def forget_dead_others(self) -> None:
+        """Before a forward."""
+        for each in self._others:
+            if (end_if_dead := each()) is not None:
+                end_if_dead()
 
     def forward_ends(self) -> None:
         self._in_forward = False
@@ -69,10 +83,10 @@ class Readers:
         Raises:
             ModelError: in infinity.gathered a step would pass over the copies that were gathered.
         """
+        self.forget_dead()
         if self._gathering:
             raise ModelError(
                 "optimizer.step() inside `with infinity.gathered(...)`: the weights that were gathered would be those "
                 "of before the step. Leave the context first."
             )
-        self.forget_dead_forward()
         self._in_forward = self._in_backward = False

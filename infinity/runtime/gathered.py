@@ -46,7 +46,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    coordinator.forget_dead_forward()
+    coordinator.forget_dead()
     if write and coordinator.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}
@@ -108,6 +108,7 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
+    coordinator.forget_dead()
     return _tensors(model, coordinator)
 
 

@@ -10,8 +10,11 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from infinity.base.interrupt import whole
 from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ReleasedParameterError
+from infinity.runtime.calls import Call
 from infinity.runtime.gathered import gathered, not_gathered
 from infinity.sizes import format_bytes
 
@@ -46,11 +49,17 @@ class _Hook(Guard):
 
 
 class _Gathers:
-    """Gatherings that are open, by module. One that an exception left open is closed by the next call."""
+    """Gatherings that are open, by module, each of a call that is under way. Those of a call that an exception ended
+    are closed by whatever comes next ([Note: calls that die] in calls.py), and drop what was changed.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        beyond: as Call.
+    """
+
+    def __init__(self, model: nn.Module, *beyond: str) -> None:
         self._of = weakref.ref(model)
-        self._open: dict[int, AbstractContextManager[None]] = {}
+        self._beyond = beyond
+        self._open: dict[int, tuple[Call, AbstractContextManager[None]]] = {}
 
     @property
     def _model(self) -> nn.Module:
@@ -60,20 +69,28 @@ class _Gathers:
         return model
 
     def _enter(self, module: nn.Module, context: AbstractContextManager[None]) -> None:
+        call = Call(self._beyond)
         context.__enter__()
-        self._open[id(module)] = context
+        self._open[id(module)] = call, context
 
     def _leave(self, module: nn.Module) -> None:
-        context = self._open.pop(id(module), None)
-        if context is not None:
-            context.__exit__(None, None, None)
+        found = self._open.pop(id(module), None)
+        if found is not None:
+            found[1].__exit__(None, None, None)
+
+    @whole
+    def end_if_dead(self) -> None:
+        for key, (call, context) in list(self._open.items()):
+            if not call.runs:
+                del self._open[key]
+                context.__exit__(GeneratorExit, None, None)
 
 
 class _StateDict(_Gathers):
     """The tensors of a state_dict are copies of all weights of the module, which memory.host must have room for."""
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self._leave(module)
+        self.end_if_dead()
         if self._open:
             return  # a module above this one is being read
         self._require_room(module)
@@ -96,7 +113,7 @@ class _LoadStateDict(_Gathers):
     """One module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        self._leave(module)
+        self.end_if_dead()
         if local_metadata.get("assign_to_params_buffers"):
             _refuse("load_state_dict(assign=True)", "would replace its parameters; leave assign=True out")
         own = not_gathered(self._model, module.parameters(recurse=False))
@@ -107,9 +124,11 @@ class _LoadStateDict(_Gathers):
         self._leave(module)
 
 
-def guard(model: nn.Module) -> None:
+def guard(model: nn.Module, coordinator: Coordinator) -> None:
     """Put the guards on every module that has parameters below it."""
-    state_dict, load = _StateDict(model), _LoadStateDict(model)
+    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")  # which ends before its hooks
+    for each in (state_dict, load):
+        coordinator.readers.watch(each.end_if_dead)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
     before_load, after_load = _Hook(load.before), _Hook(load.after)
     for module in model.modules():

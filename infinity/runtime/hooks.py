@@ -10,10 +10,7 @@ unpacks it. Uses counted by a forward that died are forgotten when the next one 
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from infinity.base.interrupt import whole
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
+from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard
 from infinity.runtime.saved import SavedTensors
 from infinity.state.discover import HookSite
@@ -81,15 +79,14 @@ class Scope:
         self._structure = structure
         self._saved = SavedTensors(coordinator)
         self._depth = 0
-        self._frame: FrameType | None = None
-        self._thread = 0
+        self._call: Call | None = None
         self._pushed = False
         self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
 
     def enter(self) -> None:
         if in_backward():
             return
-        if self._depth and not self._alive():
+        if self._depth and not self._runs_here():
             self.abandon()
         if self._depth == 0:
             try:
@@ -117,19 +114,18 @@ class Scope:
         self._coordinator.reset()
         self._ends.forget()
         self._coordinator.timeline.forget("forward", "backward")
-        self._thread = threading.get_ident()
         training = torch.is_grad_enabled()
         self._coordinator.begin_forward(training=training)
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
-        self._frame = _caller()
+        self._call = Call()
         self._coordinator.forward_begins(self._end_if_dead)
         for index in self._staying:
             self._coordinator.acquire(index)
 
     def _close(self) -> None:
-        self._frame = None
+        self._call = None
         if self._pushed:
             self._pushed = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -137,25 +133,12 @@ class Scope:
             self._coordinator.release(index)
         self._coordinator.forward_ends()
 
+    def _runs_here(self) -> bool:
+        return self._call is not None and self._call.of_this_thread and self._call.runs
+
     def _end_if_dead(self) -> None:
-        if self._depth and self._thread == threading.get_ident() and not self._alive():
+        if self._depth and self._call is not None and self._call.of_this_thread and not self._call.runs:
             self.abandon()
-
-    def _alive(self) -> bool:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is self._frame:
-                return True
-            frame = frame.f_back
-        return False
-
-
-def _caller() -> FrameType | None:
-    """The frame that called a hook: the nearest one outside of infinity."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("infinity."):
-        frame = frame.f_back
-    return frame
 
 
 class ScopeEnter(Guard):

@@ -287,5 +287,5 @@ def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> li
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             handles.append(parameter.register_hook(hooks.before))
             handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    guard(model)
+    guard(model, coordinator)
     return handles

@@ -62,7 +62,7 @@ class ReadersMachine(RuleBasedStateMachine):
     @rule()
     def a_dead_forward_is_forgotten(self) -> None:
         begun = self.forward
-        self.readers.forget_dead_forward()
+        self.readers.forget_dead()
         assert self.forward == (begun and not self.dead)
 
     @rule()
@@ -102,3 +102,20 @@ def test_a_backward_may_read_in_its_own_thread() -> None:
     assert (readers.passing, readers.may_read, readers.nobody) == (False, False, False)
     Backward.apply(torch.ones(1, requires_grad=True)).backward()
     assert seen == [(True, True)]
+
+
+def test_what_is_dead_is_ended_before_a_step_is_refused_for_it() -> None:
+    readers = Readers()
+
+    class Call:
+        def __init__(self) -> None:
+            self.reading = readers.gathering()
+            self.reading.__enter__()
+
+        def end(self) -> None:
+            self.reading.__exit__(None, None, None)
+
+    call = Call()
+    readers.watch(call.end)
+    readers.step_begins()
+    assert readers.nobody

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -9,8 +12,9 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.coordinator import registry
 from infinity.state.released import ReleasedParameter
-from tests.models import loss_of
+from tests.models import llama, loss_of
 from tests.runtime.gathering import Trained, assert_same, changed, step, weights
 
 
@@ -62,3 +66,115 @@ def test_load_state_dict_refuses_as_torch_does_and_leaves_what_did_not_fit(train
         model.load_state_dict(before, assign=True)
     assert_same(weights(model), before)
     step(model, batch, optim)
+
+
+# -- calls that end in the middle -------------------------------------------------------------------------------------
+
+
+def _interrupt(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _read_until_interrupted(model: nn.Module) -> None:
+    hook = model.model.layers[1].register_state_dict_post_hook(_interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.state_dict()
+    finally:
+        hook.remove()
+
+
+def _load_until_interrupted(model: nn.Module) -> None:
+    state = {name: value * 2 for name, value in infinity.state_dict(model)}
+    hook = model.lm_head.register_load_state_dict_pre_hook(_interrupt)
+    norm = model.model.layers[1].input_layernorm
+    kept = norm.register_load_state_dict_post_hook(_interrupt)
+    norm._load_state_dict_post_hooks.move_to_end(kept.id, last=False)  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model.load_state_dict(state)
+    finally:
+        hook.remove()
+        kept.remove()
+
+
+def _nothing_is_gathered(model: nn.Module) -> bool:
+    coordinator = registry.coordinator_of(model)
+    open_units = [unit.unit.name for unit in coordinator.units if unit.views.gathered or unit.weights.uses]
+    return not open_units and coordinator.readers.nobody
+
+
+@pytest.mark.parametrize("end", [_read_until_interrupted, _load_until_interrupted])
+@pytest.mark.parametrize("then", ["forward", "step", "evaluation", "state_dict", "load", "iterate", "gather", "close"])
+def test_after_an_interrupted_call_the_next_one_finds_nothing_open(then: str, end: Any, trained: Trained) -> None:
+    model, batch, optim = trained
+    if then == "step":
+        loss_of(model, batch).backward()
+    end(model)
+    assert not _nothing_is_gathered(model)
+    if then == "forward":
+        assert step(model, batch, optim) > 0
+    elif then == "step":
+        optim.step()
+    elif then == "evaluation":
+        with torch.no_grad():
+            assert loss_of(model, batch).isfinite()
+    elif then == "state_dict":
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+    elif then == "load":
+        before = weights(model)
+        model.load_state_dict(before)
+        assert_same(weights(model), before)
+    elif then == "iterate":
+        weights(model)
+    elif then == "gather":
+        with infinity.gathered(model, model.lm_head, write=True):
+            model.lm_head.weight.data.zero_()
+    else:
+        infinity.close(model)
+        return
+    assert _nothing_is_gathered(model)
+    assert all(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
+
+
+def test_what_an_interrupted_load_changed_in_its_last_module_is_dropped(trained: Trained) -> None:
+    model, batch, optim = trained
+    before = weights(model)
+    _load_until_interrupted(model)
+    name = "model.layers.1.input_layernorm.weight"
+    after = weights(model)
+    assert torch.equal(after[name], before[name])
+    assert torch.equal(
+        after["model.layers.0.input_layernorm.weight"], before["model.layers.0.input_layernorm.weight"] * 2
+    )
+    assert step(model, batch, optim) > 0
+
+
+def test_a_state_dict_that_another_thread_reads_is_not_taken_for_a_dead_one(trained: Trained) -> None:
+    model, batch, _ = trained
+    reading, go_on, read = threading.Event(), threading.Event(), {}
+
+    def wait(*args: Any) -> None:
+        reading.set()
+        assert go_on.wait(60)
+
+    expected = weights(model)
+    hook = model.model.layers[1].register_state_dict_pre_hook(wait)
+    reader = threading.Thread(target=lambda: read.update(model.state_dict()))
+    reader.start()
+    assert reading.wait(60)
+    with torch.no_grad():
+        loss_of(model, batch)
+    go_on.set()
+    reader.join()
+    hook.remove()
+    assert_same(read, expected)
+
+
+def test_an_interrupted_state_dict_does_not_keep_the_model(swap_config: Any) -> None:
+    model = infinity.offload(llama()[0], swap_config("nvme"))
+    seen = weakref.ref(model)
+    _read_until_interrupted(model)
+    del model
+    gc.collect()
+    assert seen() is None
