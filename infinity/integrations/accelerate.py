@@ -20,11 +20,12 @@ from torch import nn
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ResumeError
-from infinity.integrations.folders import Saving, fits_memory, is_at, letting_go
+from infinity.integrations.folders import Saving, is_at, letting_go
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import is_deferred
+from infinity.runtime.whole import fits_memory
 
 _UNBOUNDED_PINS = 2
 """Folders with a generation of their own where a script keeps all of them: older ones hold a copy."""

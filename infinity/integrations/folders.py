@@ -113,17 +113,6 @@ def is_at(model: nn.Module, marker: Marker) -> bool:
     return registry.coordinator_of(model).is_at(marker.run, marker.step)
 
 
-def fits_memory(model: nn.Module) -> bool:
-    """Whether memory.host has room for all weights of an offloaded model at the same time."""
-    if not registry.is_offloaded(model):
-        return True
-    return nbytes_of(model) <= registry.coordinator_of(model).plan.budgets.limits.host
-
-
-def nbytes_of(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
-
 def remove_left(paths: Sequence[Path]) -> None:
     """Remove the store of a model that was collected, unless checkpoint folders pin generations of it."""
     if not (paths[0] / HEADER_NAME).exists() or (paths[0] / PINS_NAME).exists():

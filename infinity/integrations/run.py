@@ -23,6 +23,7 @@ from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
+from infinity.runtime.whole import nbytes_of
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -191,9 +192,9 @@ class Run:
         others, memory = self._others(model), self.config.memory
         if others:
             host, device = memory.host or available_host_bytes(), memory.device or available_device_bytes(self.device)
-            mine = _nbytes(model) * (_TRAINED_WEIGHT if trained else 1)
+            mine = nbytes_of(model) * (_TRAINED_WEIGHT if trained else 1)
             host_share = mine / (mine + sum(map(self._claim, others)))
-            device_share = _nbytes(model) / (_nbytes(model) + sum(map(_nbytes, others)))
+            device_share = nbytes_of(model) / (nbytes_of(model) + sum(map(nbytes_of, others)))
             memory = memory.model_copy(update={"host": int(host * host_share), "device": int(device * device_share)})
         changes: dict[str, Any] = {"memory": memory}
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
@@ -222,7 +223,7 @@ class Run:
 
     def _claim(self, model: nn.Module) -> int:
         frozen = _frozen(model) or model in self.references
-        return _nbytes(model) * (1 if frozen else _TRAINED_WEIGHT)
+        return nbytes_of(model) * (1 if frozen else _TRAINED_WEIGHT)
 
     def _alive(self) -> list[nn.Module]:
         return [model for model in (each() for each in self._offloaded) if model is not None]
@@ -301,10 +302,6 @@ def _say_what_is_left(config: SwapConfig) -> None:
 
 def _frozen(model: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _nbytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _say(model: nn.Module, *, trained: bool) -> None:

@@ -23,12 +23,13 @@ from torch import nn
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
-from infinity.integrations.folders import Saving, fits_memory, is_at, keeps_generations, nbytes_of
+from infinity.integrations.folders import Saving, is_at, keeps_generations
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer_in_memory
 from infinity.runtime.pins import generation_of, unpin
+from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -268,8 +269,8 @@ class Offloading:
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
         """Raises PlanError where nothing of the model would be saved."""
         model = next(root for root in self._roots if not fits_memory(root))
-        limit = registry.coordinator_of(model).plan.budgets.limits.host
-        why = f"{format_bytes(nbytes_of(model))} of weights do not fit memory.host, {format_bytes(limit)}"
+        nbytes, limit = format_bytes(nbytes_of(model)), format_bytes(host_bytes_of(model))
+        why = f"{nbytes} of weights do not fit memory.host, {limit}"
         if not resumable:
             raise PlanError(
                 f"{filepath}: {why}, so the file cannot hold them. Use save_pretrained or infinity.save_pretrained, "

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.base.interrupt import whole
-from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ReleasedParameterError
 from infinity.runtime.calls import Call
 from infinity.runtime.gathered import gathered, not_gathered
+from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
 
@@ -100,13 +100,9 @@ class _StateDict(_Gathers):
         self._leave(module)
 
     def _require_room(self, module: nn.Module) -> None:
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        limit = registry.coordinator_of(self._model).plan.budgets.limits.host
-        if nbytes > limit:
-            _refuse(
-                "state_dict()",
-                f"would take {format_bytes(nbytes)} of RAM, and memory.host is {format_bytes(limit)}",
-            )
+        if not fits_memory(self._model, module):
+            nbytes, limit = format_bytes(nbytes_of(module)), format_bytes(host_bytes_of(self._model))
+            _refuse("state_dict()", f"would take {nbytes} of RAM, and memory.host is {limit}")
 
 
 class _LoadStateDict(_Gathers):

@@ -1,0 +1,25 @@
+"""Whether all weights of a model fit into memory at the same time."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from infinity.coordinator import registry
+
+
+def nbytes_of(module: nn.Module) -> int:
+    """Of its parameters."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def host_bytes_of(model: nn.Module) -> int:
+    """What memory.host is for an offloaded model."""
+    return registry.coordinator_of(model).plan.budgets.limits.host
+
+
+def fits_memory(model: nn.Module, module: nn.Module | None = None) -> bool:
+    """Whether memory.host has room for all weights of an offloaded model, or of a module of it. True for a model that
+    is in memory."""
+    if not registry.is_offloaded(model):
+        return True
+    return nbytes_of(module or model) <= host_bytes_of(model)
