@@ -139,6 +139,6 @@ def imitate(monkeypatch: pytest.MonkeyPatch, *, lag: int = 2) -> Imitation:
     gpu = pretend(monkeypatch, lag=lag)
     monkeypatch.setattr(resources, "open_device", lambda device: gpu.device())
     monkeypatch.setattr(resources, "pin", lambda arena, device: "")
-    real_limits = planner._limits
-    monkeypatch.setattr(planner, "_limits", lambda *arguments: replace(real_limits(*arguments), shares_memory=False))
+    real_limits = planner.limits_of
+    monkeypatch.setattr(planner, "limits_of", lambda *arguments: replace(real_limits(*arguments), shares_memory=False))
     return gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +15,20 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.load import scratch_directory
-from infinity.config import SwapConfig
+from infinity.config import MemoryConfig, SwapConfig
 from infinity.coordinator import registry
-from infinity.errors import ModelError, PlanError, printable
+from infinity.errors import ModelError, printable
 from infinity.integrations.folders import folders_of, go_on, remove_left
+from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
-from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
-from infinity.runtime.whole import nbytes_of
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
 
 _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_TRAINED_WEIGHT = 4
-"""How much of memory.host a byte of trained weights counts beside one of frozen weights: it has states, too."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +79,10 @@ class Run:
         default_factory=weakref.WeakKeyDictionary
     )
     _scratch: ExitStack = field(default_factory=ExitStack)
+    _shares: Shares = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._shares = Shares(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -156,9 +157,11 @@ class Run:
         self._convert(model)
         if not trained:
             model.requires_grad_(False)
-        config = self._config_of(model, trained=trained)
+        mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
+        memory = self._shares.of(mine, waiting, open_models, self.device)
+        config = self._config_of(memory, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
-        with _naming_the_share(config, self._others(model)), values_of(model) as source:
+        with naming_the_shares(memory, waiting, open_models), values_of(model) as source:
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if trained and self.wishes.folder is not None:
@@ -187,15 +190,8 @@ class Run:
             if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
 
-    def _config_of(self, model: nn.Module, *, trained: bool) -> SwapConfig:
+    def _config_of(self, memory: MemoryConfig, *, trained: bool) -> SwapConfig:
         """The config of one model: its share of the memory, a directory of its own, and what the script wishes."""
-        others, memory = self._others(model), self.config.memory
-        if others:
-            host, device = memory.host or available_host_bytes(), memory.device or available_device_bytes(self.device)
-            mine = nbytes_of(model) * (_TRAINED_WEIGHT if trained else 1)
-            host_share = mine / (mine + sum(map(self._claim, others)))
-            device_share = nbytes_of(model) / (nbytes_of(model) + sum(map(nbytes_of, others)))
-            memory = memory.model_copy(update={"host": int(host * host_share), "device": int(device * device_share)})
         changes: dict[str, Any] = {"memory": memory}
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
@@ -216,17 +212,20 @@ class Run:
             return f"reference-{number}"
         return f"model-{number}" if "" in self._names else ""
 
-    def _others(self, model: nn.Module) -> list[nn.Module]:
-        """The models that share memory with this one. One that is offloaded later gets its share then."""
-        waiting = [each for each in self._loaded if is_deferred(each) and self.outermost(each) is not model]
-        return [*self._alive(), *(each for each in waiting if each is not model)]
+    def _claims(self, model: nn.Module) -> list[Claim]:
+        """Of the models that wait to be offloaded, beside this one."""
+        waiting = [self.outermost(each) for each in self._loaded if is_deferred(each)]
+        return [self._claim(each) for each in dict.fromkeys(waiting) if each is not model]
 
-    def _claim(self, model: nn.Module) -> int:
-        frozen = _frozen(model) or model in self.references
-        return nbytes_of(model) * (1 if frozen else _TRAINED_WEIGHT)
+    def _claim(self, model: nn.Module) -> Claim:
+        return Claim(model, trained=not _frozen(model) and model not in self.references)
 
     def _alive(self) -> list[nn.Module]:
         return [model for model in (each() for each in self._offloaded) if model is not None]
+
+    def _open(self) -> list[nn.Module]:
+        """The models that are offloaded now."""
+        return [model for model in self._alive() if not registry.coordinator_of(model).closed]
 
     def close(self, *, failed: bool) -> None:
         """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
@@ -267,21 +266,6 @@ class _FirstUse:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
         return self
-
-
-@contextmanager
-def _naming_the_share(config: SwapConfig, others: Sequence[nn.Module]) -> Iterator[None]:
-    """A plan that does not fit says what the memory was shared with."""
-    try:
-        yield
-    except PlanError as error:
-        if not others:
-            raise
-        memory = config.memory
-        raise PlanError(
-            f"{error} (The script has {len(others) + 1} models; of memory.device and memory.host this one was given "
-            f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}, by its share of the weights.)"
-        ) from error
 
 
 def _say_what_is_left(config: SwapConfig) -> None:

@@ -63,7 +63,7 @@ def make_plan(
     counted = tuple(UnitBytes(unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in units)
 
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, _limits(config, device), counted, stored, accumulation_steps or 1, commits.every)
+        problem = Problem(config, limits_of(config, device), counted, stored, accumulation_steps or 1, commits.every)
         return _plan(problem, commits, device, can_recompute=can_recompute, sites=sites)
 
     if config.commit_every != "auto":
@@ -137,7 +137,8 @@ def _plan(
     return plan
 
 
-def _limits(config: SwapConfig, device: torch.device) -> Limits:
+def limits_of(config: SwapConfig, device: torch.device) -> Limits:
+    """The two budgets: those of the config, or a share of what is available now."""
     shares_memory = device.type == "cpu"
     return Limits(
         device=config.memory.device or int(available_device_bytes(device) * (0.4 if shares_memory else 0.9)),

@@ -95,10 +95,10 @@ def test_a_reference_has_no_states_and_a_directory_and_memory_of_its_own(
         optim.step()
         plans = [registry.coordinator_of(model).plan for model in (policy, reference)]
         assert [plan.layout.trainable_numel > 0 for plan in plans] == [True, False]
-        assert [plan.budgets.limits.device for plan in plans] == [1 << 19, 1 << 19]
-        hosts = [plan.budgets.limits.host for plan in plans]
-        assert sum(hosts) <= 100 << 20
-        assert hosts[0] > hosts[1]
+        assert plans[0].budgets.limits.device == 1 << 19
+        assert plans[0].budgets.limits.host == 50 << 20
+        assert plans[1].budgets.limits.device == (1 << 20) - plans[0].device_bytes
+        assert plans[1].budgets.limits.host == (100 << 20) - plans[0].host_bytes
         swaps = {path.parent.relative_to(tmp_path / "swap") for path in (tmp_path / "swap").rglob("*.infinity-swap")}
         assert swaps == {Path("."), Path("reference-2")}
     assert not list((tmp_path / "swap").rglob("*.infinity-swap"))
@@ -121,6 +121,40 @@ def test_a_plan_that_does_not_fit_names_what_the_memory_is_shared_with(checkpoin
         models = [AutoModelForCausalLM.from_pretrained(checkpoint) for _ in range(2)]
         with pytest.raises(infinity.PlanError, match=r"The script has 2 models; .*160\.00 KiB"):
             torch.optim.AdamW(models[0].parameters())
+
+
+def test_a_model_that_is_loaded_when_another_was_used_gets_what_that_one_left(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor
+) -> None:
+    with launch(weights="auto", optimizer="auto", memory={"device": "640KiB", "host": "6MiB"}):
+        first = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(first.parameters())
+        second = AutoModelForCausalLM.from_pretrained(checkpoint)
+        second(input_ids=ids)
+        plans = [registry.coordinator_of(model).plan for model in (first, second)]
+        assert sum(plan.host_bytes for plan in plans) <= 6 << 20
+        assert sum(plan.device_bytes for plan in plans) <= 640 << 10
+        assert plans[0].placement.optimizer.tier == "host"
+
+
+def test_a_model_for_which_nothing_is_left_names_the_other_and_the_fix(checkpoint: Path, launch: Launch) -> None:
+    with launch(weights="auto", optimizer="auto", memory={"device": "640KiB", "host": "5MiB"}):
+        first = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(first.parameters())
+        second = AutoModelForCausalLM.from_pretrained(checkpoint)
+        named = r"LlamaForCausalLM has 0 B and 3\.\d+ MiB, and .* are left for this one\. Load every model before"
+        with pytest.raises(infinity.PlanError, match=named):
+            torch.optim.AdamW(second.parameters())
+
+
+def test_a_model_that_was_closed_leaves_its_memory_to_the_next(checkpoint: Path, launch: Launch) -> None:
+    with launch(weights="auto", optimizer="auto", memory={"device": "640KiB", "host": "5MiB"}):
+        first = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(first.parameters())
+        infinity.close(first, discard=True)
+        second = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(second.parameters())
+        assert registry.coordinator_of(second).plan.budgets.limits.host == 5 << 20
 
 
 def test_embeddings_may_be_resized_and_parameters_frozen_before_training(
