@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.checkpoint.load import IncompleteError, on_meta
 from infinity.coordinator import registry
+from infinity.durable import rng
 from infinity.errors import ModelError, printable
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
@@ -83,11 +84,13 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
+        before = rng.snapshot()
         try:
             model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
         except ModelError as error:
             if isinstance(error, IncompleteError):  # a new head, say, which transformers fills
                 logger.warning("infinity: %s is loaded into memory whole: %s", path, printable(error))
+                rng.restore(before)  # what the first attempt drew for a new head
                 loaded = original(cls, path, dtype=dtype, output_loading_info=with_info, **kwargs)
                 run.loaded(loaded[0] if with_info else loaded)
                 return loaded

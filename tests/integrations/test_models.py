@@ -270,8 +270,12 @@ def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(
 
 
 def test_a_new_head_is_made_as_transformers_makes_it(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
     with launch():
+        torch.manual_seed(0)
         model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
+        assert torch.equal(model.score.weight, plain.score.weight)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
         loss = model(input_ids=ids, labels=torch.tensor([0, 2])).loss
         loss.backward()
