@@ -17,18 +17,25 @@ from infinity.state.unit import Place
 
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _coordinators: weakref.WeakKeyDictionary[nn.Module, Coordinator] = weakref.WeakKeyDictionary()
+_ends: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
     """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
 
     Args:
-        hooks: on its parameters.
+        hooks: on it and on its parameters.
     """
     _coordinators[model] = coordinator
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
-    weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
+    _ends[model] = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
+
+
+def leave(model: nn.Module) -> None:
+    """Forget a model whose coordinator is closed, with its hooks: it is as one that was never offloaded."""
+    _ends.pop(model)()
+    del _coordinators[model]
 
 
 def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weakref.ref[nn.Module]) -> None:

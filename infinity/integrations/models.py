@@ -108,6 +108,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
 
 def _wrapping(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        run.take_back(model)  # which was only evaluated so far
         original(self, model, *args, **kwargs)
         run.wrapped(model, self)
 

@@ -87,6 +87,9 @@ def _refusing(run: Run) -> Callable[..., None]:
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
+    model = run.owner_of(parameters)
+    if model is not None and optimizer is not None:
+        run.take_back(model)  # which was only evaluated so far
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
     if any(each is not None for each in found):
         if optimizer is not None and not any(each[1].group.trainable for each in found if each is not None):
@@ -95,11 +98,8 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
                 "with evaluation_mode=True, or frozen, and used. Make the optimizer before the first forward pass."
             )
         return True
-    model = run.owner_of(parameters)
     if model is None:
         return False
-    if optimizer is not None:
-        run.trained.add(model)  # whatever it was prepared for
     if optimizer is not None:
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import tempfile
 import weakref
@@ -21,8 +22,9 @@ from infinity.errors import ModelError, printable
 from infinity.integrations.folders import folders_of, go_on, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
-from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
+from infinity.runtime.deferred import Deferred, is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
+from infinity.runtime.taking_back import take_back
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -71,6 +73,9 @@ class Run:
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _evaluated: weakref.WeakKeyDictionary[nn.Module, dict[nn.Parameter, Deferred]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
     resumed: Path | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
@@ -140,23 +145,66 @@ class Run:
     # -- offloading ---------------------------------------------------------------------------------------------------
 
     def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
-        """Offload a model that is not, as one that is trained or one that is only evaluated.
+        """Offload a model that is not, as one that is trained or one that is only evaluated; one that was only
+        evaluated so far is offloaded again, with states.
+
+        Args:
+            optimizer: that is made for it, whatever the model was prepared for.
 
         Raises:
             InfinityError: as infinity.offload and infinity.resume.
         """
+        self.take_back(model)
         if registry.is_offloaded(model):
             return
-        inner = [each for each in model.modules() if each is not model and registry.is_offloaded(each)]
+        inner = [each for each in model.modules() if registry.is_offloaded(each)]
         if inner:
             raise ModelError(
                 f"{type(model).__name__} was put around a model that was offloaded already, because it was used. Make "
                 f"the {type(model).__name__} before the first forward pass."
             )
-        trained = model not in self.references or model in self.trained
+        trained = optimizer is not None or model in self.trained or model not in self.references
         self._convert(model)
         if not trained:
             model.requires_grad_(False)
+        self._offload(model, optimizer, trained=trained)
+        if trained:
+            self.trained.add(model)
+
+    def ensure_evaluated(self, model: nn.Module) -> None:
+        """Offload a model that is used without a graph, before anything says that it is trained: without states."""
+        self._convert(model)
+        wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        try:
+            model.requires_grad_(False)
+            deferred = self._offload(model, None, trained=False)
+        finally:
+            for parameter, requires_grad in wanted.items():
+                parameter.requires_grad_(requires_grad)
+        self._evaluated[model] = deferred
+        model.register_forward_pre_hook(_FirstUse(self), prepend=True)  # before those of the offloaded model
+
+    def take_back(self, model: nn.Module) -> None:
+        """Models in this one that were only evaluated wait again to be offloaded."""
+        for each in model.modules():
+            if each in self._evaluated:
+                take_back(each, self._evaluated.pop(each))
+                self._offloaded = [one for one in self._offloaded if one() is not each]
+
+    def is_decided(self, model: nn.Module) -> bool:
+        """Whether something has said that this model is trained, or that it is not."""
+        return model in self.trained or model in self.references or self.wishes.folder is not None
+
+    def is_evaluated(self, model: nn.Module) -> bool:
+        """Whether it is offloaded without states because nothing has said so far that it is trained."""
+        return model in self._evaluated
+
+    def _offload(
+        self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool
+    ) -> dict[nn.Parameter, Deferred]:
+        """Returns the parameters that were deferred."""
+        if self._open():
+            gc.collect()  # a model that the script let go may hang in cycles, and its memory with it
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         config = self._config_of(memory, trained=trained)
@@ -175,6 +223,7 @@ class Run:
         if config.nvme.paths:
             self._stores.append((weakref.ref(model), [path.expanduser() for path in config.nvme.paths]))
         _say(model, trained=trained)
+        return source.left
 
     def _convert(self, model: nn.Module) -> None:
         """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""
@@ -251,15 +300,22 @@ class _FirstUse:
         self._run = run
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if registry.is_offloaded(self._run.outermost(module)):
+        model, run = self._run.outermost(module), self._run
+        if run.is_evaluated(model):
+            if not torch.is_grad_enabled() or _frozen(model):
+                return
+        elif registry.is_offloaded(model):
             for number, hook in list(module._forward_pre_hooks.items()):
                 if hook is self:
                     del module._forward_pre_hooks[number]  # it has done its work
             return
-        if not is_deferred(module):
+        elif not is_deferred(module):
             return
         before = set(module._forward_pre_hooks)
-        self._run.ensure_offloaded(self._run.outermost(module))
+        if run.is_decided(model) or torch.is_grad_enabled() or model.training:
+            run.ensure_offloaded(model)
+        else:
+            run.ensure_evaluated(model)
         for number, hook in list(module._forward_pre_hooks.items()):
             if number not in before:  # torch calls the hooks that there were when the call began
                 hook(module, args)
@@ -290,7 +346,7 @@ def _frozen(model: nn.Module) -> bool:
 
 def _say(model: nn.Module, *, trained: bool) -> None:
     plan = registry.coordinator_of(model).plan
-    what = "trained" if trained else "a reference, which has no states"
+    what = "trained" if trained else "only evaluated, so it has no states"
     logger.warning(
         "infinity: %s, %s parameters, %s: weights %s, optimizer %s, %s of device and %s of host memory",
         printable(type(model).__name__),

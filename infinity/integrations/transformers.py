@@ -81,7 +81,9 @@ class _OfTrainer:
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
     ) -> None:
         """Nothing is loaded here: the model is offloaded from the folder's generation, when its optimizer is made."""
-        if registry.is_offloaded(trainer.model if model is None else model):
+        given = trainer.model if model is None else model
+        self._run.take_back(given)
+        if registry.is_offloaded(given):
             raise ModelError(
                 f"resume_from_checkpoint={folder}: the model was used already in this process, so it is offloaded and "
                 "cannot become the one of a checkpoint. Resume in a new process, before anything else."

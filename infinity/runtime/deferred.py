@@ -17,7 +17,7 @@ checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,8 @@ from infinity.errors import ModelError
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
 Read = Callable[[], torch.Tensor]
+Deferred = tuple[str, Read]
+"""The name that messages call a parameter by, and what reads its values."""
 
 
 class _Values(Lender):
@@ -186,17 +188,18 @@ class Values:
         left: what reads those that were deferred.
 
     Attributes:
+        left: as given.
         deferred: whether there are deferred ones.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, tuple[str, Read]]) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, Deferred]) -> None:
         self._named = named
-        self._left = left
+        self.left = left
         self.deferred = bool(left)
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]
-        return self._left[parameter][1]() if parameter in self._left else parameter.detach()
+        return self.left[parameter][1]() if parameter in self.left else parameter.detach()
 
 
 @contextmanager
@@ -204,7 +207,7 @@ def values_of(model: nn.Module) -> Iterator[Values]:
     """What `infinity.offload(model, source=...)` takes: the values of deferred parameters from where they are read,
     those of all others from themselves. In this context the parameters are ordinary placeholders; an exception makes
     them deferred ones again."""
-    left: dict[nn.Parameter, tuple[str, Read]] = {}
+    left: dict[nn.Parameter, Deferred] = {}
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named[name] = parameter
@@ -214,6 +217,11 @@ def values_of(model: nn.Module) -> Iterator[Values]:
     try:
         yield Values(named, left)
     except BaseException:
-        for parameter, (name, reader) in left.items():
-            _values.enter(parameter, name, reader)
+        defer_again(left)
         raise
+
+
+def defer_again(left: Mapping[nn.Parameter, Deferred]) -> None:
+    """Parameters that were deferred, and are ordinary placeholders now, are deferred again."""
+    for parameter, (name, read) in left.items():
+        _values.enter(parameter, name, read)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.base.interrupt import whole
+from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
@@ -74,7 +75,7 @@ class Scope:
     """
 
     def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
-        self._coordinator = coordinator
+        self.coordinator = coordinator
         self._ends = ends
         self._structure = structure
         self._saved = SavedTensors(coordinator)
@@ -107,22 +108,22 @@ class Scope:
         """Forget a forward that an exception ended without its post-hooks."""
         self._depth = 0
         self._close()
-        self._coordinator.reset()
+        self.coordinator.reset()
 
     def _open(self) -> None:
         self._structure.require_unchanged()
-        self._coordinator.reset()
+        self.coordinator.reset()
         self._ends.forget()
-        self._coordinator.timeline.forget("forward", "backward")
+        self.coordinator.timeline.forget("forward", "backward")
         training = torch.is_grad_enabled()
-        self._coordinator.begin_forward(training=training)
+        self.coordinator.begin_forward(training=training)
         if training:
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
             self._pushed = True
         self._call = Call()
-        self._coordinator.forward_begins(self._end_if_dead)
+        self.coordinator.forward_begins(self._end_if_dead)
         for index in self._staying:
-            self._coordinator.acquire(index)
+            self.coordinator.acquire(index)
 
     def _close(self) -> None:
         self._call = None
@@ -130,8 +131,8 @@ class Scope:
             self._pushed = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._staying:
-            self._coordinator.release(index)
-        self._coordinator.forward_ends()
+            self.coordinator.release(index)
+        self.coordinator.forward_ends()
 
     def _runs_here(self) -> bool:
         return self._call is not None and self._call.of_this_thread and self._call.runs
@@ -147,7 +148,8 @@ class ScopeEnter(Guard):
 
     @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self._scope.enter()
+        if not _was_taken_back(self._scope.coordinator):
+            self._scope.enter()
 
 
 class ScopeLeave(Guard):
@@ -157,6 +159,11 @@ class ScopeLeave(Guard):
     @whole
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._scope.leave()
+
+
+def _was_taken_back(coordinator: Coordinator) -> bool:
+    """A call that was under way when the model was taken back (taking_back.py) still has these hooks."""
+    return coordinator.closed and coordinator not in registry.coordinators()
 
 
 class SiteEnter(Guard):
@@ -170,6 +177,8 @@ class SiteEnter(Guard):
 
     @whole
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if _was_taken_back(self._coordinator):
+            return
         if self._would_copy and torch.is_autocast_enabled(self._device_kind):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, "

@@ -60,6 +60,12 @@ class ZeroGrad(_Method):
         self._coordinator.zero_grad(self._coordinator.places())
 
 
+def take_methods(model: nn.Module) -> None:
+    """What give_methods put on a model goes."""
+    for name in [name for name, value in vars(model).items() if isinstance(value, _Method)]:
+        object.__delattr__(model, name)
+
+
 def give_methods(model: nn.Module, coordinator: Coordinator) -> None:
     """Put the methods on a model: `no_sync` on one that has none of its own."""
     if not hasattr(model, "no_sync"):

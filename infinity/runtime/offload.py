@@ -271,21 +271,19 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Returns the hooks on parameters."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, Structure(model), ends)
+    handles = []
     for site in found.sites:
-        site.module.register_forward_pre_hook(SiteEnter(coordinator, site))
-        site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True)
+        handles.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
+        handles.append(site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True))
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:
-        module.register_forward_pre_hook(ScopeEnter(scope), prepend=True)
-        module.register_forward_hook(ScopeLeave(scope), always_call=True)
-    handles = []
+        handles.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
+        handles.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))
     for parameter, place in coordinator.places():
         if place.group.trainable:
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             handles.append(parameter.register_hook(hooks.before))
             handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    guard(model, coordinator)
-    return handles
+    return handles + guard(model, coordinator)

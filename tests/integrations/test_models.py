@@ -306,3 +306,14 @@ def test_after_a_script_that_failed_its_states_are_named_with_what_to_do(
         script()
     assert "Its states after step 1 stay in" in caplog.text
     assert "infinity checkpoint export" in caplog.text
+
+
+def test_a_model_that_hangs_in_a_cycle_leaves_its_memory_to_the_next(checkpoint: Path, launch: Launch) -> None:
+    with launch(weights="auto", optimizer="auto", memory={"device": "640KiB", "host": "5MiB"}):
+        first = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(first.parameters())
+        first.itself = [first]
+        del first
+        second = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(second.parameters())
+        assert registry.coordinator_of(second).plan.budgets.limits.host == 5 << 20

@@ -477,8 +477,8 @@ MUTANTS = [
     Mutant(
         "parameters are closed when the forward ends",
         "infinity/runtime/hooks.py",
-        "        self._coordinator.forward_ends()\n",
-        "        self._coordinator.readers.forward_ends()\n",
+        "        self.coordinator.forward_ends()\n",
+        "        self.coordinator.readers.forward_ends()\n",
         (_RELEASED, "-k", "outside"),
     ),
     Mutant(
