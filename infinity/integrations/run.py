@@ -22,9 +22,9 @@ from infinity.errors import ModelError, printable
 from infinity.integrations.folders import folders_of, go_on, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
-from infinity.runtime.deferred import Deferred, is_a_deferred, is_deferred, values_of
+from infinity.runtime.anew import take_back
+from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
 from infinity.runtime.offload import close, offload
-from infinity.runtime.taking_back import take_back
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -73,9 +73,7 @@ class Run:
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    _evaluated: weakref.WeakKeyDictionary[nn.Module, dict[nn.Parameter, Deferred]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
+    _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     resumed: Path | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
@@ -177,18 +175,19 @@ class Run:
         wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
             model.requires_grad_(False)
-            deferred = self._offload(model, None, trained=False)
+            self._offload(model, None, trained=False)
         finally:
             for parameter, requires_grad in wanted.items():
                 parameter.requires_grad_(requires_grad)
-        self._evaluated[model] = deferred
+        self._evaluated.add(model)
         model.register_forward_pre_hook(_FirstUse(self), prepend=True)  # before those of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
         """Models in this one that were only evaluated wait again to be offloaded."""
         for each in model.modules():
             if each in self._evaluated:
-                take_back(each, self._evaluated.pop(each))
+                take_back(each)
+                self._evaluated.discard(each)
                 self._offloaded = [one for one in self._offloaded if one() is not each]
 
     def is_decided(self, model: nn.Module) -> bool:
@@ -199,31 +198,28 @@ class Run:
         """Whether it is offloaded without states because nothing has said so far that it is trained."""
         return model in self._evaluated
 
-    def _offload(
-        self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool
-    ) -> dict[nn.Parameter, Deferred]:
-        """Returns the parameters that were deferred."""
+    def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
         if self._open():
             gc.collect()  # a model that the script let go may hang in cycles, and its memory with it
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         config = self._config_of(memory, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
-        with naming_the_shares(memory, waiting, open_models), values_of(model) as source:
+        with naming_the_shares(memory, waiting, open_models):
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if trained and self.wishes.folder is not None:
-                go_on(model, self.wishes.folder, config, **how)
+                with values_of(model):  # which are not read
+                    go_on(model, self.wishes.folder, config, **how)
                 self.resumed = self.wishes.folder
                 self.wish(folder=None)  # another model is not the one of that folder
             else:
-                offload(model, config, source=source, **how)
+                offload(model, config, **how)
         self._offloaded.append(weakref.ref(model))
         self._names.append(self._directory_name(trained=trained))
         if config.nvme.paths:
             self._stores.append((weakref.ref(model), [path.expanduser() for path in config.nvme.paths]))
         _say(model, trained=trained)
-        return source.left
 
     def _convert(self, model: nn.Module) -> None:
         """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""

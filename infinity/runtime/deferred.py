@@ -17,7 +17,7 @@ checkpoint:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,8 +29,6 @@ from infinity.errors import ModelError
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
 Read = Callable[[], torch.Tensor]
-Deferred = tuple[str, Read]
-"""The name that messages call a parameter by, and what reads its values."""
 
 
 class _Values(Lender):
@@ -154,11 +152,22 @@ def defer_in_memory(model: nn.Module) -> None:
     model is offloaded, whatever dtype it is converted to in between: they become the fp32 master."""
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
-            _values.enter(parameter, name, _constant(_raw(parameter)))
+            _values.enter(parameter, name, _Constant(_raw(parameter)))
 
 
-def _constant(value: torch.Tensor) -> Read:
-    return lambda: value
+class _Constant:
+    """Values that are in memory."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def __call__(self) -> torch.Tensor:
+        return self._value
+
+
+def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
+    """A parameter that holds a placeholder is a deferred one. Args: value: or what reads it."""
+    _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -188,18 +197,23 @@ class Values:
         left: what reads those that were deferred.
 
     Attributes:
-        left: as given.
         deferred: whether there are deferred ones.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, Deferred]) -> None:
+    def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, tuple[str, Read]]) -> None:
         self._named = named
-        self.left = left
+        self._left = left
         self.deferred = bool(left)
+
+    @property
+    def reads(self) -> dict[str, Read]:
+        """What reads the parameters whose values are in no memory, by each of their names."""
+        found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
+        return {name: read for name, read in found.items() if not isinstance(read, _Constant)}
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]
-        return self.left[parameter][1]() if parameter in self.left else parameter.detach()
+        return self._left[parameter][1]() if parameter in self._left else parameter.detach()
 
 
 @contextmanager
@@ -207,7 +221,7 @@ def values_of(model: nn.Module) -> Iterator[Values]:
     """What `infinity.offload(model, source=...)` takes: the values of deferred parameters from where they are read,
     those of all others from themselves. In this context the parameters are ordinary placeholders; an exception makes
     them deferred ones again."""
-    left: dict[nn.Parameter, Deferred] = {}
+    left: dict[nn.Parameter, tuple[str, Read]] = {}
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         named[name] = parameter
@@ -217,11 +231,6 @@ def values_of(model: nn.Module) -> Iterator[Values]:
     try:
         yield Values(named, left)
     except BaseException:
-        defer_again(left)
+        for parameter, (name, reader) in left.items():
+            _values.enter(parameter, name, reader)
         raise
-
-
-def defer_again(left: Mapping[nn.Parameter, Deferred]) -> None:
-    """Parameters that were deferred, and are ordinary placeholders now, are deferred again."""
-    for parameter, (name, read) in left.items():
-        _values.enter(parameter, name, read)

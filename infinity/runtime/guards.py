@@ -128,7 +128,7 @@ def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
         coordinator.readers.watch(each.end_if_dead)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
     before_load, after_load = _Hook(load.before), _Hook(load.after)
-    handles = []
+    handles: list[RemovableHandle] = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
             handles.append(module.register_state_dict_pre_hook(before_read))
