@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from infinity.checkpoint.load import IncompleteError, on_meta
 from infinity.coordinator import registry
@@ -42,6 +43,11 @@ def replace_loading(run: Run, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "from_pretrained", _from_pretrained(run))
     if (peft_model := _peft_model()) is not None:
         patches.wrap(peft_model, "__init__", _wrapping(run))
+
+    def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        run.placed(parent, child)
+
+    patches.add(register_module_module_registration_hook(placed).remove)
     replace_saving(patches)
 
 

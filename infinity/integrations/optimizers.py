@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -42,15 +42,12 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
 
 def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = list(params) if isinstance(params, Iterator) else params
-        if not isinstance(groups, list | tuple):
-            original(self, groups, *args, **kwargs)
-            return
-        if type(self) is not theirs or not bring_home(run, parameters_in(groups), ours):
-            original(self, groups, *args, **kwargs)
+        params = _listed(params)
+        if type(self) is not theirs or not bring_home(run, parameters_in(params), ours):
+            original(self, params, *args, **kwargs)
             return
         self.__class__ = ours
-        ours.__init__(self, groups, *args, **kwargs)
+        ours.__init__(self, params, *args, **kwargs)
         self.accumulation_steps = run.wishes.accumulation_steps or _accumulation_steps()
 
     return init
@@ -60,49 +57,69 @@ def _bringing(run: Run) -> Callable[..., None]:
     """infinity.AdamW and its like, which a script named itself, for a model that is not offloaded yet."""
 
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = list(params) if isinstance(params, Iterator) else params
-        if isinstance(groups, list | tuple):
-            bring_home(run, parameters_in(groups), type(self))
-        original(self, groups, *args, **kwargs)
+        params = _listed(params)
+        bring_home(run, parameters_in(params), type(self))
+        original(self, params, *args, **kwargs)
 
     return init
 
 
 def _refusing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        groups = list(params) if isinstance(params, Iterator) else params
-        if not isinstance(groups, list | tuple):
-            original(self, groups, *args, **kwargs)
-            return
-        if not isinstance(self, GroupedOptimizer) and bring_home(run, parameters_in(groups), None):
+        params = _listed(params)
+        if not isinstance(self, GroupedOptimizer) and bring_home(run, parameters_in(params), None):
             known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
             raise ConfigError(
                 f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and those of this model "
                 f"are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or infinity.Lion."
             )
-        original(self, groups, *args, **kwargs)
+        original(self, params, *args, **kwargs)
 
     return init
+
+
+def _listed(params: Any) -> Any:
+    """What an optimizer is given, with lists for iterators and views, as torch makes them."""
+    params = _as_list(params)
+    for each in params if isinstance(params, list | tuple) else ():
+        if isinstance(each, dict) and "params" in each:
+            each["params"] = _as_list(each["params"])
+    return params
+
+
+def _as_list(params: Any) -> Any:
+    """Anything that torch refuses stays what it is."""
+    stays = not isinstance(params, Iterable) or isinstance(params, list | tuple | torch.Tensor | Mapping | Set)
+    return params if stays else list(params)
 
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
     model = run.owner_of(parameters)
     if model is not None and optimizer is not None:
-        run.take_back(model)  # which was only evaluated so far
-    found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
-    if any(each is not None for each in found):
-        if optimizer is not None and not any(each[1].group.trainable for each in found if each is not None):
-            raise ModelError(
-                "an optimizer is given parameters of a model that was offloaded to be evaluated only: it was prepared "
-                "with evaluation_mode=True, or frozen, and used. Make the optimizer before the first forward pass."
-            )
-        return True
-    if model is None:
-        return False
-    if optimizer is not None:
+        _require_all_in(model, parameters)
         run.ensure_offloaded(model, optimizer=optimizer.rule)
-    return True
+    found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
+    places = [each[1] for each in found if each is not None]
+    if optimizer is not None and places and not any(place.group.trainable for place in places):
+        raise ModelError(
+            "an optimizer is given parameters of a model that was offloaded to be evaluated only: it was prepared "
+            "with evaluation_mode=True, or frozen, and used. Make the optimizer before the first forward pass."
+        )
+    return model is not None or bool(places)
+
+
+def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
+    """Raises ModelError where an optimizer would train parameters in memory, too."""
+    inside = set(map(id, model.parameters()))
+    others = [each for each in parameters if id(each) not in inside]
+    if others:
+        raise ModelError(
+            f"an optimizer is given the parameters of a {type(model).__name__}, which is to be offloaded, and "
+            f"{len(others)} others, the first of shape {tuple(others[0].shape)}. Put both into one module, class "
+            "Whole(nn.Module) with both as attributes, and give the optimizer its parameters(); or make an optimizer "
+            "for each."
+        )
 
 
 def _accumulation_steps() -> int | None:

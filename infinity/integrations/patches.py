@@ -19,6 +19,7 @@ class Patches:
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
         self._waiting: list[_WhenImported] = []
+        self._others: list[Callable[[], None]] = []
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Let `owner.name(*args)` be `ours(theirs, *args)`, where `theirs` is what it was. What a class inherits, and
@@ -40,6 +41,10 @@ class Patches:
         self._before.append((owner, name, vars(owner)[name]))
         setattr(owner, name, value)
 
+    def add(self, undo: Callable[[], None]) -> None:
+        """Something else was changed. Args: undo: puts it back."""
+        self._others.append(undo)
+
     def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
         """Call `act(module)` once the module was imported, which takes seconds for some: now, later or never."""
         if name in sys.modules:
@@ -53,6 +58,8 @@ class Patches:
         """Put back what was there."""
         while self._waiting:
             self._waiting.pop().forget()
+        while self._others:
+            self._others.pop()()
         while self._before:
             owner, name, before = self._before.pop()
             if before is _INHERITED:

@@ -6,7 +6,7 @@ import gc
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +81,10 @@ class Run:
     _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    _parents: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _holders: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _scratch: ExitStack = field(default_factory=ExitStack)
     _shares: Shares = field(init=False)
 
@@ -112,13 +116,36 @@ class Run:
     def loaded(self, model: nn.Module) -> None:
         """A model was loaded, and its parameters are deferred: it is offloaded when it is first used."""
         self._loaded.add(model)
-        model.register_forward_pre_hook(_FirstUse(self), prepend=True)
+        self._await_use(model)
+
+    def _await_use(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
+
+    def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
+        """A loaded model, or what a library put around one, is copied: so is what is known of it. Returns the copy.
+
+        Args:
+            memo: what copy.deepcopy has made so far.
+        """
+        copied: nn.Module | None = memo.get(id(model))
+        if copied is not None and model in self._loaded:
+            self._loaded.add(copied)
+        outer = None if (found := self._outer.get(model)) is None else found()
+        if copied is not None and id(outer) in memo:
+            self._outer[copied] = weakref.ref(memo[id(outer)])
+        return copied
+
+    def placed(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """A module became a part of another."""
+        if child is not None and (child in self._loaded or child in self._holders):
+            self._holders.add(parent)
+            self._parents.setdefault(child, weakref.WeakSet()).add(parent)
 
     def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
         """A library put a module around a model, which is what is called from now on."""
         if inner in self._loaded or inner in self._outer:
             self._outer[inner] = weakref.ref(outer)
-            outer.register_forward_pre_hook(_FirstUse(self), prepend=True)
+            self._await_use(outer)
 
     def outermost(self, model: nn.Module) -> nn.Module:
         found = self._outer.get(model)
@@ -132,13 +159,21 @@ class Run:
         return [each for each in dict.fromkeys(found) if each in inside]
 
     def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
-        """The loaded model, with what libraries put around it, that has one of these parameters."""
+        """What has these parameters: a loaded model, with what libraries put around it; or the smallest module around
+        one that has all of them, such as a script's own model with a loaded one in it. Where none has all of them, the
+        loaded model that has some."""
         wanted = {id(each) for each in parameters}
         for model in list(self._loaded):
             outer = self.outermost(model)
-            if any(id(parameter) in wanted for parameter in outer.parameters()):
-                return outer
+            if not wanted.isdisjoint(map(id, outer.parameters())):
+                return self._around(outer, wanted) or outer
         return None
+
+    def _around(self, module: nn.Module, wanted: set[int]) -> nn.Module | None:
+        if wanted.issubset(map(id, module.parameters())):
+            return module
+        found = [self._around(parent, wanted) for parent in self._parents.get(module, ())]
+        return next((each for each in found if each is not None), None)
 
     # -- offloading ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +194,7 @@ class Run:
         if inner:
             raise ModelError(
                 f"{type(model).__name__} was put around a model that was offloaded already, because it was used. Make "
-                f"the {type(model).__name__} before the first forward pass."
+                f"the {type(model).__name__} before the first forward pass, and its optimizer, too."
             )
         trained = optimizer is not None or model in self.trained or model not in self.references
         self._convert(model)
@@ -180,7 +215,7 @@ class Run:
             for parameter, requires_grad in wanted.items():
                 parameter.requires_grad_(requires_grad)
         self._evaluated.add(model)
-        model.register_forward_pre_hook(_FirstUse(self), prepend=True)  # before those of the offloaded model
+        self._await_use(model)  # before the hooks of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
         """Models in this one that were only evaluated wait again to be offloaded."""
@@ -292,8 +327,9 @@ class Run:
 class _FirstUse:
     """Offloads a model before its first forward, where no optimizer was made before."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
+        self._of = weakref.ref(model)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         model, run = self._run.outermost(module), self._run
@@ -317,7 +353,9 @@ class _FirstUse:
                 hook(module, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
-        return self
+        model = self._of()
+        copied = None if model is None else self._run.copied(model, memo)
+        return self if copied is None else _FirstUse(self._run, copied)
 
 
 def _say_what_is_left(config: SwapConfig) -> None:
@@ -355,10 +393,11 @@ def _say(model: nn.Module, *, trained: bool) -> None:
     )
 
 
-def parameters_in(groups: Sequence[Any]) -> list[Any]:
-    """Of the first argument of an optimizer, as a list of parameters, of (name, parameter), or of param groups."""
+def parameters_in(params: Any) -> list[Any]:
+    """Of the first argument of an optimizer, as a list of parameters, of (name, parameter), or of param groups; none of
+    anything else."""
     found: list[Any] = []
-    for each in groups:
+    for each in params if isinstance(params, list | tuple) else ():
         inner = each.get("params", []) if isinstance(each, dict) else [each]
         inner = [inner] if isinstance(inner, torch.Tensor) else inner
         found += [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in inner]
