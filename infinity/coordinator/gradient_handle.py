@@ -112,10 +112,14 @@ def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tenso
 
 
 def _refusal(what: object) -> ReleasedParameterError:
+    converts = what in _CONVERSIONS
+    said = "a conversion (.float(), .double(), .to(), .cpu())" if converts else str(what)
+    instead = " For its norm leave the conversion out: p.grad.norm()." if converts else ""
     return ReleasedParameterError(
-        f"{what} on the gradient of an offloaded parameter: it is in host memory, not in .grad. What works is "
-        "torch.nn.utils.clip_grad_norm_ with norm_type=2, a multiplication by a number, and torch.amp.GradScaler. To "
-        "clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose last_grad_norm has the norm."
+        f"{said} on the gradient of an offloaded parameter: it is in host memory, not in .grad. What works is "
+        "p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2, a multiplication by a number, and "
+        "torch.amp.GradScaler. To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose last_grad_norm "
+        f"has the norm.{instead}"
     )
 
 
@@ -155,15 +159,15 @@ class _LastNumber:
     from a GPU waits for all that was queued."""
 
     def __init__(self) -> None:
-        self._tensor: weakref.ref[torch.Tensor] | None = None
-        self._version = 0
-        self._value = 1.0
+        self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # one object: any thread may ask
 
     def of(self, tensor: torch.Tensor) -> float:
-        if self._tensor is None or self._tensor() is not tensor or self._version != tensor._version:
-            self._value = tensor.item()
-            self._tensor, self._version = weakref.ref(tensor), tensor._version
-        return self._value
+        last, version = self._last, tensor._version
+        if last is not None and last[0]() is tensor and last[1] == version:
+            return last[2]
+        value = float(tensor.item())
+        self._last = weakref.ref(tensor), version, value
+        return value
 
 
 _last_number = _LastNumber()
@@ -176,6 +180,7 @@ def _number(value: Any) -> float:
 
 
 _aten = torch.ops.aten
+_CONVERSIONS = (_aten._to_copy.default,)
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
     _aten.linalg_vector_norm.default: _norm,
