@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
 
@@ -52,12 +53,28 @@ class NoSync(_Method):
         return self._coordinator.accumulating()
 
 
+_NOTHING = nn.Module()
+"""It has no parameters that torch's zero_grad would go through."""
+
+
 class ZeroGrad(_Method):
     """Forgets all gradients, as the optimizer's zero_grad does: they are set to None also with
-    `set_to_none=False`."""
+    `set_to_none=False`. Then it calls the zero_grad that the model's class has, if that is its own.
 
-    def __call__(self, set_to_none: bool = True) -> None:
+    Args:
+        model: not kept alive.
+    """
+
+    def __init__(self, coordinator: Coordinator, model: nn.Module) -> None:
+        super().__init__(coordinator)
+        self._model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._coordinator.zero_grad(self._coordinator.places())
+        model = self._model()
+        if model is None or type(model).zero_grad is nn.Module.zero_grad:
+            model = _NOTHING
+        return type(model).zero_grad(model, *args, **kwargs)
 
 
 class Given:
@@ -77,7 +94,7 @@ class Given:
 
 def give_methods(model: nn.Module, coordinator: Coordinator) -> list[Given]:
     """Put the methods on a model: `no_sync` on one that has none of its own."""
-    given = [Given(model, "zero_grad", ZeroGrad(coordinator))]
+    given = [Given(model, "zero_grad", ZeroGrad(coordinator, model))]
     if not hasattr(model, "no_sync"):
         given.append(Given(model, "no_sync", NoSync(coordinator)))
     return given
