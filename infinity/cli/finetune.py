@@ -25,6 +25,7 @@ from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import DTYPES, make_optimizer, make_scaler
 from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
+from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, make_report, write_report
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.config import SwapConfig, load_config
@@ -49,6 +50,7 @@ def finetune(options: argparse.Namespace) -> int:
     options, config, past = job.resolve(options)
     _check(options)
     output = _output(options, config, past)
+    require_ready(config)
     _require_model(options.model, resuming=past is not None)
     tokenizer = load_tokenizer(options.model)
     torch.manual_seed(options.seed)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from types import TracebackType
 
+from infinity.cli.ready import require_ready
 from infinity.config import load_config
 from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError
@@ -14,7 +16,7 @@ from infinity.runtime.pins import generation_of
 
 def run(options: argparse.Namespace) -> int:
     """Run the script in this process, as `python SCRIPT ARGS` would; what it raises goes through. The exit code is 2
-    where the swap config, the script or the checkpoint folder cannot be used."""
+    where the swap config, its directories, the script or the checkpoint folder cannot be used."""
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     try:
         if options.config.suffix == ".py":
@@ -24,10 +26,31 @@ def run(options: argparse.Namespace) -> int:
             generation_of(options.resume, config)
         if not options.script.is_file():
             raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
+        require_ready(config)
     except InfinityError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         return 2
     from infinity.integrations.launcher import launch
 
-    launch(config, options.script, options.arguments, options.resume)
+    try:
+        launch(config, options.script, options.arguments, options.resume)
+    except Exception as error:
+        _say_it_last(error)
+        raise
     return 0
+
+
+def _say_it_last(error: BaseException) -> None:
+    """Let the line after the traceback be the message of infinity that is at its bottom, which names the fix."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, InfinityError):
+        cause = cause.__cause__
+    if cause is None:
+        return
+    theirs, message = sys.excepthook, one_line(str(cause))
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        theirs(kind, value, trace)
+        print(f"error: {message}", file=sys.stderr)
+
+    sys.excepthook = hook

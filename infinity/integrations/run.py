@@ -281,7 +281,9 @@ class Run:
             changes["pins"] = self.wishes.pins
         name = self._directory_name(trained=trained)
         if name:
-            paths = [path / name for path in self.config.nvme.paths]
+            paths = [path.expanduser() / name for path in self.config.nvme.paths]
+            for path in paths:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
             changes["nvme"] = self.config.nvme.model_copy(update={"paths": paths})
         return self.config.model_copy(update=changes)
 

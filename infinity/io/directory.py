@@ -163,7 +163,8 @@ class SwapDirectory(StoreDirectory):
         if self._created and not create:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_parent(self.path)
+            self.path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError as error:
             raise _unusable(self.path, NotADirectoryError(errno.ENOTDIR, "it is no directory")) from error
         except OSError as error:
@@ -333,6 +334,36 @@ def require_name(path: Path) -> Path:
     except UnicodeEncodeError:
         problem = "a name in UTF-8"
     raise ConfigError(f"nvme.paths: {path}: the name of a swap directory must be {problem}. Choose another one.")
+
+
+def require_place(path: Path) -> None:
+    """Check that a swap directory is there and can be written, or can be made. Nothing is made.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    path = path.expanduser().absolute()
+    try:
+        _require_parent(path)
+        there = path if os.path.lexists(path) else path.parent
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if os.statvfs(there).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise _unusable(path, error) from error
+
+
+def _require_parent(path: Path) -> None:
+    """Raises ConfigError for a misspelled path, or one on a disk that is not mounted: the directory that it is to be
+    made in is missing."""
+    if not path.parent.exists():
+        raise ConfigError(
+            f"nvme.paths: there is no directory {printable(path.parent)}, in which {printable(path)} is to be made. "
+            "Check the name, and that the disk is mounted; only the last directory of a path is made."
+        )
 
 
 def _unusable(path: Path, error: OSError) -> ConfigError:

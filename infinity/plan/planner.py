@@ -195,13 +195,22 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
 
 
 def _require_paths(problem: Problem, placed: Placed, gradients: GradientPlacement) -> None:
-    config = problem.config
-    if problem.commit_every and not config.nvme.paths:
+    on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
+    _require_paths_for(problem.config, problem.commit_every, on_nvme=on_nvme)
+
+
+def require_paths(config: SwapConfig) -> None:
+    """What is known of nvme.paths before the model is. Raises ConfigError."""
+    commit_every = 0 if config.commit_every == "auto" else config.commit_every
+    _require_paths_for(config, commit_every, on_nvme="nvme" in (config.weights, config.optimizer))
+
+
+def _require_paths_for(config: SwapConfig, commit_every: int, *, on_nvme: bool) -> None:
+    if commit_every and not config.nvme.paths:
         raise ConfigError(
-            f"commit_every: {problem.commit_every} needs a directory for the generations: add nvme: {{paths: "
+            f"commit_every: {commit_every} needs a directory for the generations: add nvme: {{paths: "
             "[/a/directory/on/an/ssd]} to the swap config, or set commit_every: 0"
         )
-    on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
     if on_nvme and not config.nvme.paths:
         raise ConfigError(
             "states on nvme need a directory: add nvme: {paths: [/a/directory/on/an/ssd]} to the swap config"

@@ -298,6 +298,7 @@ class Journal:
 
 def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault]) -> nn.Module:
     """Resume, or begin anew where there is nothing to resume. infinity.offload refuses to begin where there is."""
+    (root / "disk").mkdir(exist_ok=True)
     config = setup.config(root)
     try:
         return infinity.resume(model, config, faults=faults)

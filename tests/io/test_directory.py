@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError, StoreLockedError
-from infinity.io.directory import LOCK_NAME, ReadDirectory, StoreDirectory, SwapDirectory
+from infinity.io.directory import LOCK_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_place
 from tests.test_files import bound_socket
 
 
@@ -43,8 +43,29 @@ def test_a_directory_without_a_lock_file_is_read_without_one(tmp_path: Path) -> 
 
 
 def test_a_directory_made_for_the_run_goes_with_it(tmp_path: Path) -> None:
-    SwapDirectory(tmp_path / "a" / "swap").close()
-    assert not (tmp_path / "a" / "swap").exists()
+    SwapDirectory(tmp_path / "swap").close()
+    assert not (tmp_path / "swap").exists()
+
+
+def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
+    """A name is misspelled, or a disk is not mounted: its swap file would lie on another disk."""
+    named = rf"there is no directory {tmp_path}/mtn/nvme, in which {tmp_path}/mtn/nvme/swap is to be made"
+    for refuse in (SwapDirectory, require_place):
+        with pytest.raises(ConfigError, match=named):
+            refuse(tmp_path / "mtn" / "nvme" / "swap")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_is_checked_without_anything_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_place(tmp_path / "swap")
+    require_place(tmp_path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot use .*file: Not a directory"):
+        require_place(tmp_path / "file")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="cannot use .*swap: Permission denied. Name a directory that you may write"):
+        require_place(tmp_path / "swap")
 
 
 def test_what_is_not_ours_stays(tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ def test_an_older_manifest_serves_where_the_newest_is_damaged(disks: list[Path],
 def test_the_header_of_another_runs_disk_is_never_rebuilt(member: int, disks: list[Path], tmp_path: Path) -> None:
     """Same model, same config, another run: only the checksums of its data tell."""
     others = [tmp_path / "others" / disk for disk in DISKS]
+    others[0].parent.mkdir()
     trained(config(*others), seed=100)
     shutil.copy(others[member] / SWAP_NAME, disks[member] / SWAP_NAME)
     flip(disks[member] / HEADER_NAME)
@@ -234,6 +235,7 @@ def test_a_header_is_not_rebuilt_where_no_byte_of_the_generation_lies(tmp_path: 
     """The whole store is in the first disk's first stripe: checksums say nothing of the second disk."""
     runs = [[tmp_path / run / disk for disk in DISKS] for run in ("one", "two")]
     for seed, paths in enumerate(runs):
+        paths[0].parent.mkdir()
         trained(config(*paths), seed=100 * seed, stripe=store.STRIPE_BYTES)
     mistaken = [runs[0][0], runs[1][1]]
     flip(mistaken[1] / HEADER_NAME)

@@ -57,6 +57,7 @@ class Kept:
 
     def __init__(self, root: Path, keep: int = 1, pins: int = 2) -> None:
         self.root, self._keep, self._pins = root, keep, pins
+        root.mkdir(exist_ok=True)
         self.known: dict[str, Values] = {}
         self.step = 0
         self._memory = _native.Arena(64 << 10, huge_pages=False).view(0, 64 << 10)
