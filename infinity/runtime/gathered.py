@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
             with infinity.gathered(model, module, write=True):
                 module.mlp.down_proj.weight.mul_(0.5)
 
+    A model of which nothing is offloaded has its values anyway: then the context does nothing, and a script with it
+    runs without infinity, too.
+
     They are copies, on the device of the model, beside what the plan counts. A parameter of another module is brought
     while an operation reads it; its `.data` raises.
 
@@ -39,11 +42,14 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
 
     Raises:
         PlanError: there is no memory for the copies.
-        ModelError: the model is not offloaded; a module is not of it; `write` in a forward or backward pass, or for
-            what an outer context gathered; at the end: a shape or dtype changed, or a frozen weight that generations
-            of the run share.
+        ModelError: `model` is a part of an offloaded model; a module is not of it; `write` in a forward or backward
+            pass, or for what an outer context gathered; at the end: a shape or dtype changed, or a frozen weight that
+            generations of the run share.
         InfinityError, SwapIOError: as a forward pass; at the end: the store could not be written.
     """
+    named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
+    if not any(registry.find(parameter) for parameter in named):
+        return nullcontext()
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.forget_dead()

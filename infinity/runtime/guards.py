@@ -24,8 +24,8 @@ def _refuse(what: str, why: str = "would see placeholders: its weights are in th
     raise ReleasedParameterError(
         f"{what} of an offloaded model {why}. To write it, use "
         "infinity.save_pretrained(model, directory); to read or change weights use infinity.state_dict(model) or "
-        "`with infinity.gathered(model, module):`. A copy of the model is made before infinity.offload, or is "
-        "another plain model: in infinity.gathered, give it model.state_dict()."
+        "`with infinity.gathered(model, module):`. A copy of the model is made before infinity.offload; or it is "
+        "another plain model that loads the weights: other.load_state_dict(model.state_dict())."
     )
 
 

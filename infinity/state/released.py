@@ -122,7 +122,7 @@ class Lender(ABC):
         """
         raise ReleasedParameterError(
             f"{what} of parameter '{self.name_of(parameter)}' would copy a placeholder: its values are in the store. "
-            f"{USE_GATHERED}"
+            f"Another plain model gets them by other.load_state_dict(model.state_dict()). {USE_GATHERED}"
         )
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:

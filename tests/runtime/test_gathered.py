@@ -213,7 +213,9 @@ def test_what_cannot_be_gathered_is_named(trained: Trained) -> None:
     with pytest.raises(infinity.ConfigError, match="not str"):
         infinity.gathered(model, "lm_head")
     with pytest.raises(infinity.ModelError, match="not offloaded"):
-        infinity.gathered(nn.Linear(2, 2))
+        infinity.gathered(model.lm_head)
+    with pytest.raises(infinity.ModelError, match="not offloaded"):
+        infinity.gathered(nn.Linear(2, 2), model.lm_head)
     with (
         infinity.gathered(model, model.lm_head),
         pytest.raises(infinity.ModelError, match="'lm_head.weight' is gathered already"),
@@ -224,6 +226,14 @@ def test_what_cannot_be_gathered_is_named(trained: Trained) -> None:
         with infinity.gathered(model, model.lm_head, write=True):
             model.lm_head.weight.data = torch.ones(1, dtype=torch.bfloat16)
     assert model.lm_head.weight.shape == (128, 64)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_plain_model_is_what_it_is_in_the_context_too(write: bool) -> None:
+    plain = nn.Linear(2, 2)
+    with infinity.gathered(plain, plain.weight, write=write):
+        plain.weight.data.fill_(0.5)
+    assert plain.weight.sum() == 2
 
 
 def test_an_inner_context_reads_what_an_outer_one_wrote(trained: Trained) -> None:
