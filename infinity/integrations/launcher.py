@@ -9,10 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
+from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
@@ -47,6 +50,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
         accelerate.replace_preparing(run, patches)
         transformers.replace_training(run, patches)
         strategy.replace_strategies(run, patches)
+        patches.when_imported("torch._dynamo", lambda _: _leave_hooks_out(patches))
         yield run
         failed = False
     except SystemExit as end:
@@ -55,6 +59,12 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     finally:
         patches.undo()
         run.close(failed=failed)
+
+
+def _leave_hooks_out(patches: Patches) -> None:
+    """torch.compile breaks its graph at a hook that fetches units, and compiles nothing of it."""
+    for kind in (ScopeEnter, ScopeLeave, SiteEnter, SiteLeave):
+        patches.put(kind, "__call__", torch.compiler.disable(kind.__call__))
 
 
 def _require_transformers_5() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -45,7 +46,8 @@ def replace_loading(run: Run, patches: Patches) -> None:
         patches.wrap(peft_model, "__init__", _wrapping(run))
 
     def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        run.placed(parent, child)
+        if not torch.compiler.is_compiling():  # where a slice of a ModuleList is a new one
+            run.placed(parent, child)
 
     patches.add(register_module_module_registration_hook(placed).remove)
     replace_saving(patches)

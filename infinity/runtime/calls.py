@@ -12,6 +12,9 @@ import threading
 from collections.abc import Collection
 from types import FrameType
 
+_AROUND_HOOKS = ("infinity.", "torch._dynamo.")
+"""Modules whose frames may lie between a hook and what called it: torch.compiler.disable wraps hooks."""
+
 
 class Call:
     """The nearest call outside of infinity, at the moment when this is made.
@@ -24,7 +27,7 @@ class Call:
         self._thread = threading.get_ident()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and (
-            str(frame.f_globals.get("__name__")).startswith("infinity.") or frame.f_code.co_name in beyond
+            str(frame.f_globals.get("__name__")).startswith(_AROUND_HOOKS) or frame.f_code.co_name in beyond
         ):
             frame = frame.f_back
         self._frame = frame
