@@ -23,7 +23,7 @@ from transformers import trainer as trainer_module
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.errors import ModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.integrations.folders import Saving, letting_go
 from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
@@ -52,6 +52,7 @@ class _OfTrainer:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._resumes_from: Path | None = None
 
     def init(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
@@ -69,10 +70,20 @@ class _OfTrainer:
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
         self._tell(trainer)
+        self._require_one_beginning()
         self._run.ensure_offloaded(trainer.model if model is None else model)
         given = () if model is None else (model,)  # subclasses may take none
         optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
+
+    def _require_one_beginning(self) -> None:
+        """Raises ConfigError where the model would go on, and the Trainer would begin at step 0."""
+        folder = self._run.wishes.folder or self._run.resumed
+        if folder is not None and folder != self._resumes_from:
+            raise ConfigError(
+                f"--resume {folder}: a Trainer says itself where it goes on, and this one begins at step 0. Leave "
+                f"--resume out, and call trainer.train(resume_from_checkpoint={str(folder)!r})."
+            )
 
     def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
         return class_and_options(args) or original(args, *others, **options)
@@ -88,7 +99,8 @@ class _OfTrainer:
                 f"resume_from_checkpoint={folder}: the model was used already in this process, so it is offloaded and "
                 "cannot become the one of a checkpoint. Resume in a new process, before anything else."
             )
-        self._run.wish(folder=Path(folder).expanduser().absolute())
+        self._resumes_from = Path(folder).expanduser().absolute()
+        self._run.wish(folder=self._resumes_from)
 
     def save_checkpoint(self, original: Callable[..., None], trainer: Any, model: nn.Module, trial: Any = None) -> None:
         if trainer.args.save_only_model or not registry.is_offloaded(trainer.model):

@@ -299,7 +299,7 @@ class Generations:
             self._unsettled = None
         if self._given_up:
             for path in self._given_up:
-                logger.warning("removing %s: the run goes on from generation %s", path, self.newest)
+                logger.warning("the run goes on from generation %s; newer or damaged, %s goes", self.newest, path)
                 durable.remove(path)
             durable.sync_directory(self._directory.path)
             self._given_up = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -375,3 +376,32 @@ def test_evaluation_in_bf16_names_the_dtype_to_load(
         one.train()
         with pytest.raises(infinity.InfinityError, match="dtype="):
             one.evaluate()
+
+
+@pytest.mark.parametrize("before", ["nothing", "an evaluation"])
+def test_a_trainer_that_would_begin_at_step_0_on_a_resumed_model_is_refused(
+    before: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
+    folder = tmp_path / "out" / "checkpoint-4"
+    with launch(resume=folder):
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        if before == "an evaluation":
+            one.evaluate()
+        with pytest.raises(
+            infinity.ConfigError, match=r"begins at step 0\. Leave --resume out, and call trainer\.train"
+        ):
+            one.train()
+    with launch(resume=folder):
+        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train(resume_from_checkpoint=str(folder))
+
+
+@pytest.mark.parametrize("how", sampling.some(["compiled"]))
+def test_a_compiled_model_warns_of_nothing_that_infinity_does(
+    how: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with launch(), warnings.catch_warnings(record=True) as warned:
+        trainer(checkpoint, rows, tmp_path / "out", max_steps=2, **WAYS[how]).train()
+    said = [str(each.message) for each in warned] + caplog.messages
+    assert not [each for each in said if "Dynamo" in each or "recompile_limit" in each]
