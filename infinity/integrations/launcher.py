@@ -41,23 +41,23 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
 
     _require_transformers_5()
     _one_device()
-    run, patches = Run(config), Patches()
+    run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
     failed = True
     try:
-        optimizers.replace_optimizers(run, patches)
-        models.replace_loading(run, patches)
-        accelerate.replace_preparing(run, patches)
-        transformers.replace_training(run, patches)
-        strategy.replace_strategies(run, patches)
-        patches.when_imported("torch._dynamo", lambda _: _leave_hooks_out(patches))
-        yield run
+        with Patches() as patches:
+            optimizers.replace_optimizers(run, patches)
+            models.replace_loading(run, patches)
+            accelerate.replace_preparing(run, patches)
+            transformers.replace_training(run, patches)
+            strategy.replace_strategies(run, patches)
+            patches.when_imported("torch._dynamo", lambda _: _leave_hooks_out(patches))
+            yield run
         failed = False
     except SystemExit as end:
         failed = end.code not in (None, 0)
         raise
     finally:
-        patches.undo()
         run.close(failed=failed)
 
 

@@ -65,12 +65,9 @@ def replace_saving(patches: Patches) -> None:
 @contextmanager
 def saving_as_infinity() -> Iterator[None]:
     """`replace_saving` in a context."""
-    patches = Patches()
-    replace_saving(patches)
-    try:
+    with Patches() as patches:
+        replace_saving(patches)
         yield
-    finally:
-        patches.undo()
 
 
 def _peft_model() -> Any:

@@ -14,12 +14,19 @@ from typing import Any
 
 
 class Patches:
-    """Replaced attributes of classes and modules, in the order they were replaced."""
+    """Replaced attributes of classes and modules, in the order they were replaced. A context manager, which puts back
+    what was there."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
         self._waiting: list[_WhenImported] = []
         self._others: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Let `owner.name(*args)` be `ours(theirs, *args)`, where `theirs` is what it was. What a class inherits, and
@@ -99,9 +106,6 @@ class _WhenImported(MetaPathFinder):
 @contextmanager
 def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
     """`Patches.wrap` in a context."""
-    patches = Patches()
-    patches.wrap(owner, name, ours)
-    try:
+    with Patches() as patches:
+        patches.wrap(owner, name, ours)
         yield
-    finally:
-        patches.undo()

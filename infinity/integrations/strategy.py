@@ -147,13 +147,10 @@ class Offloading:
 
     def setup_optimizers(self, trainer: Any) -> None:
         theirs: Any = super()
-        patches = Patches()
-        try:
+        with Patches() as patches:
             if self.launched is None:
                 replace_optimizers(self._run, patches)
             theirs.setup_optimizers(trainer)
-        finally:
-            patches.undo()
         if self.precision_plugin.precision != "16-mixed":
             for (
                 optimizer

@@ -97,8 +97,7 @@ class _Values(Lender):
         return self._another(parameter, dtype, device)
 
     def _another(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-        placeholder = nan_placeholder(parameter.shape, dtype, device)
-        another = nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        another = _placeholder(parameter, dtype, device)
         self.enter(another, *self._reads[parameter])
         return another
 
@@ -142,7 +141,7 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
             if parameter is None or not parameter.is_meta:
                 continue
             if parameter not in placed:
-                placed[parameter] = _placeholder(parameter, device)
+                placed[parameter] = _placeholder(parameter, parameter.dtype, device)
                 _values.enter(placed[parameter], names[parameter], _reader(source, names[parameter]))
             module._parameters[key] = placed[parameter]
 
@@ -170,8 +169,8 @@ def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) 
     _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
 
 
-def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    value = nan_placeholder(parameter.shape, parameter.dtype, device)
+def _placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    value = nan_placeholder(parameter.shape, dtype, device)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
