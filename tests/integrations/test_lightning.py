@@ -122,6 +122,32 @@ def test_lower_precision_is_near_the_plain_script(
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
 
 
+class InHalf(Language):
+    """Plain AdamW has its eps and its moments in fp16, where they are 0."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
+def test_fp16_is_near_the_plain_script(
+    precision: str, checkpoint: Path, rows: Rows, tmp_path: Path, swap: dict[str, Any]
+) -> None:
+    """With scaled losses where it is mixed. (Given by its name, Lightning takes bf16 for it on a CPU.)"""
+    found = []
+    for strategy in ("auto", InfinityStrategy(swap)):
+        module = InHalf(checkpoint)
+        mixed = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+        one = trainer(tmp_path, strategy=strategy, **(mixed if precision == "16-mixed" else {"precision": precision}))
+        one.fit(module, loader(rows[:2] * 16))
+        assert one.precision_plugin.precision == precision
+        found.append(module.losses)
+    assert {value.dtype for value in weights_of(module.model).values()} == {torch.float16}
+    infinity.close(module.model)
+    assert found[0][-1] < 0.97 * found[0][0]
+    torch.testing.assert_close(found[1], found[0], rtol=5e-3, atol=5e-3)
+
+
 @pytest.fixture
 def swap(tmp_path: Path) -> dict[str, Any]:
     return {
