@@ -1,0 +1,130 @@
+"""Random sequences of saving, rotating, killing and resuming by transformers' own Trainer: every checkpoint folder that
+exists resumes to its bits, and nothing else keeps space (README, "Nothing lost")."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import sampling
+from tests.crash.rotating_job import STEPS, Digests, Life, check, live, make_checkpoint, marked, undisturbed
+from tests.processes import server
+
+SEQUENCES = sampling.number(3, 200, "INFINITY_ROTATIONS")
+SEED = sampling.seed("INFINITY_CRASH_SEED")
+PART = 20
+DEADLINE_S = 240.0
+LIVES = 3
+"""At most so many of a sequence are killed before one that is not."""
+
+PINS = {
+    (None, False): 2, (1, False): 2, (2, False): 3, (3, False): 4,
+    (None, True): 2, (1, True): 3, (2, True): 3, (3, True): 4,
+}  # fmt: skip
+"""Checkpoint folders at a time with a generation, by save_total_limit and load_best_model_at_end: those that stay, and
+the new one before an old one goes."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The model that every sequence begins with, and the states of the undisturbed run."""
+
+    checkpoint: Path
+    expected: Digests
+
+
+def process(root: Path, target: Callable[..., None], *arguments: Any) -> bool:
+    """Returns whether it was killed."""
+    one = server().Process(target=target, args=arguments)
+    one.start()
+    one.join(DEADLINE_S)
+    if one.exitcode is None:
+        one.kill()
+        raise AssertionError(f"it did not end: {arguments}")
+    if one.exitcode not in (0, -signal.SIGKILL):
+        error = root / "error"
+        raise AssertionError(f"{target.__name__}: {error.read_text() if error.exists() else one.exitcode}")
+    return one.exitcode != 0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    root = tmp_path_factory.mktemp("undisturbed")
+    make_checkpoint(root / "checkpoint")
+    assert not process(root, undisturbed, root / "checkpoint", root)
+    digests = json.loads((root / "digests").read_text())
+    return Job(root / "checkpoint", {int(step): digest for step, digest in digests.items()})
+
+
+class Sequence:
+    """Lives of one run on one disk.
+
+    Attributes:
+        lives, kills: so far.
+        pins: that the store has room for.
+    """
+
+    def __init__(self, job: Job, root: Path) -> None:
+        self.lives = self.kills = self.pins = 0
+        self._job = job
+        self.root = root
+        root.mkdir(parents=True)
+
+    def run(self, life: Life) -> None:
+        if not life.folder:
+            self.pins = PINS[life.limit, life.best]
+            for left in ("swap", "out"):
+                shutil.rmtree(self.root / left, ignore_errors=True)
+        killed = False
+        try:
+            killed = process(self.root, live, self._job.checkpoint, self.root, life, self._job.expected)
+            self.lives, self.kills = self.lives + 1, self.kills + killed
+            process(self.root, check, self._job.checkpoint, self.root, self._job.expected, self.pins, killed)
+        except AssertionError as error:
+            raise AssertionError(f"after {life}, {'killed' if killed else 'at its end'}: {error}") from error
+
+
+def random_life(chance: random.Random, first: Life, root: Path) -> Life:
+    """Goes on from one of the folders that have a generation and are not at the end, or begins anew where there is
+    none."""
+    folders = [path for path, marker in marked(root).items() if marker.portable is None and marker.step < STEPS]
+    writes = chance.random() < 0.25
+    return replace(
+        first,
+        save_steps=chance.choice([1, 2, 3]),
+        folder=str(chance.choice(folders)) if folders else "",
+        killed_at=chance.randrange(300) if writes else chance.randrange(400),
+        writes=writes,
+        chance=chance.randrange(1000),
+    )
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(-(-SEQUENCES // PART)))
+def test_every_folder_of_a_trainer_resumes_to_its_bits_and_nothing_else_keeps_space(
+    part: int, job: Job, tmp_path: Path
+) -> None:
+    wrong, kills, lives = list[str](), 0, 0
+    for index in range(part * PART, min((part + 1) * PART, SEQUENCES)):
+        chance = random.Random(f"{SEED} rotation {index}")
+        first = Life(1, chance.choice([None, 1, 2, 3]), chance.random() < 0.4)
+        sequence = Sequence(job, tmp_path / str(index))
+        try:
+            for _ in range(chance.randint(1, LIVES)):
+                sequence.run(random_life(chance, first, sequence.root))
+            sequence.run(replace(random_life(chance, first, sequence.root), killed_at=None))
+        except AssertionError as error:
+            wrong.append(f"INFINITY_CRASH_SEED={SEED}, sequence {index}: {error}")
+        kills, lives = kills + sequence.kills, lives + sequence.lives
+        shutil.rmtree(sequence.root)
+    print(f"rotation: {lives} lives, {kills} kills, {len(wrong)} sequences with a wrong end")
+    assert not wrong, "\n\n".join(wrong[:3])
+    assert kills > 0
