@@ -17,6 +17,7 @@ from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
+from infinity.coordinator.opening import pins_in_store
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import HEADER_NAME, SwapDirectory, remove_store
@@ -38,7 +39,8 @@ def folders_of(model: nn.Module) -> dict[Path, int]:
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
-    """Offload a model as the run was when it wrote a checkpoint folder.
+    """Offload a model as the run was when it wrote a checkpoint folder. The store keeps its room for pins, whatever
+    number of folders the script wishes now: of more folders the older ones get a portable copy (`Saving`).
 
     Raises:
         ResumeError: the folder is none of infinity, or its generation is gone; says what to do.
@@ -46,7 +48,7 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
     """
     marker = generation_of(folder, config)
     if marker.portable is None:
-        resume(model, config, folder=folder, **how)
+        resume(model, _with_pins_of_store(model, config, **how), folder=folder, **how)
         return
     try:
         offload_from_checkpoint(model, folder / marker.portable, config, **how)
@@ -56,6 +58,20 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
             f"store. The swap directory still has theirs ({error}) To go on from {folder} and keep the newer ones, "
             "name another directory in nvme.paths."
         ) from error
+
+
+def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> SwapConfig:
+    pins = pins_in_store(model, config, **how)
+    if pins != config.pins:
+        fewer = "; where more checkpoint folders stay, the older ones get a portable copy of their states"
+        logger.warning(
+            "infinity: the store in %s was made with room for %d pinned generations and keeps it, not %d as now%s",
+            config.nvme.paths[0],
+            pins,
+            config.pins,
+            fewer if pins < config.pins else "",
+        )
+    return config.model_copy(update={"pins": pins})
 
 
 class Saving:

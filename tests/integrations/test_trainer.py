@@ -176,6 +176,42 @@ def test_a_run_goes_on_from_its_checkpoint_folder(
     assert all(found[step] == loss for step, loss in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "folders", "with_a_copy"), [(1, 3, 3, 1), (3, 1, 1, 0), (2, None, 5, 2), (None, 2, 2, 0)]
+)
+def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
+    before: int | None,
+    after: int | None,
+    folders: int,
+    with_a_copy: int,
+    checkpoint: Path,
+    rows: Rows,
+    launch: Launch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ways: dict[str, Any] = SAVING | {"lr_scheduler_type": "constant"}
+    with launch():
+        whole = trainer(checkpoint, rows, tmp_path / "whole", **(ways | {"max_steps": 10, "save_strategy": "no"}))
+        whole.train()
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", save_total_limit=before, **(ways | {"max_steps": 4})).train()
+    assert "room for" not in caplog.text
+    with launch():
+        again = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=after, **(ways | {"max_steps": 10}))
+        again.train(resume_from_checkpoint=True)
+        assert log_of(again) == log_of(whole)
+        there = sorted((tmp_path / "out").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+        assert len(there) == folders
+        assert [(path / "portable").exists() for path in there] == [True] * with_a_copy + [False] * (
+            folders - with_a_copy
+        )
+        assert list(pinned(again.model)) == there[with_a_copy:]
+    had, wished = ({None: 2, 1: 2, 2: 3, 3: 4}[limit] for limit in (before, after))
+    assert f"was made with room for {had} pinned generations and keeps it, not {wished} as now" in caplog.text
+    assert ("the older ones get a portable copy" in caplog.text) == (had < wished)
+
+
 def test_what_is_resumed_in_the_middle_ends_as_the_run_that_was_not_stopped(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
