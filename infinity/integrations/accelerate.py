@@ -20,14 +20,11 @@ from torch import nn
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ResumeError
-from infinity.integrations.folders import Saving, fits_memory, is_at, letting_go
+from infinity.integrations.folders import Saving, fits_memory, is_at, letting_go, pins_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import is_deferred
-
-_UNBOUNDED_PINS = 2
-"""Folders with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def replace_preparing(run: Run, patches: Patches) -> None:
@@ -53,7 +50,7 @@ def _init(run: Run) -> Callable[..., None]:
             )
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
-        run.wish(pins=_UNBOUNDED_PINS if limit is None else max(int(limit), 1) + 1)  # a new one, before an old one goes
+        run.wish(pins=pins_for(None if limit is None else max(int(limit), 1)))
 
     return init
 

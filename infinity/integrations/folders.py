@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,24 @@ from infinity.coordinator import registry
 from infinity.coordinator.opening import pins_in_store
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
-from infinity.io.directory import HEADER_NAME, SwapDirectory, remove_store
-from infinity.io.pins import PINS_NAME, Marker
+from infinity.io.directory import remove_store_of
+from infinity.io.pins import Marker, read_pins
 from infinity.runtime.offload import resume
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 
 logger = logging.getLogger(__name__)
+
+_PINS_OF_ALL = 2
+"""Checkpoint folders with a generation of their own where a script keeps all folders: older ones hold a copy."""
+
+
+def pins_for(kept: int | None) -> int:
+    """How many checkpoint folders pin a generation at a time.
+
+    Args:
+        kept: how many folders the script keeps, and then there is one more before an old one goes; None: all of them.
+    """
+    return _PINS_OF_ALL if kept is None else kept + 1
 
 
 def keeps_generations(model: nn.Module) -> bool:
@@ -140,13 +152,12 @@ def nbytes_of(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def remove_left(paths: Sequence[Path]) -> None:
-    """Remove the store of a model that was collected, unless checkpoint folders pin generations of it."""
-    if not (paths[0] / HEADER_NAME).exists() or (paths[0] / PINS_NAME).exists():
-        return
-    with ExitStack() as held:
-        directories = []
-        for path in paths:
-            directories.append(SwapDirectory(path, create=False))
-            held.callback(directories[-1].close)
-        remove_store(directories)
+def remove_left(paths: Sequence[Path], run: str) -> None:
+    """Remove the store of a model that was collected, unless checkpoint folders pin generations of it.
+
+    Raises:
+        StoreLockedError: another process uses the store.
+        SwapIOError, ManifestError: a file cannot be removed; the pins cannot be read.
+    """
+    if not read_pins(paths[0]):
+        remove_store_of(run, paths)

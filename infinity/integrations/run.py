@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.load import scratch_directory
-from infinity.config import SwapConfig
+from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, printable
 from infinity.integrations.folders import folders_of, go_on, remove_left
@@ -76,7 +76,7 @@ class Run:
     resumed: Path | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
-    _stores: list[tuple[weakref.ref[nn.Module], list[Path]]] = field(default_factory=list)
+    _stores: list[tuple[weakref.ref[nn.Module], str, list[Path]]] = field(default_factory=list)
     _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -155,7 +155,8 @@ class Run:
         self._convert(model)
         if not trained:
             model.requires_grad_(False)
-        config = self._config_of(model, trained=trained)
+        name = self._directory_name(trained=trained)
+        config = self._config_of(model, name, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with _naming_the_share(config, self._others(model)), values_of(model) as source:
             if trained:
@@ -167,9 +168,10 @@ class Run:
             else:
                 offload(model, config, source=source, **how)
         self._offloaded.append(weakref.ref(model))
-        self._names.append(self._directory_name(trained=trained))
+        self._names.append(name)
         if config.nvme.paths:
-            self._stores.append((weakref.ref(model), [path.expanduser() for path in config.nvme.paths]))
+            paths = [path.expanduser() for path in config.nvme.paths]
+            self._stores.append((weakref.ref(model), registry.coordinator_of(model).run, paths))
         _say(model, trained=trained)
 
     def _convert(self, model: nn.Module) -> None:
@@ -186,8 +188,12 @@ class Run:
             if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
 
-    def _config_of(self, model: nn.Module, *, trained: bool) -> SwapConfig:
-        """The config of one model: its share of the memory, a directory of its own, and what the script wishes."""
+    def _config_of(self, model: nn.Module, name: str, *, trained: bool) -> SwapConfig:
+        """The config of one model: its share of the memory, a directory of its own, and what the script wishes.
+
+        Args:
+            name: of its directory below each of nvme.paths; "" for these themselves.
+        """
         others, memory = self._others(model), self.config.memory
         if others:
             host, device = memory.host or available_host_bytes(), memory.device or available_device_bytes(self.device)
@@ -201,8 +207,7 @@ class Run:
         if not trained:
             changes |= {"commit_every": 0, "pins": 0}
         elif self.config.commit_every and not self.config.pins:
-            changes["pins"] = self.wishes.pins
-        name = self._directory_name(trained=trained)
+            changes["pins"] = min(self.wishes.pins, PINS_MAX)
         if name:
             paths = [path / name for path in self.config.nvme.paths]
             changes["nvme"] = self.config.nvme.model_copy(update={"paths": paths})
@@ -240,8 +245,8 @@ class Run:
                     ending.callback(_say_what_is_left, self.config)
                 ending.callback(close, model, discard=not failed and not folders)
             if not failed:
-                for _, paths in (each for each in self._stores if each[0]() is None):
-                    ending.callback(remove_left, paths)
+                for _, run, paths in (each for each in self._stores if each[0]() is None):
+                    ending.callback(remove_left, paths, run)
 
 
 class _FirstUse:

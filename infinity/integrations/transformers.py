@@ -24,15 +24,12 @@ from transformers import trainer as trainer_module
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ModelError
-from infinity.integrations.folders import Saving, letting_go
+from infinity.integrations.folders import Saving, letting_go, pins_for
 from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
-
-_UNBOUNDED_PINS = 2
-"""Checkpoint folders with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def replace_training(run: Run, patches: Patches) -> None:
@@ -116,8 +113,8 @@ def _pins_of(args: Any, run: Run) -> int:
         return run.wishes.pins
     limit = args.save_total_limit
     if not limit or limit <= 0:
-        return _UNBOUNDED_PINS
-    return max(int(limit), 1 + bool(args.load_best_model_at_end)) + 1  # the new one, before an old one goes
+        return pins_for(None)
+    return pins_for(max(int(limit), 1 + bool(args.load_best_model_at_end)))
 
 
 class TrainerMixin:

@@ -22,6 +22,7 @@ from transformers import (
 from transformers import trainer as trainer_module
 
 import infinity
+from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.runtime.deferred import is_deferred
 from tests.integrations.conftest import Launch
@@ -220,6 +221,37 @@ def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
         with torch.no_grad():
             assert again(input_ids=ids).logits.isfinite().all()
     assert not list((tmp_path / "swap").rglob("*.infinity*"))
+
+
+def test_the_store_of_another_run_stays_where_a_model_was_that_the_script_let_go(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    def train() -> None:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        infinity.commit(model)
+
+    with launch():
+        train()
+        gc.collect()
+        assert main(["checkpoint", "remove", str(tmp_path / "swap")]) == 0
+        other = train_apart(checkpoint, tmp_path / "swap")
+    assert list((tmp_path / "swap").glob("generation-*")), f"{other} is gone"
+
+
+def train_apart(checkpoint: Path, swap: Path) -> str:
+    """Leaves a store of another run; returns the run."""
+    config = {"weights": "nvme", "nvme": {"paths": [str(swap)]}, "commit_every": 1, "memory": MEMORY}
+    model = infinity.load_pretrained(checkpoint, config)
+    infinity.commit(model)
+    run = registry.coordinator_of(model).run
+    infinity.close(model)
+    return run
+
+
+MEMORY = {"device": "640KiB", "host": "96MiB"}
 
 
 def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(

@@ -212,6 +212,15 @@ def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
     assert ("the older ones get a portable copy" in caplog.text) == (had < wished)
 
 
+def test_room_is_made_for_as_many_pins_as_a_store_can_have(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=1000, **(SAVING | {"max_steps": 2}))
+        one.train()
+        assert registry.coordinator_of(one.model).plan.placement.pins == 64
+
+
 def test_what_is_resumed_in_the_middle_ends_as_the_run_that_was_not_stopped(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

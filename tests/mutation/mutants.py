@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "store of another run stays when a run is finished",
-        "infinity/cli/finished.py",
+        "infinity/io/directory.py",
         "                if read_header(directory.header_path).run == run:\n",
         "                if True:\n",
         _FINISHED,
