@@ -83,8 +83,11 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
     folder = _folder_to_save(self, output_dir)
     if folder is None:  # accelerate says what is wrong
         return original(self, output_dir, *args, **kwargs)
-    saving = Saving(trained, folder)
-    with letting_go(trained), nullcontext() if fits_memory(trained) else _streamed(self, trained):
+    with (
+        Saving(trained, folder) as saving,
+        letting_go(trained),
+        nullcontext() if fits_memory(trained) else _streamed(self, trained),
+    ):
         location = original(self, output_dir, *args, **kwargs)
         saving.finish()
     return location

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -87,11 +87,14 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
 
 
 class Saving:
-    """One checkpoint folder that is being written. Its generation is pinned once, by `finish`.
+    """One checkpoint folder that is being written, in the context of this object. Its generation is pinned once, by
+    `finish`.
 
     Raises (from the constructor):
         PlanError: there is no room for one more pin; nothing was written.
     """
+
+    open_now: ClassVar[list[Saving]] = []
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self._model = model
@@ -106,6 +109,13 @@ class Saving:
                 "generations. Nothing can be resumed from it",
                 folder,
             )
+
+    def __enter__(self) -> Saving:
+        self.open_now.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open_now.remove(self)
 
     def finish(self) -> None:
         """Everything else of the folder is written."""

@@ -259,9 +259,9 @@ class Offloading:
         if trained is None or not states:
             theirs.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        saving = Saving(trained, folder_beside(filepath))
-        theirs.save_checkpoint(checkpoint, filepath, storage_options)
-        saving.finish()
+        with Saving(trained, folder_beside(filepath)) as saving:
+            theirs.save_checkpoint(checkpoint, filepath, storage_options)
+            saving.finish()
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
         """Raises PlanError where nothing of the model would be saved."""

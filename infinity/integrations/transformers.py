@@ -98,7 +98,7 @@ class _OfTrainer:
             with letting_go(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
 
-        with patched(trainer_module, "rotate_checkpoints", rotate):
+        with saving, patched(trainer_module, "rotate_checkpoints", rotate):
             original(trainer, model, trial)
         saving.finish()
 

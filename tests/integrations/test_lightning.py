@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -334,14 +335,16 @@ def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_
 
 
 def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
-    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
     with launch():
         trainer(tmp_path).fit(Language(checkpoint), loader(rows))
     assert not list((tmp_path / "swap").glob("*.infinity*"))
     with launch():
         trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
     assert list((tmp_path / "swap").glob("generation-*.infinity"))
+    assert "names of the states" not in caplog.text
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def test_a_run_that_ended_well_leaves_the_store_only_where_folders_need_it(
 
 
 def test_the_state_of_the_trainer_is_that_of_the_plain_script(
-    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = []
     for context in (nullcontext(), launch()):
@@ -324,6 +324,7 @@ def test_the_state_of_the_trainer_is_that_of_the_plain_script(
             names.append({path.name for path in (output / "checkpoint-6").iterdir()})
             assert json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
     assert names[1] == names[0] | {"infinity.json"}
+    assert "names of the states" not in caplog.text
 
 
 # -- without the launcher ---------------------------------------------------------------------------------------------
