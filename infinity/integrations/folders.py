@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.opening import pins_in_store
-from infinity.errors import ResumeError, StoreNotEmptyError
+from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
 from infinity.io.pins import Marker, read_pins
@@ -47,7 +47,8 @@ def keeps_generations(model: nn.Module) -> bool:
 
 def folders_of(model: nn.Module) -> dict[Path, int]:
     """The folders that pin a generation of the model, with their steps."""
-    return pinned(model) if keeps_generations(model) else {}
+    open_now = keeps_generations(model) and not registry.coordinator_of(model).closed
+    return pinned(model) if open_now else {}
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
@@ -101,6 +102,8 @@ class Saving:
         self._folder = folder
         self._pins = keeps_generations(model)
         if self._pins:
+            require_pins(model)
+            let_removed_go(model)
             for freed in make_room_for_pin(model, folder):
                 logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
         else:
@@ -126,24 +129,57 @@ class Saving:
             self._pins = False
 
 
+def require_pins(model: nn.Module) -> None:
+    """Raises PlanError where no checkpoint folder can pin a generation, though generations are kept."""
+    if keeps_generations(model) and not registry.coordinator_of(model).plan.placement.pins:
+        raise PlanError(
+            "this model was offloaded when nothing said that checkpoint folders are saved, so its store has no room "
+            "for their states. Set `pins: 2` in the swap config (as many as there are folders at a time, and one more) "
+            "or let the first Trainer of the model be one that saves."
+        )
+
+
+def let_removed_go(model: nn.Module) -> None:
+    """A pinned folder that is not there, beside one that is, was removed: its disk is there. Its generation goes."""
+    folders = folders_of(model)
+    mounted = {folder.parent for folder in folders if folder.exists()}
+    for folder in folders:
+        if folder.parent in mounted and not os.path.lexists(folder):
+            logger.warning("infinity: %s was removed, and the generation that it pinned goes, too", folder)
+            unpin(model, folder)
+
+
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
     """Checkpoint folders that shutil.rmtree removes in this context let their generations go first, so that no crash
     leaves a pin of a folder that is gone. Those that vanished before stay pinned: they may be on a disk that is not
     mounted."""
-    there = {os.path.realpath(folder): folder for folder in folders_of(model) if folder.exists()}
-
-    def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        folder = there.pop(os.path.realpath(path), None)
-        if folder is not None:
-            unpin(model, folder)
-        rmtree(path, *args, **kwargs)
-
-    with patched(shutil, "rmtree", remove):
+    there = [folder for folder in folders_of(model) if folder.exists()]
+    with patched(shutil, "rmtree", removing(lambda: [model])):
         yield
-    for folder in there.values():
+    for folder in there:
         if not folder.exists():
             unpin(model, folder)
+
+
+def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
+    """A shutil.rmtree, to be patched in, that first lets the generations go of the checkpoint folders it removes.
+
+    Args:
+        models: those that are offloaded now.
+    """
+    process = os.getpid()
+
+    def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        if os.getpid() == process and kwargs.get("dir_fd") is None:  # a worker of a loader removes folders of its own
+            place = Path(os.path.realpath(os.fsdecode(path)))
+            for model in models():
+                for folder in folders_of(model):
+                    if folder.is_relative_to(place) and folder.exists():
+                        unpin(model, folder)
+        rmtree(path, *args, **kwargs)
+
+    return remove
 
 
 def is_at(model: nn.Module, marker: Marker) -> bool:

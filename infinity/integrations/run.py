@@ -18,7 +18,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, printable
-from infinity.integrations.folders import folders_of, go_on, remove_left
+from infinity.integrations.folders import folders_of, go_on, let_removed_go, remove_left
 from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
@@ -223,13 +223,14 @@ class Run:
     def _others(self, model: nn.Module) -> list[nn.Module]:
         """The models that share memory with this one. One that is offloaded later gets its share then."""
         waiting = [each for each in self._loaded if is_deferred(each) and self.outermost(each) is not model]
-        return [*self._alive(), *(each for each in waiting if each is not model)]
+        return [*self.alive(), *(each for each in waiting if each is not model)]
 
     def _claim(self, model: nn.Module) -> int:
         frozen = _frozen(model) or model in self.references
         return _nbytes(model) * (1 if frozen else _TRAINED_WEIGHT)
 
-    def _alive(self) -> list[nn.Module]:
+    def alive(self) -> list[nn.Module]:
+        """The offloaded models that the script has not let go."""
         return [model for model in (each() for each in self._offloaded) if model is not None]
 
     def close(self, *, failed: bool) -> None:
@@ -237,7 +238,8 @@ class Run:
         generations that checkpoint folders need."""
         with ExitStack() as ending:
             ending.callback(self._scratch.close)
-            for model in self._alive():
+            for model in self.alive():
+                let_removed_go(model)
                 folders = folders_of(model)
                 if folders and not failed:
                     logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))

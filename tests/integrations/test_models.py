@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,9 @@ from transformers import trainer as trainer_module
 import infinity
 from infinity.cli.main import main
 from infinity.coordinator import registry
+from infinity.io.pins import read_pins
 from infinity.runtime.deferred import is_deferred
+from infinity.runtime.pins import pin, unpin
 from tests.integrations.conftest import Launch
 
 Rows = list[dict[str, torch.Tensor]]
@@ -221,6 +225,26 @@ def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
         with torch.no_grad():
             assert again(input_ids=ids).logits.isfinite().all()
     assert not list((tmp_path / "swap").rglob("*.infinity*"))
+
+
+def test_a_forked_process_removes_folders_as_without_infinity(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """It has no say in what is pinned."""
+    with launch(pins=1):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model(input_ids=ids)
+        pin(model, tmp_path / "folder")
+        child = os.fork()
+        if not child:
+            try:
+                shutil.rmtree(tmp_path / "folder")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert not (tmp_path / "folder").exists()
+        assert [each.folder for each in read_pins(tmp_path / "swap")] == [str(tmp_path / "folder")]
+        unpin(model, tmp_path / "folder")
 
 
 def test_the_store_of_another_run_stays_where_a_model_was_that_the_script_let_go(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
 from infinity.integrations.transformers import Trainer as OffloadedTrainer
+from infinity.io.pins import read_pins
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
 from tests import sampling
@@ -270,6 +274,75 @@ def test_a_second_train_goes_on(checkpoint: Path, rows: Rows, launch: Launch, tm
             one.train()
             logs.append(log_of(one))
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_two_trainers_train_one_model_one_after_the_other(
+    saves: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    """The second has an optimizer of its own, which begins anew."""
+    logs = []
+    for context in (nullcontext(), launch(pins=2 if saves else 0)):
+        with context:
+            first = trainer(checkpoint, rows, tmp_path / "out")
+            first.train()
+            options = {"learning_rate": 5e-4, "report_to": [], "use_cpu": True, "logging_steps": 1, "max_steps": 6}
+            options |= SAVING if saves else {"save_strategy": "no"}
+            arguments = TrainingArguments(str(tmp_path / f"second{len(logs)}"), **options)
+            second = Trainer(first.model, arguments, train_dataset=rows)
+            second.train()
+            logs.append(log_of(first) + log_of(second))
+    torch.testing.assert_close(logs[1], logs[0], rtol=1e-5, atol=1e-6)
+    assert (tmp_path / "second1" / "checkpoint-6" / "infinity.json").exists() == saves
+
+
+def test_a_second_trainer_that_saves_needs_pins_and_says_so_before_it_trains(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        first = trainer(checkpoint, rows, tmp_path / "out")
+        first.train()
+        arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, **SAVING)
+        second = Trainer(first.model, arguments, train_dataset=rows)
+        with pytest.raises(infinity.PlanError, match="Set `pins: 2` in the swap config"):
+            second.train()
+        assert second.state.global_step == 0
+
+
+class Rotation(TrainerCallback):  # type: ignore[misc]
+    """A script's own: one folder stays."""
+
+    def __init__(self, remove: Callable[[Path], object]) -> None:
+        self._remove = remove
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        for folder in Path(args.output_dir).glob("checkpoint-*"):
+            if folder.name != f"checkpoint-{state.global_step}":
+                self._remove(folder)
+
+
+REMOVALS: dict[str, Callable[[Path], object]] = {
+    "shutil.rmtree": lambda folder: shutil.rmtree(folder),
+    "rm": lambda folder: subprocess.run(["rm", "-r", folder], check=True),
+}
+
+
+@pytest.mark.parametrize("how", REMOVALS)
+def test_folders_that_the_script_removes_itself_let_their_generations_go(
+    how: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", **(SAVING | {"save_steps": 1}))
+        one.add_callback(Rotation(REMOVALS[how]))
+        one.train()
+    last = tmp_path / "out" / "checkpoint-6"
+    assert [pin.folder for pin in read_pins(tmp_path / "swap")] == [str(last)]
+    with launch():
+        again = trainer(checkpoint, rows, tmp_path / "out", **(SAVING | {"max_steps": 8}))
+        again.train(resume_from_checkpoint=str(last))
+        shutil.rmtree(tmp_path / "out")
+        assert pinned(again.model) == {}
+    assert not list((tmp_path / "swap").glob("*.infinity*"))
 
 
 def test_a_folder_that_is_not_infinitys_is_refused(
