@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers as hf
@@ -49,8 +50,9 @@ class Life:
         save_steps, limit, best: save_steps, save_total_limit and load_best_model_at_end of the Trainer.
         folder: that it goes on from; "" for a new run.
         killed_at: the number of the act on the disk before which it is killed.
-        writes: `killed_at` counts writes to the store, and otherwise what Python does: files opened to be written,
-            renamed and removed, also within shutil.rmtree.
+        acts: which ones `killed_at` counts. "writes": those to the store; "files": what Python does, which opens files
+            to write, renames and removes them, also within shutil.rmtree; "pins": of these the ones on pins, pinned
+            manifests and markers, and folders that are removed.
         chance: after which steps the states are compared.
     """
 
@@ -59,7 +61,7 @@ class Life:
     best: bool
     folder: str = ""
     killed_at: int | None = None
-    writes: bool = False
+    acts: Literal["files", "pins", "writes"] = "files"
     chance: int = 0
 
 
@@ -183,14 +185,17 @@ class _Contained:
 def _kill_at(life: Life, root: Path) -> None:
     if life.killed_at is None:
         return
-    if life.writes:
+    if life.acts == "writes":
         fault, original = _native.Fault(life.killed_at, "kill", operation="write"), resources.open_engine
         resources.open_engine = lambda nvme, faults: original(nvme, [*faults, fault])  # type: ignore[assignment]
         return
     acts, place = iter(range(life.killed_at)), str(root)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if _changes(event, arguments, place) and next(acts, None) is None:
+        if not _changes(event, arguments, place):
+            return
+        counts = life.acts == "files" or event == "os.rmdir" or _OF_PINS.search(str(arguments[0]))
+        if counts and next(acts, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
@@ -207,6 +212,7 @@ def _changes(event: str, arguments: tuple[Any, ...], place: str) -> bool:
     return not os.path.isabs(path) or path.startswith(place)
 
 
+_OF_PINS = re.compile(r"pins\.infinity|infinity\.json|pinned-")
 _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
