@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peers.process import BENCH_DIR, Worker
 from peers.report import format_table, machine_facts, write_result
+from peers.turns import rounds_of, started
 from peers.workload import Job, Workload
 
 _CHECKOUT = BENCH_DIR.parent
@@ -55,25 +55,15 @@ def job(placement: str, layers: int, directory: Path) -> Job:
 
 def measure(layers: int, placements: Sequence[str], rounds: int, directory: Path) -> dict[str, list[float]]:
     """Seconds of a step by contender, one per round; each round begins with another contender."""
-    seconds: dict[str, list[float]] = {}
-    with ExitStack() as running:
-        workers = []
-        for name in ("torch", *placements):
-            kind = "torch" if name == "torch" else "infinity"
-            log = _CHECKOUT / "build" / "bench-logs" / f"overhead-{name}.log"
-            python = Path(sys.executable)
-            worker = Worker(name, python, f"peers.worker_{kind}", job(name, layers, directory), log, threads=1)
-            worker.start()
-            running.callback(worker.stop)
-            workers.append(worker)
-        for worker in workers:
-            worker.wait_ready()
-            worker.step()
-        for number in range(rounds):
-            turn = number % len(workers)
-            for worker in workers[turn:] + workers[:turn]:
-                seconds.setdefault(worker.name, []).append(worker.step()["seconds"])
-    return seconds
+    workers = []
+    for name in ("torch", *placements):
+        kind = "torch" if name == "torch" else "infinity"
+        log = _CHECKOUT / "build" / "bench-logs" / f"overhead-{name}.log"
+        python = Path(sys.executable)
+        workers.append(Worker(name, python, f"peers.worker_{kind}", job(name, layers, directory), log, threads=1))
+    with started(workers):
+        found = list(rounds_of(workers, rounds))
+    return {worker.name: [each[worker.name]["seconds"] for each in found] for worker in workers}
 
 
 def summarise(seconds: dict[str, list[float]], layers: int) -> dict[str, dict[str, float]]:

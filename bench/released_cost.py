@@ -28,7 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the workers: on a b
 
 from peers.contenders import setting_of
 from peers.process import BENCH_DIR, Worker
+from peers.turns import rounds_of, started
 from peers.workload import SMALL, Job, Workload
 
 _LOGS = BENCH_DIR.parent / "build" / "bench-logs"
@@ -46,23 +47,17 @@ _COUNTED = 3
 def measure(python: dict[str, Path], job: Callable[[str], Job], rounds: int) -> dict[str, Any]:
     """Turns of each version: `seconds` and `cpu_seconds` of a step, by name, one per round."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in python}
-    with ExitStack() as running:
-        workers = []
-        for name, interpreter in python.items():
-            worker = Worker(name, interpreter, "peers.worker_infinity", job(name), _LOGS / f"released-{name}.log")
-            worker.start()
-            running.callback(worker.stop)
-            workers.append(worker)
-        for worker in workers:
-            worker.wait_ready()
-            worker.step()
+    workers = [
+        Worker(name, interpreter, "peers.worker_infinity", job(name), _LOGS / f"released-{name}.log")
+        for name, interpreter in python.items()
+    ]
+    with started(workers):
         packages = {worker.name: worker.facts["package"] for worker in workers}
         if len(set(packages.values())) != len(packages):
             raise SystemExit(f"--before runs the same infinity: {packages}")
-        for number in range(rounds):
-            for worker in workers[number % 2 :] + workers[: number % 2]:
-                step = worker.step()
-                steps[worker.name].append({key: step[key] for key in ("seconds", "cpu_seconds", "loss")})
+        for found in rounds_of(workers, rounds):
+            for name, step in found.items():
+                steps[name].append({key: step[key] for key in ("seconds", "cpu_seconds", "loss")})
             print("  " + ", ".join(f"{name} {each[-1]['seconds']:.3f} s" for name, each in steps.items()), flush=True)
     return steps
 

@@ -16,7 +16,6 @@ import os
 import statistics
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peers.process import BENCH_DIR, Worker
 from peers.report import machine_facts, write_result
+from peers.turns import rounds_of, started
 from peers.workload import Job, Workload
 
 PLACEMENTS = {"nvme": {"weights": "nvme", "optimizer": "nvme"}, "ram": {"weights": "host", "optimizer": "host"}}
@@ -34,29 +34,21 @@ _TOLERANCE = 2e-2
 
 def measure(workload: Workload, options: dict[str, Any], rounds: int, directory: Path) -> dict[str, list[float]]:
     """Seconds of a step by contender, one per round; each round begins with another contender."""
-    seconds: dict[str, list[float]] = {}
-    with ExitStack() as running:
-        workers = []
-        for name in ("infinity", "trainer"):
-            swap = directory / name / "swap"
-            swap.mkdir(parents=True)
-            log = BENCH_DIR.parent / "build" / "bench-logs" / f"trainer-overhead-{name}.log"
-            job = Job(workload, str(swap), {"overlap": "auto"} | options)
-            worker = Worker(name, Path(sys.executable), f"peers.worker_{name}", job, log)
-            worker.start()
-            running.callback(worker.stop)
-            workers.append(worker)
-        for worker in workers:
-            worker.wait_ready()
-            worker.step()
-        for number in range(rounds):
-            losses = {}
-            for worker in workers if number % 2 else reversed(workers):
-                found = worker.step()
-                seconds.setdefault(worker.name, []).append(found["seconds"])
-                losses[worker.name] = found["loss"]
+    workers = []
+    for name in ("infinity", "trainer"):
+        swap = directory / name / "swap"
+        swap.mkdir(parents=True)
+        log = BENCH_DIR.parent / "build" / "bench-logs" / f"trainer-overhead-{name}.log"
+        job = Job(workload, str(swap), {"overlap": "auto"} | options)
+        workers.append(Worker(name, Path(sys.executable), f"peers.worker_{name}", job, log))
+    seconds: dict[str, list[float]] = {worker.name: [] for worker in workers}
+    with started(workers):
+        for number, found in enumerate(rounds_of(workers, rounds)):
+            losses = {name: each["loss"] for name, each in found.items()}
             if abs(losses["trainer"] - losses["infinity"]) > _TOLERANCE * abs(losses["infinity"]):
                 raise SystemExit(f"round {number}: the losses differ: {losses}")
+            for name, each in found.items():
+                seconds[name].append(each["seconds"])
     return seconds
 
 

@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
+from infinity.runtime.anew import can_be_read
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload, resolve_device
 from infinity.runtime.offload import resume as continue_run
@@ -104,6 +106,8 @@ def load_pretrained(
             carry_on(model, copy, source, resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
+            if not os.listdir(scratch):  # where nothing was converted, the files hold the values for good
+                can_be_read(model, {name: partial(source, name) for name, _ in model.named_parameters()})
     model.train()
     return model
 

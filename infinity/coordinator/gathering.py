@@ -84,6 +84,8 @@ class Gathering:
             if kind is None and self._write:
                 _take_home(self._coordinator, self._fresh)
             elif kind is None:
+                for index, names in self._fresh.items():
+                    _require_shapes(self._coordinator.units[index], names)
                 _tell_of_changes(self._coordinator, self._fresh, self._marks)
         finally:
             self._leave()
@@ -190,7 +192,8 @@ def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
         if now.shape != spec.shape or now.dtype != group.dtype:
             raise ModelError(
                 f"'{name}' is {tuple(now.shape)}, {now.dtype} at the end of infinity.gathered, and "
-                f"{tuple(spec.shape)}, {group.dtype} in the store. Nothing was written; change values only."
+                f"{tuple(spec.shape)}, {group.dtype} in the store. Nothing was written; change values only. "
+                "model.resize_token_embeddings() needs no infinity.gathered around it."
             )
 
 
@@ -238,6 +241,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
                     fresh[spec.offset * itemsize] = residual_of(value, states.master)
             write_parts(resources, states.residual, fresh)
     if changed:
+        coordinator.rewritten.update(changed)
         unit.weights.bump()  # what was saved for backward is of before
         coordinator.commits.touched()
 

@@ -38,6 +38,7 @@ class Parts(Lender):
     Attributes:
         units: in the order of their indices.
         steps: optimizer steps that are done.
+        rewritten: names of parameters that got other values since they were brought home, by no step.
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
     """
@@ -57,6 +58,7 @@ class Parts(Lender):
         self.optimizers = optimizers
         self.commits = commits
         self.steps = 0
+        self.rewritten: set[str] = set()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._owners = {
@@ -86,6 +88,20 @@ class Parts(Lender):
     @property
     def closed(self) -> bool:
         return self.health.closed
+
+    @property
+    def untrained(self) -> bool:
+        """Whether nothing came since the values were brought home that offloading anew would lose: no step, optimizer,
+        generation or gradient, and nobody who reads."""
+        with self._lock:
+            return (
+                self.steps == 0
+                and self.copied_from is None
+                and not len(self.optimizers)
+                and self.commits.newest is None
+                and self.readers.nobody
+                and not any(self.gradients.has(place) for _, place in self.places() if place.group.trainable)
+            )
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
         for unit in self.units:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.base import interrupt
@@ -15,28 +17,70 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError
 from infinity.state.unit import Place
 
+
+class TooLateError(ModelError):
+    """A model cannot be offloaded anew; it is as it was."""
+
+
+class Hook(Protocol):
+    """What was put on a module or a parameter."""
+
+    def remove(self) -> None: ...
+
+
+logger = logging.getLogger(__name__)
+
+Anew = Callable[[nn.Module, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Offloaded:
+    """Attributes:
+    hooks: on the model's modules and parameters.
+    anew: changes the model and offloads it once more; returns what the change returns.
+    end: what happens when the model is collected.
+    """
+
+    coordinator: Coordinator
+    hooks: Sequence[Hook]
+    anew: Anew
+    end: weakref.finalize[..., nn.Module]
+
+
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_coordinators: weakref.WeakKeyDictionary[nn.Module, Coordinator] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
 
 
-def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
+def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[Hook], anew: Anew) -> None:
     """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
 
     Args:
-        hooks: on its parameters.
+        hooks: on its modules and parameters.
+        anew: changes the model and offloads it once more; does not keep the model alive.
     """
-    _coordinators[model] = coordinator
+    end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
+    _models[model] = _Offloaded(coordinator, hooks, anew, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
-    weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
 
 
-def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weakref.ref[nn.Module]) -> None:
-    """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
+def leave(model: nn.Module) -> None:
+    """Undo `enter`, and take the hooks away, of a model whose coordinator is closed."""
+    offloaded = _models.pop(model)
+    offloaded.end.detach()
+    _forget(offloaded.coordinator, offloaded.hooks)
+
+
+def _forget(coordinator: Coordinator, hooks: Sequence[Hook]) -> None:
     for parameter, _ in coordinator.places():
         _places.pop(parameter, None)  # the entry holds the coordinator, and so its own key
-    for handle in hooks:
-        handle.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
+    for hook in hooks:
+        hook.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
+
+
+def _end(coordinator: Coordinator, hooks: Sequence[Hook], model: weakref.ref[nn.Module]) -> None:
+    """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
+    _forget(coordinator, hooks)
     coordinator.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)
     give_back_signals()
 
@@ -54,19 +98,58 @@ def find(parameter: nn.Parameter) -> tuple[Coordinator, Place] | None:
 
 
 def coordinator_of(model: nn.Module) -> Coordinator:
-    """Raises ModelError when `model` itself was not offloaded."""
-    coordinator = _coordinators.get(model)
-    if coordinator is None:
+    """Of an offloaded model, or of the one offloaded model in a module that was put around it, as PEFT does.
+
+    Raises:
+        ModelError: neither is offloaded.
+    """
+    inside = [model] if model in _models else [module for module in model.modules() if module in _models]
+    if len(inside) != 1:
         raise ModelError(
             f"this {type(model).__name__} is not offloaded: call infinity.offload or load_pretrained first"
         )
-    return coordinator
+    return _models[inside[0]].coordinator
 
 
 def coordinators() -> list[Coordinator]:
     """Of all offloaded models that are alive."""
-    return list(_coordinators.values())
+    return [offloaded.coordinator for offloaded in _models.values()]
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    return model in _coordinators
+    return model in _models
+
+
+def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
+    """Change an offloaded model while its parameters are deferred ones, and offload it once more.
+
+    Raises:
+        TooLateError: it cannot be; says what to do, and nothing was changed.
+        others: as infinity.offload, and as `change`.
+    """
+    return _models[model].anew(model, change)
+
+
+def keep_up(parameters: Iterable[object]) -> None:
+    """An optimizer of these parameters is to be made: where a model of theirs was given other parameters since it was
+    offloaded, or some were frozen or unfrozen, it is offloaded anew.
+
+    Raises:
+        TooLateError: parameters that are trained now have no states, and the model cannot be offloaded anew; says what
+        to do.
+        others: as infinity.offload.
+    """
+    wanted = {id(each) for each in parameters}
+    for model, offloaded in list(_models.items()):
+        if offloaded.coordinator.closed or wanted.isdisjoint(map(id, model.parameters())):
+            continue
+        now = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+        planned = {id(parameter): place.group.trainable for parameter, place in offloaded.coordinator.places()}
+        if now == planned:
+            continue
+        try:
+            offloaded.anew(model, lambda: None)
+        except TooLateError as error:
+            if any(trained and not planned.get(parameter) for parameter, trained in now.items()):
+                raise
+            logger.info("frozen parameters keep their optimizer states: %s", error)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.checkpoint.load import IncompleteError, on_meta
@@ -83,11 +84,13 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
+        drawn = torch.get_rng_state()
         try:
             model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
         except ModelError as error:
             if isinstance(error, IncompleteError):  # a new head, say, which transformers fills
                 logger.warning("infinity: %s is loaded into memory whole: %s", path, printable(error))
+                torch.set_rng_state(drawn)  # the head is to have the values that it has without infinity
                 loaded = original(cls, path, dtype=dtype, output_loading_info=with_info, **kwargs)
                 run.loaded(loaded[0] if with_info else loaded)
                 return loaded

@@ -52,7 +52,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self._places: dict[nn.Parameter, Place] = {}
         self._in_range: list[dict[str, Any]] | None = None  # the hyperparameters that were checked last
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
-        super().__init__(groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
+        groups = groups_of(params)
+        registry.keep_up(each for group in groups for each in parameters_of(group))
+        super().__init__(groups, defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
         self._require_in_range()
         if self._coordinator is None:
             raise ConfigError("all param groups are empty: give the parameters of an offloaded model")
@@ -97,9 +99,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before infinity.{type(self).__name__}(model.parameters()). What is "
-                    "added to a model, such as adapters, is added before infinity.offload: give defer=True to "
-                    "infinity.load_pretrained, add it, then call infinity.offload(model, config)."
+                    f"config) before infinity.{type(self).__name__}(model.parameters()). What is put around a model "
+                    "that is offloaded already, such as a head or a prompt encoder, is put there before: give "
+                    "defer=True to infinity.load_pretrained, add it, then call infinity.offload(whole, config)."
                 )
             of_model, place = found
             if coordinator is not None and of_model is not coordinator:
@@ -107,7 +109,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(
                     f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    "states. Set requires_grad before infinity.offload (after infinity.load_pretrained(defer=True))."
+                    "states. Set requires_grad before the first optimizer is made, or before infinity.offload."
                 )
             if parameter in places:
                 raise ConfigError(f"parameter '{place.spec.name}' is twice in param group {new}: give it once")

@@ -152,11 +152,22 @@ def defer_in_memory(model: nn.Module) -> None:
     model is offloaded, whatever dtype it is converted to in between: they become the fp32 master."""
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
-            _values.enter(parameter, name, _constant(_raw(parameter)))
+            _values.enter(parameter, name, _Constant(_raw(parameter)))
 
 
-def _constant(value: torch.Tensor) -> Read:
-    return lambda: value
+class _Constant:
+    """Values that are in memory."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def __call__(self) -> torch.Tensor:
+        return self._value
+
+
+def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
+    """A parameter that holds a placeholder is a deferred one. Args: value: or what reads it."""
+    _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -193,6 +204,12 @@ class Values:
         self._named = named
         self._left = left
         self.deferred = bool(left)
+
+    @property
+    def reads(self) -> dict[str, Read]:
+        """What reads the parameters whose values are in no memory, by each of their names."""
+        found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
+        return {name: read for name, read in found.items() if not isinstance(read, _Constant)}
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from infinity.coordinator import registry
 from infinity.errors import ReleasedParameterError
@@ -107,15 +108,17 @@ class _LoadStateDict(_Gathers):
         self._leave(module)
 
 
-def guard(model: nn.Module) -> None:
+def guard(model: nn.Module) -> list[RemovableHandle]:
     """Put the guards on every module that has parameters below it."""
     state_dict, load = _StateDict(model), _LoadStateDict(model)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
     before_load, after_load = _Hook(load.before), _Hook(load.after)
+    handles: list[RemovableHandle] = []
     for module in model.modules():
         if next(module.parameters(), None) is not None:
-            module.register_state_dict_pre_hook(before_read)
-            module.register_state_dict_post_hook(after_read)
+            handles.append(module.register_state_dict_pre_hook(before_read))
+            handles.append(module.register_state_dict_post_hook(after_read))
         if next(module.parameters(recurse=False), None) is not None:
-            module.register_load_state_dict_pre_hook(before_load)
-            module.register_load_state_dict_post_hook(after_load)
+            handles.append(module.register_load_state_dict_pre_hook(before_load))
+            handles.append(module.register_load_state_dict_post_hook(after_load))
+    return handles

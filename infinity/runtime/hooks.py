@@ -60,10 +60,11 @@ class Structure:
 
     def _refuse(self, name: str) -> None:
         raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by resize_token_embeddings, merge_and_unload, or an "
-            "assignment), so its weights would not be in the store. Change the model before infinity.offload; to save "
-            "a merged PEFT model, call merged.save_pretrained(directory) in the `with infinity.gathered(model):` in "
-            "which it was merged."
+            f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, or an assignment), so "
+            "its weights are not in the store. Change the model before infinity.offload (after "
+            "infinity.load_pretrained(defer=True)), or make the optimizer before the first forward: it offloads the "
+            "model anew. To save a merged PEFT model, call merged.save_pretrained(directory) in the `with "
+            "infinity.gathered(model):` in which it was merged."
         )
 
 

@@ -60,8 +60,24 @@ class ZeroGrad(_Method):
         self._coordinator.zero_grad(self._coordinator.places())
 
 
-def give_methods(model: nn.Module, coordinator: Coordinator) -> None:
+class Given:
+    """A method that was put on a model."""
+
+    def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
+        self._of = weakref.ref(model)
+        self._name = name
+        self._method = method
+        object.__setattr__(model, name, method)
+
+    def remove(self) -> None:
+        model = self._of()
+        if model is not None and model.__dict__.get(self._name) is self._method:
+            object.__delattr__(model, self._name)
+
+
+def give_methods(model: nn.Module, coordinator: Coordinator) -> list[Given]:
     """Put the methods on a model: `no_sync` on one that has none of its own."""
+    given = [Given(model, "zero_grad", ZeroGrad(coordinator))]
     if not hasattr(model, "no_sync"):
-        object.__setattr__(model, "no_sync", NoSync(coordinator))
-    object.__setattr__(model, "zero_grad", ZeroGrad(coordinator))
+        given.append(Given(model, "no_sync", NoSync(coordinator)))
+    return given

@@ -20,6 +20,7 @@ from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_generation, from_source, open_coordinator
 from infinity.coordinator.pinning import require_none_pinned
 from infinity.errors import ConfigError, ModelError, ResumeError
+from infinity.runtime.anew import Resize, can_be_read, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
@@ -32,7 +33,7 @@ from infinity.runtime.hooks import (
     SiteLeave,
     Structure,
 )
-from infinity.runtime.methods import give_methods
+from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.pins import generation_of
 from infinity.state.discover import Discovery
 from infinity.state.moments import STORED, OptimizerName
@@ -81,10 +82,13 @@ def offload(
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
     with values_of(model) as values:
+        reads = values.reads if source is None else {}
         if source is None and values.deferred:
             source = values
         fill, placeless = from_source(source), source is not None
-        return _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
+        _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
+    can_be_read(model, reads)
+    return model
 
 
 def resume(
@@ -173,13 +177,22 @@ def _offload(
         move_buffers(model, target)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
-        hooks = _install(model, found, coordinator)
+        hooks: list[registry.Hook] = [*_install(model, found, coordinator), *give_methods(model, coordinator)]
+        if hasattr(type(model), "resize_token_embeddings"):
+            hooks.append(Given(model, "resize_token_embeddings", Resize(model)))
     except BaseException:
         coordinator.close()
         registry.give_back_signals()
         raise
-    registry.enter(model, coordinator, hooks)
-    give_methods(model, coordinator)
+
+    def anew(model: nn.Module, change: Callable[[], Any]) -> Any:
+        take_back(model)
+        try:
+            return change()
+        finally:
+            offload(model, resolved, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
+
+    registry.enter(model, coordinator, hooks, anew)
     return model
 
 
@@ -271,21 +284,20 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Returns the hooks on parameters."""
+    """Put the hooks on modules and parameters, and return them."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, Structure(model), ends)
+    handles: list[RemovableHandle] = []
     for site in found.sites:
-        site.module.register_forward_pre_hook(SiteEnter(coordinator, site))
-        site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True)
+        handles.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
+        handles.append(site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True))
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:
-        module.register_forward_pre_hook(ScopeEnter(scope), prepend=True)
-        module.register_forward_hook(ScopeLeave(scope), always_call=True)
-    handles = []
+        handles.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
+        handles.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))
     for parameter, place in coordinator.places():
         if place.group.trainable:
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             handles.append(parameter.register_hook(hooks.before))
             handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    guard(model)
-    return handles
+    return [*handles, *guard(model)]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from infinity.coordinator import registry
+from infinity.coordinator.registry import TooLateError
 from infinity.errors import ModelError
+
+PLACES: list[Any] = [SimpleNamespace(group=SimpleNamespace(trainable=trained)) for trained in (True, True)]
 
 
 class Coordinator:
@@ -20,10 +25,16 @@ class Coordinator:
     def __init__(self, model: nn.Linear) -> None:
         self.parameters = [model.weight, model.bias]
         self.closed: list[bool] = []
+        self.anews = 0
+        self.too_late = False
 
     def places(self) -> Any:
-        for index, parameter in enumerate(self.parameters):
-            yield parameter, index
+        yield from zip(self.parameters, PLACES, strict=True)
+
+    def anew(self) -> None:
+        self.anews += 1
+        if self.too_late:
+            raise TooLateError("too late")
 
     def close(self, *, broken: bool) -> None:
         self.closed.append(broken)
@@ -33,13 +44,13 @@ def entered() -> tuple[nn.Linear, Any, Any]:
     model = nn.Linear(2, 2)
     coordinator: Any = Coordinator(model)
     hook = model.weight.register_hook(lambda gradient: None)
-    registry.enter(model, coordinator, [hook])
+    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew())
     return model, coordinator, hook
 
 
 def test_a_parameter_finds_its_place_and_a_model_its_coordinator() -> None:
     model, coordinator, _ = entered()
-    assert registry.find(model.bias) == (coordinator, 1)
+    assert registry.find(model.bias) == (coordinator, PLACES[1])
     assert registry.coordinator_of(model) is coordinator
     assert registry.is_offloaded(model)
     assert coordinator in registry.coordinators()
@@ -48,6 +59,41 @@ def test_a_parameter_finds_its_place_and_a_model_its_coordinator() -> None:
     assert not registry.is_offloaded(other)
     with pytest.raises(ModelError, match="this Linear is not offloaded"):
         registry.coordinator_of(other)
+
+
+def test_a_module_around_one_offloaded_model_has_its_coordinator() -> None:
+    (first, coordinator, _), (second, _, _) = entered(), entered()
+    assert registry.coordinator_of(nn.Sequential(first, nn.Linear(2, 2))) is coordinator
+    with pytest.raises(ModelError, match="this Sequential is not offloaded"):
+        registry.coordinator_of(nn.Sequential(first, second))
+
+
+def freeze(model: nn.Linear) -> None:
+    model.bias.requires_grad_(False)
+
+
+def add(model: nn.Linear) -> None:
+    model.added = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(("change", "anews"), [(lambda model: None, 0), (freeze, 1), (add, 1)])
+def test_a_model_that_was_changed_is_offloaded_anew_for_an_optimizer_of_it(change: Any, anews: int) -> None:
+    model, coordinator, _ = entered()
+    change(model)
+    registry.keep_up(nn.Linear(2, 2).parameters())
+    assert coordinator.anews == 0
+    registry.keep_up(list(model.parameters())[-1:])
+    assert coordinator.anews == anews
+
+
+def test_when_it_is_too_late_frozen_parameters_stay_and_others_are_refused() -> None:
+    model, coordinator, _ = entered()
+    coordinator.too_late = True
+    freeze(model)
+    registry.keep_up(model.parameters())
+    add(model)
+    with pytest.raises(TooLateError):
+        registry.keep_up(model.parameters())
 
 
 @pytest.mark.parametrize("raised", [False, True])

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import infinity
-from infinity.errors import InfinityError, ModelError, ReleasedParameterError
+from infinity.errors import InfinityError, ReleasedParameterError
 from tests.conftest import weights_of
 from tests.models import Batch, llama
 
@@ -195,15 +195,30 @@ def test_converting_an_offloaded_model_names_when_to_convert(model: Any) -> None
 # -- PEFT -------------------------------------------------------------------------------------------------------------
 
 
-def test_adapters_attached_after_offload_name_the_order(model: Any, plain: tuple[nn.Module, Batch]) -> None:
-    peft_model = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+def attach_adapters(model: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
 
-    def train() -> None:
-        infinity.AdamW(peft_model.parameters(), lr=LR)
-        peft_model(**plain[1])
 
-    with pytest.raises(ModelError, match=r"before infinity\.offload"):
-        train()
+def require_trains_as_plain(model: Any, reference: Any, batch: Batch) -> None:
+    ours, theirs = infinity.AdamW(model.parameters(), lr=LR), torch.optim.AdamW(reference.parameters(), lr=LR)
+    for _ in range(2):
+        assert backward(model, batch) == pytest.approx(backward(reference, batch), rel=1e-6)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_adapters_attached_after_offload_train_as_plain(model: Any, plain: tuple[nn.Module, Batch]) -> None:
+    require_trains_as_plain(attach_adapters(model), attach_adapters(plain[0]), plain[1])
+
+
+def test_resizing_the_embeddings_after_offload_works(model: Any, plain: tuple[Any, Batch]) -> None:
+    for each in (model, plain[0]):
+        torch.manual_seed(1)
+        each.resize_token_embeddings(200)
+        each.tie_weights()
+    require_trains_as_plain(model, *plain)
 
 
 @pytest.fixture
@@ -212,13 +227,11 @@ def checkpoint(tmp_path: Path, plain: tuple[Any, Batch]) -> Path:
     return tmp_path / "checkpoint"
 
 
-def test_adapters_attached_after_load_pretrained_name_the_order(
-    checkpoint: Path, swap_config: Callable[..., dict[str, Any]]
+def test_adapters_attached_after_load_pretrained_train_as_plain(
+    checkpoint: Path, plain: tuple[nn.Module, Batch], swap_config: Callable[..., dict[str, Any]]
 ) -> None:
     model = infinity.load_pretrained(checkpoint, swap_config(), dtype=torch.float32)
     try:
-        adapted: Any = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-        with pytest.raises(ModelError, match=r"before infinity\.offload"):
-            infinity.AdamW(adapted.parameters(), lr=LR)
+        require_trains_as_plain(attach_adapters(model), attach_adapters(plain[0]), plain[1])
     finally:
         infinity.close(model)

@@ -465,3 +465,32 @@ def test_a_trainer_in_mixed_precision_does_not_convert_the_next_model(
         second = trainer(checkpoint, rows, tmp_path / "out")
         second.create_optimizer()
         assert {parameter.dtype for parameter in second.model.parameters()} == {torch.float32}
+
+
+def test_several_gpus_that_are_visible_are_not_used_by_data_parallel(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    class SeesTwo(TrainingArguments):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            assert self.device.type == "cpu"  # which counts the GPUs
+            self._n_gpu = 2
+
+    args = SeesTwo(output_dir=str(tmp_path), max_steps=1, use_cpu=True, report_to=[], save_strategy="no")
+    with launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        one = Trainer(model=model, args=args, train_dataset=rows)
+        one.train()
+    assert args.n_gpu == 1
+    assert not isinstance(one.model_wrapped, torch.nn.DataParallel)
+
+
+def test_evaluation_in_bf16_names_the_dtype_to_load(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    """Trainer converts the model when it evaluates outside of training."""
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", bf16_full_eval=True)
+        one.train()
+        with pytest.raises(infinity.InfinityError, match="dtype="):
+            one.evaluate()

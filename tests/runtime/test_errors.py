@@ -257,22 +257,30 @@ def test_moving_to_the_same_place_is_harmless(trained: Any) -> None:
     assert_next_step_is_good(*trained)
 
 
-def test_resizing_the_embeddings_is_noticed(trained: Any) -> None:
+def test_a_module_that_replaced_another_is_noticed(trained: Any) -> None:
     model, batch, _ = trained
-    model.model.embed_tokens = nn.Embedding(200, 64).bfloat16()  # as resize_token_embeddings ends
-    with pytest.raises(infinity.ModelError, match="resize_token_embeddings"):
+    model.model.embed_tokens = nn.Embedding(200, 64).bfloat16()
+    with pytest.raises(infinity.ModelError, match="'embed_tokens' was replaced"):
         loss_of(model, batch)
 
 
-def test_resizing_the_embeddings_raises_at_the_latest_in_the_next_forward(trained: Any) -> None:
-    model, batch, _ = trained
+def test_resizing_the_embeddings_after_a_step_is_refused(trained: Any) -> None:
+    with pytest.raises(infinity.ModelError, match="not possible any more"):
+        trained[0].resize_token_embeddings(200)
+    assert_next_step_is_good(*trained)
 
-    def resize_and_run() -> None:
-        model.resize_token_embeddings(200)
-        loss_of(model, batch)
 
-    with pytest.raises(infinity.ModelError, match="uses parameter|`.data` of|was replaced"):
-        resize_and_run()
+def test_a_parameter_that_is_resized_in_gathered_is_noticed(trained: Any) -> None:
+    model = trained[0]
+
+    def resize(*, write: bool) -> None:
+        with infinity.gathered(model, model.lm_head, write=write):
+            model.lm_head.weight.data = torch.zeros(200, 64, dtype=torch.bfloat16)
+
+    for write in (False, True):
+        with pytest.raises(infinity.ModelError, match=r"'lm_head.weight' is \(200, 64\).*change values only"):
+            resize(write=write)
+    assert_next_step_is_good(*trained)
 
 
 def test_changing_a_weight_in_place_outside_the_forward_raises_whatever_is_on_the_device(trained: Any) -> None:
@@ -401,13 +409,17 @@ def test_a_parameter_that_is_not_offloaded_is_refused() -> None:
         infinity.AdamW([nn.Parameter(torch.zeros(3))])
 
 
-def test_unfreezing_after_offload_is_refused(offload: Any) -> None:
-    model, _ = llama()
+def test_unfreezing_after_a_step_is_refused(offload: Any) -> None:
+    model, batch = llama()
     model.lm_head.weight.requires_grad_(False)
     model = offload(model)
+    optim = infinity.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    step(model, batch, optim)
     model.lm_head.weight.requires_grad_(True)
-    with pytest.raises(infinity.ModelError, match="was frozen when the model was offloaded"):
+    with pytest.raises(infinity.ModelError, match="before the first optimizer is made"):
         infinity.AdamW(model.parameters())
+    with pytest.raises(infinity.ModelError, match="was frozen when the model was offloaded"):
+        optim.add_param_group({"params": model.lm_head.parameters()})
 
 
 def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:

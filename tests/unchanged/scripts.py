@@ -27,6 +27,8 @@ class Script:
         checkpoint: the name of a checkpoint, by its step.
         adapters: whether it leaves LoRA adapters, not a model.
         reference: whether it has a second model, which is not trained.
+        resumed_by_launcher: whether it says where it goes on only after the model was offloaded: then `infinity run` is
+            told, too.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Script:
     checkpoint: str = "checkpoint-{}"
     adapters: bool = False
     reference: bool = False
+    resumed_by_launcher: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -46,7 +49,7 @@ SCRIPTS = {
         Script("sft_lora", "chats", adapters=True),
         Script("dpo", "preferences", reference=True),
         Script("grpo", "prompts"),
-        Script("accelerate_loop", "texts"),
+        Script("accelerate_loop", "texts", resumed_by_launcher=True),
         Script("lightning_module", "texts", checkpoint="checkpoint-step={}.ckpt"),
     )
 }
@@ -116,8 +119,8 @@ class Job:
         assert process.returncode == -signal.SIGKILL, f"{self.script} ended before it was killed"
 
     def _started(self, resume: int | None) -> subprocess.Popen[bytes]:
-        launcher = [] if self.config is None else ["-m", "infinity.run", str(self.config)]
-        command = [sys.executable, *launcher, str(ROOT / "examples" / "unchanged" / f"{self.script}.py")]
+        script = str(ROOT / "examples" / "unchanged" / f"{self.script}.py")
+        command = [sys.executable, *self._launcher(resume), script]
         environment = os.environ | {
             "MODEL": str(self.inputs / "checkpoint"),
             "DATA": str(self.inputs / f"{self.script.data}.jsonl"),
@@ -135,6 +138,13 @@ class Job:
             environment["RESUME"] = str(self.checkpoint(resume))
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=environment, cwd=self.output.parent, stdout=log, stderr=log)
+
+    def _launcher(self, resume: int | None) -> list[str]:
+        if self.config is None:
+            return []
+        told = resume is not None and self.script.resumed_by_launcher
+        folder = ["--resume", str(self.checkpoint(resume))] if told and resume is not None else []
+        return ["-m", "infinity.run", *folder, str(self.config)]
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]

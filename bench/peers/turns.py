@@ -1,0 +1,33 @@
+"""Several contenders in turns: what one run of a benchmark compares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from peers.process import Worker
+
+
+@contextmanager
+def started(workers: Sequence[Worker]) -> Iterator[None]:
+    """In this context the workers run. They set up at the same time, and each has made one step."""
+    running: list[Worker] = []
+    try:
+        for worker in workers:
+            worker.start()
+            running.append(worker)
+        for worker in workers:
+            worker.wait_ready()
+            worker.step()
+        yield
+    finally:
+        for worker in reversed(running):
+            worker.stop()
+
+
+def rounds_of(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """What each worker found in each round, by its name. Every round begins with another worker."""
+    for number in range(rounds):
+        turn = number % len(workers)
+        yield {worker.name: worker.step() for worker in (*workers[turn:], *workers[:turn])}

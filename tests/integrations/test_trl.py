@@ -1,0 +1,96 @@
+"""What TRL's trainers do that Trainer does not: a fused head that evaluates, references, reward models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+from examples.make_demo_checkpoint import make_checkpoint
+from infinity.coordinator import registry
+from tests.integrations.conftest import Launch
+
+Made = Callable[[Path, Path], Any]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 165,000 parameters with a tokenizer, and data."""
+    directory = tmp_path_factory.mktemp("inputs")
+    make_checkpoint(directory, hidden=64, layers=4, vocabulary=512, dtype=torch.float32, text_bytes=100_000)
+    return directory
+
+
+def rows_of(inputs: Path, name: str) -> Dataset:
+    return Dataset.from_list([json.loads(line) for line in (inputs / f"{name}.jsonl").read_text().splitlines()[:16]])
+
+
+def options(output: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(output),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "max_length": 256,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+
+
+def causal(inputs: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(inputs / "checkpoint", dtype=torch.float32)
+
+
+def sft_that_evaluates(inputs: Path, output: Path) -> Any:
+    args = SFTConfig(**options(output), eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    rows = rows_of(inputs, "texts")
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
+    return SFTTrainer(causal(inputs), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
+
+
+def dpo(inputs: Path, output: Path, **more: Any) -> Any:
+    args = DPOConfig(**options(output), **more)
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
+    return DPOTrainer(
+        causal(inputs), args=args, train_dataset=rows_of(inputs, "preferences"), processing_class=tokenizer
+    )
+
+
+def dpo_with_precomputed_reference(inputs: Path, output: Path) -> Any:
+    return dpo(inputs, output, precompute_ref_log_probs=True)
+
+
+def reward(inputs: Path, output: Path) -> Any:
+    torch.manual_seed(0)  # of the new head
+    model = AutoModelForSequenceClassification.from_pretrained(inputs / "checkpoint", num_labels=1, dtype=torch.float32)
+    args = RewardConfig(**options(output))
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
+    return RewardTrainer(model, args, train_dataset=rows_of(inputs, "preferences"), processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "made", [sft_that_evaluates, dpo, dpo_with_precomputed_reference, reward], ids=lambda each: each.__name__
+)
+def test_losses_are_those_of_the_plain_script(made: Made, inputs: Path, launch: Launch, tmp_path: Path) -> None:
+    logs = []
+    for context in (nullcontext(), launch(memory={"device": "2MiB", "host": "256MiB"})):
+        with context as run:
+            trainer = made(inputs, tmp_path / "out")
+            trainer.train()
+            assert (run is not None) == registry.is_offloaded(trainer.model)
+            history = trainer.state.log_history
+            logs.append([entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry])
+    assert len(logs[0]) >= 6
+    torch.testing.assert_close(logs[1], logs[0], rtol=1e-5, atol=1e-6)

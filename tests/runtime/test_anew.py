@@ -1,0 +1,214 @@
+"""A model that is changed after it was offloaded and before its first step trains as if it had been changed before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+
+import infinity
+from infinity.coordinator.registry import coordinator_of
+from infinity.errors import ModelError
+from infinity.io.directory import SWAP_NAME
+from tests.conftest import weights_of
+from tests.models import Batch, llama
+
+LR = 1e-2
+SMALL = {"device": "640KiB", "host": "512MiB"}
+"""Of 0.66 MB of weights half fit."""
+
+Load = Callable[..., Any]
+Change = Callable[[Any], Any]
+
+
+@pytest.fixture
+def plain() -> tuple[Any, Batch]:
+    return llama()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, plain: tuple[Any, Batch]) -> Path:
+    plain[0].save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def load(checkpoint: Path, tmp_path: Path, swap_config: Callable[..., dict[str, Any]]) -> Iterator[Load]:
+    """load_pretrained into a store of its own; what it returned is closed at the end."""
+    opened: list[Any] = []
+
+    def make(name: str, *, defer: bool = False, **overrides: Any) -> tuple[Any, dict[str, Any]]:
+        config = swap_config(**({"memory": SMALL, "nvme": {"paths": [str(tmp_path / name)]}} | overrides))
+        model = infinity.load_pretrained(checkpoint, config, dtype=torch.float32, defer=defer)
+        opened.append(model)
+        return model, config
+
+    yield make
+    for model in opened:
+        infinity.close(model)
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def frozen(model: Any) -> Any:
+    model.model.requires_grad_(False)
+    return model
+
+
+def resized(model: Any) -> Any:
+    torch.manual_seed(1)
+    model.resize_token_embeddings(160)
+    return model
+
+
+def trained(model: nn.Module, batch: Batch, optimizer: type[torch.optim.Optimizer]) -> list[float]:
+    made = optimizer([each for each in model.parameters() if each.requires_grad], lr=LR)  # type: ignore[call-arg]
+    losses = []
+    for _ in range(3):
+        loss = model(**batch).loss
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("change", [adapted, frozen], ids=lambda each: each.__name__)
+def test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_changed_before(
+    change: Change, load: Load, plain: tuple[Any, Batch]
+) -> None:
+    before, config = load("before", defer=True)
+    changed_before = change(before)
+    infinity.offload(before, config)  # adapters are put into the model itself
+    after, _ = load("after")
+    assert trained(change(after), plain[1], infinity.AdamW) == trained(changed_before, plain[1], infinity.AdamW)
+    ours, theirs = weights_of(after), weights_of(before)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    states = [infinity.statistics(each) for each in (before, after)]
+    assert states[0].state_bytes == states[1].state_bytes
+    assert states[0].trainable_numel == states[1].trainable_numel < states[0].numel
+
+
+@pytest.mark.parametrize("change", [adapted, frozen, resized], ids=lambda each: each.__name__)
+def test_a_model_that_was_in_memory_is_copied_to_ram_and_trains_as_plain(
+    change: Change, offload: Callable[..., Any], plain: tuple[Any, Batch]
+) -> None:
+    reference, batch = plain
+    model = change(offload(copy.deepcopy(reference), memory=SMALL))
+    ours = trained(model, batch, infinity.AdamW)
+    assert ours == pytest.approx(trained(change(reference), batch, torch.optim.AdamW), rel=1e-5)
+
+
+def test_resizing_embeddings_of_a_loaded_model_reads_them_from_the_checkpoint(
+    load: Load, plain: tuple[Any, Batch]
+) -> None:
+    model, _ = load("swap")
+    reference, batch = plain
+    assert resized(model).get_input_embeddings().num_embeddings == 160
+    resized(reference)
+    assert trained(model, batch, infinity.AdamW) == pytest.approx(
+        trained(reference, batch, torch.optim.AdamW), rel=1e-5
+    )
+    assert model.config.vocab_size == 160
+
+
+def test_a_parameter_that_was_frozen_when_it_was_loaded_can_be_trained(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, config = load("swap", defer=True)
+    infinity.offload(frozen(model), config)
+    model.requires_grad_(True)
+    reference, batch = plain
+    assert trained(model, batch, infinity.AdamW) == pytest.approx(
+        trained(reference, batch, torch.optim.AdamW), rel=1e-5
+    )
+
+
+def test_what_was_written_since_it_was_offloaded_is_kept(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, _ = load("swap")
+    with infinity.gathered(model, model.lm_head, write=True), torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    frozen(model)
+    infinity.AdamW(model.lm_head.parameters(), lr=LR)
+    weights = weights_of(model)
+    assert torch.equal(weights.pop("lm_head.weight"), 2 * plain[0].lm_head.weight)
+    assert all(torch.equal(weight, plain[0].get_parameter(name)) for name, weight in weights.items())
+
+
+def test_it_can_be_changed_twice_and_called_in_between(load: Load, plain: tuple[Any, Batch]) -> None:
+    reference, batch = plain
+    model, _ = load("swap")
+    for each in (model, reference):
+        resized(each)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, reference(**batch).logits)
+    ours, theirs = adapted(model), adapted(reference)
+    assert trained(ours, batch, infinity.AdamW) == pytest.approx(trained(theirs, batch, torch.optim.AdamW), rel=1e-5)
+
+
+def test_the_store_is_removed_and_made_anew_and_adapters_are_saved(
+    load: Load, plain: tuple[Any, Batch], tmp_path: Path
+) -> None:
+    model, _ = load("swap", commit_every=1)
+    before = (tmp_path / "swap" / SWAP_NAME).stat()
+    ours = adapted(model)
+    trained(ours, plain[1], infinity.AdamW)
+    after = (tmp_path / "swap" / SWAP_NAME).stat()
+    assert after.st_size < before.st_size / 2
+    assert infinity.statistics(ours).steps == 3  # of the model in it
+    infinity.save_pretrained(ours, tmp_path / "adapters")
+    loaded = PeftModel.from_pretrained(plain[0], tmp_path / "adapters")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**plain[1]).logits, ours(**plain[1]).logits, rtol=1e-5, atol=1e-5)
+
+
+# -- when it is too late ----------------------------------------------------------------------------------------------
+
+
+def test_after_a_step_the_error_names_the_order(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, _ = load("swap")
+    trained(model, plain[1], infinity.AdamW)
+    weights = weights_of(model)
+    with pytest.raises(ModelError, match=r"before the first optimizer.*defer=True"):
+        model.resize_token_embeddings(160)
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(model).items())
+    with pytest.raises(ModelError, match=r"before the first optimizer.*defer=True"):
+        infinity.AdamW(adapted(model).parameters(), lr=LR)
+    assert infinity.statistics(model).steps == 3
+
+
+def test_parameters_frozen_after_a_step_keep_their_states(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, _ = load("swap")
+    reference, batch = plain
+    for each, optimizer in ((model, infinity.AdamW), (reference, torch.optim.AdamW)):
+        trained(each, batch, optimizer)
+        frozen(each)
+    assert trained(model, batch, infinity.AdamW) == pytest.approx(
+        trained(reference, batch, torch.optim.AdamW), rel=1e-5
+    )
+    assert infinity.statistics(model).trainable_numel == infinity.statistics(model).numel
+
+
+def test_gradients_are_not_dropped_for_parameters_that_were_frozen(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, _ = load("swap")
+    model(**plain[1]).loss.backward()
+    frozen(model)
+    infinity.AdamW(model.lm_head.parameters(), lr=LR)
+    assert model.lm_head.weight.grad is not None
+
+
+def test_a_model_from_memory_that_ram_has_no_room_for_names_the_order(
+    offload: Callable[..., Any], plain: tuple[Any, Batch]
+) -> None:
+    model = offload(copy.deepcopy(plain[0]), memory=SMALL)
+    object.__setattr__(coordinator_of(model).plan.budgets.limits, "host", 100 << 10)
+    with pytest.raises(ModelError, match=r"takes 642\.25 KiB of RAM.*memory\.host is 100\.00 KiB.*defer=True"):
+        infinity.AdamW(adapted(model).parameters(), lr=LR)
