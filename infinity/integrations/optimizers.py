@@ -89,6 +89,7 @@ def _bringing(run: Run) -> Callable[..., None]:
         if isinstance(groups, list | tuple):
             bring_home(run, parameters_in(groups), type(self))
         original(self, groups, *args, **kwargs)
+        run.optimizer_made()
 
     return init
 

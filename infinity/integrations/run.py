@@ -174,6 +174,13 @@ class Run:
             self._stores.append((weakref.ref(model), registry.coordinator_of(model).run, paths))
         _say(model, trained=trained)
 
+    def optimizer_made(self) -> None:
+        """Until then a model that was changed is offloaded anew, and its store is of another run."""
+        for index, (found, _, paths) in enumerate(self._stores):
+            model = found()
+            if model is not None and registry.is_offloaded(model):
+                self._stores[index] = found, registry.coordinator_of(model).run, paths
+
     def _convert(self, model: nn.Module) -> None:
         """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""
         dtype = self.wishes.dtype

@@ -208,11 +208,17 @@ def test_trainer_pushes_its_checkpoints_and_the_model_to_the_hub(
     assert all("model.safetensors" in names for names in pushed)
 
 
+@pytest.mark.parametrize("changed", [False, True])
 def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
-    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+    changed: bool, checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
 ) -> None:
+    """Also one that was changed after its first use, and so offloaded anew."""
+
     def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        if changed:
+            model(input_ids=ids)
+            model.lm_head.requires_grad_(False)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(input_ids=ids, labels=ids).loss.backward()
         optim.step()
