@@ -213,6 +213,28 @@ def test_folders_beyond_the_limit_let_their_generations_go(
         assert pinned(loop.model) == {folders / "checkpoint_3": 4, folders / "checkpoint_4": 5}
 
 
+def test_resume_goes_on_with_another_limit_in_the_room_that_the_store_has(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    folders = tmp_path / "out" / "checkpoints"
+    with launch():
+        project = ProjectConfiguration(str(tmp_path / "out"), automatic_checkpoint_naming=True, total_limit=1)
+        loop = Loop(checkpoint, rows, project_config=project)
+        loop.train(1)
+        loop.accelerator.save_state()
+    with launch(resume=folders / "checkpoint_0"):
+        project = ProjectConfiguration(
+            str(tmp_path / "out"), automatic_checkpoint_naming=True, total_limit=3, iteration=1
+        )
+        loop = Loop(checkpoint, rows, project_config=project)
+        loop.accelerator.load_state()
+        for _ in range(2):
+            loop.train(1)
+            loop.accelerator.save_state()
+        assert pinned(loop.model) == {folders / "checkpoint_1": 2, folders / "checkpoint_2": 3}
+        assert (folders / "checkpoint_0" / "portable").is_dir()
+
+
 def test_of_folders_that_are_all_kept_older_ones_hold_a_copy_to_go_on_from(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
