@@ -47,8 +47,12 @@ def keeps_generations(model: nn.Module) -> bool:
 
 def folders_of(model: nn.Module) -> dict[Path, int]:
     """The folders that pin a generation of the model, with their steps."""
-    open_now = keeps_generations(model) and not registry.coordinator_of(model).closed
-    return pinned(model) if open_now else {}
+    return pinned(model) if keeps_generations(model) else {}
+
+
+def _held_by(model: nn.Module) -> dict[Path, int]:
+    """`folders_of`, while they can be let go: until the model is closed."""
+    return {} if keeps_generations(model) and registry.coordinator_of(model).closed else folders_of(model)
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
@@ -141,7 +145,7 @@ def require_pins(model: nn.Module) -> None:
 
 def let_removed_go(model: nn.Module) -> None:
     """A pinned folder that is not there, beside one that is, was removed: its disk is there. Its generation goes."""
-    folders = folders_of(model)
+    folders = _held_by(model)
     mounted = {folder.parent for folder in folders if folder.exists()}
     for folder in folders:
         if folder.parent in mounted and not os.path.lexists(folder):
@@ -171,10 +175,11 @@ def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
     process = os.getpid()
 
     def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        if os.getpid() == process and kwargs.get("dir_fd") is None:  # a worker of a loader removes folders of its own
+        ours = os.getpid() == process  # and not a worker of a loader, which removes folders of its own
+        if ours and kwargs.get("dir_fd") is None and not os.path.islink(path):  # of a link rmtree removes nothing
             place = Path(os.path.realpath(os.fsdecode(path)))
             for model in models():
-                for folder in folders_of(model):
+                for folder in _held_by(model):
                     if folder.is_relative_to(place) and folder.exists():
                         unpin(model, folder)
         rmtree(path, *args, **kwargs)

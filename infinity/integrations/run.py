@@ -246,13 +246,9 @@ class Run:
         with ExitStack() as ending:
             ending.callback(self._scratch.close)
             for model in self.alive():
-                let_removed_go(model)
-                folders = folders_of(model)
-                if folders and not failed:
-                    logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
                 if failed:
                     ending.callback(_say_what_is_left, self.config)
-                ending.callback(close, model, discard=not failed and not folders)
+                ending.callback(close if failed else _close_what_ended_well, model)
             if not failed:
                 for _, run, paths in (each for each in self._stores if each[0]() is None):
                     ending.callback(remove_left, paths, run)
@@ -295,6 +291,14 @@ def _naming_the_share(config: SwapConfig, others: Sequence[nn.Module]) -> Iterat
             f"{error} (The script has {len(others) + 1} models; of memory.device and memory.host this one was given "
             f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}, by its share of the weights.)"
         ) from error
+
+
+def _close_what_ended_well(model: nn.Module) -> None:
+    let_removed_go(model)
+    folders = folders_of(model)
+    if folders:
+        logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+    close(model, discard=not folders)
 
 
 def _say_what_is_left(config: SwapConfig) -> None:

@@ -345,6 +345,17 @@ def test_folders_that_the_script_removes_itself_let_their_generations_go(
     assert not list((tmp_path / "swap").glob("*.infinity*"))
 
 
+def test_what_is_removed_after_the_model_was_closed_stays_pinned_and_the_store_stays(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        one.train()
+        infinity.close(one.model)
+        shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    assert [Path(pin.folder).name for pin in read_pins(tmp_path / "swap")] == ["checkpoint-4", "checkpoint-6"]
+
+
 def test_a_folder_that_is_not_infinitys_is_refused(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

@@ -516,4 +516,18 @@ MUTANTS = [
         "",
         ("tests/runtime/test_errors.py", "-k", "old_weights"),
     ),
+    Mutant(
+        "resumed run keeps the room for pins that its store has",
+        "infinity/integrations/folders.py",
+        '    return config.model_copy(update={"pins": pins})\n',
+        "    return config\n",
+        ("tests/integrations/test_accelerate.py",),
+    ),
+    Mutant(
+        "forked process lets no generation go",
+        "infinity/integrations/folders.py",
+        "        ours = os.getpid() == process  #",
+        "        ours = True  #",
+        ("tests/integrations/test_models.py",),
+    ),
 ]
