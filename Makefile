@@ -43,8 +43,8 @@ test: bootstrap
 test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test imitation-test \
   mutation-test sanitize
 
-# Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, and
-# 1000 corruptions.
+# Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
+# sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
 crash-test: bootstrap
 	$(WHOLE) tests/crash tests/runtime/test_corruption.py
 

@@ -25,6 +25,7 @@ _MISTAKES_MAX = 10
 """Named in one error."""
 _KEY_CHARS_MAX = 80
 _STEPS_END = 10**12
+PINS_MAX = 64
 
 
 def _one_or_many(value: object) -> object:
@@ -144,7 +145,7 @@ class SwapConfig(_Section):
     have room for and costs little (plan/rhythm.py); the plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """How many generations stay; each takes the space of the states once, besides the space that is being written."""
-    pins: Whole = Field(default=0, ge=0, le=64)
+    pins: Whole = Field(default=0, ge=0, le=PINS_MAX)
     """How many generations checkpoint folders may pin at once; each takes the space of the states once."""
     master: Literal["split16", "fp32", "none"] = "split16"
     moments: Literal["fp32", "bf16", "int8"] = "fp32"

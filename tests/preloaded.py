@@ -7,8 +7,13 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 import infinity.cli.bench.main
 import infinity.cli.finetune
 import infinity.cli.main
+import infinity.integrations.accelerate
+import infinity.integrations.models
+import infinity.integrations.strategy
+import infinity.integrations.transformers
 import tests.crash.job
 import tests.crash.pinned_job
+import tests.crash.rotating_job
 import tests.stress.worker
 
 __all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "tests", "torch"]

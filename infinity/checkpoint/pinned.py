@@ -75,8 +75,10 @@ def _copy(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
         )
     logger.info("all pins are taken: %s becomes a portable copy of %s", pin, format_bytes(needed))
     _remove_unfinished(folder)
+    times = folder.stat()
     write_copy(generation, folder / COPY_NAME, max_shard_size)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
+    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # trainers remove the folder with the oldest time first
 
 
 def _remove_unfinished(folder: Path) -> None:

@@ -13,7 +13,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,7 +21,7 @@ from infinity import files
 from infinity.cli.command import command
 from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import durable
-from infinity.io.directory import FINISHED_NAME, HEADER_NAME, SwapDirectory, generations_in, remove_store
+from infinity.io.directory import FINISHED_NAME, HEADER_NAME, generations_in, remove_store_of
 from infinity.io.headers import members_of
 from infinity.io.manifest import read_header
 from infinity.io.schema import Count, Name, Record, first_problem
@@ -57,7 +56,7 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int) -> None:
     note = Finished(run=run, output=str(output), steps=steps, ended=now())
     try:
         durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
-        freed = _remove(paths, run)
+        freed = remove_store_of(run, paths)
     except (InfinityError, OSError) as error:
         again = command("checkpoint", "remove", *paths)
         print(printable(f"warning: the finished run's store stays: {error} Remove it with: {again}"), file=sys.stderr)
@@ -99,7 +98,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
         )
     print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
     if is_left and not options.keep_store:
-        freed = _remove(members_of(directory), note.run)
+        freed = remove_store_of(note.run, members_of(directory))
         print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
     return True
 
@@ -120,22 +119,3 @@ def _note_in(directory: Path) -> Finished | None:
     except (OSError, ResumeError) as error:
         logger.warning("%s is not used: %s", printable(path), error)
     return None
-
-
-def _remove(paths: Sequence[Path], run: str) -> int:
-    """Remove the files of a store; returns the bytes that are freed. Directories in which nothing of the run is left
-    stay as they are.
-
-    Raises:
-        StoreLockedError: another process uses the store.
-        SwapIOError: a file cannot be removed.
-    """
-    with ExitStack() as held:
-        directories = []
-        for path in (each.expanduser() for each in paths):
-            if (path / HEADER_NAME).exists():
-                directory = SwapDirectory(path, create=False)
-                held.callback(directory.close)
-                if read_header(directory.header_path).run == run:
-                    directories.append(directory)
-        return sum(remove_store(directories).values())

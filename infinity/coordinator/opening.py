@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.config import SwapConfig
+from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
@@ -19,8 +19,10 @@ from infinity.durable import buffers, rng
 from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import ModelError, ResumeError
+from infinity.io.headers import header_in
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
+from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
@@ -57,16 +59,7 @@ def open_coordinator(
     """
     found = discover(model, config.moments)
     _require_free(found)
-    plan = make_plan(
-        found.units,
-        config,
-        device,
-        can_recompute=bool(getattr(model, "supports_gradient_checkpointing", False)),
-        optimizer=optimizer,
-        accumulation_steps=accumulation_steps,
-        sites=found.sites,
-        resumes=resume,
-    )
+    plan = _plan(model, found, config, device, optimizer, accumulation_steps, resume=resume)
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
@@ -90,6 +83,52 @@ def open_coordinator(
         registry.give_back_signals()
         raise
     return coordinator, found
+
+
+def _plan(
+    model: nn.Module,
+    found: Discovery,
+    config: SwapConfig,
+    device: torch.device,
+    optimizer: OptimizerName,
+    accumulation_steps: int | None,
+    *,
+    resume: bool,
+) -> Plan:
+    return make_plan(
+        found.units,
+        config,
+        device,
+        can_recompute=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        optimizer=optimizer,
+        accumulation_steps=accumulation_steps,
+        sites=found.sites,
+        resumes=resume,
+    )
+
+
+def pins_in_store(
+    model: nn.Module,
+    config: SwapConfig,
+    device: torch.device,
+    optimizer: OptimizerName,
+    accumulation_steps: int | None = None,
+) -> int:
+    """How many generations can be pinned in the store of a run that is to be resumed, by the store's size. The config's
+    own number where that size is not one of this model with any number of pins: opening the store says so.
+
+    Raises:
+        PlanError, ConfigError, ModelError: as open_coordinator.
+        ResumeError: there is no store, or its header is damaged.
+    """
+    if not config.commit_every or not config.nvme.paths:
+        return config.pins
+    found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
+    swap = _plan(model, found, without, device, optimizer, accumulation_steps, resume=True).layout.swap
+    copy_bytes = swap.further_copies // config.keep
+    more = header_in(config.nvme.paths[0].expanduser().absolute()).header.nbytes - swap.kept
+    pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
+    return pins if not rest and 0 <= pins <= PINS_MAX else config.pins
 
 
 def from_source(source: Source | None) -> Callable[[Coordinator], None]:

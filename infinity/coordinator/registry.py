@@ -7,9 +7,10 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.base import interrupt
@@ -22,12 +23,6 @@ class TooLateError(ModelError):
     """A model cannot be offloaded anew; it is as it was."""
 
 
-class Hook(Protocol):
-    """What was put on a module or a parameter."""
-
-    def remove(self) -> None: ...
-
-
 logger = logging.getLogger(__name__)
 
 Anew = Callable[[nn.Module, Callable[[], Any]], Any]
@@ -36,13 +31,13 @@ Anew = Callable[[nn.Module, Callable[[], Any]], Any]
 @dataclass(frozen=True)
 class _Offloaded:
     """Attributes:
-    hooks: on the model's modules and parameters.
+    hooks: on the model's parameters.
     anew: changes the model and offloads it once more; returns what the change returns.
     end: what happens when the model is collected.
     """
 
     coordinator: Coordinator
-    hooks: Sequence[Hook]
+    hooks: Sequence[RemovableHandle]
     anew: Anew
     end: weakref.finalize[..., nn.Module]
 
@@ -51,11 +46,11 @@ _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _models: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
 
 
-def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[Hook], anew: Anew) -> None:
+def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableHandle], anew: Anew) -> None:
     """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
 
     Args:
-        hooks: on its modules and parameters.
+        hooks: on its parameters.
         anew: changes the model and offloads it once more; does not keep the model alive.
     """
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
@@ -65,20 +60,20 @@ def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[Hook], ane
 
 
 def leave(model: nn.Module) -> None:
-    """Undo `enter`, and take the hooks away, of a model whose coordinator is closed."""
+    """Undo `enter`, for a model whose coordinator is closed."""
     offloaded = _models.pop(model)
     offloaded.end.detach()
     _forget(offloaded.coordinator, offloaded.hooks)
 
 
-def _forget(coordinator: Coordinator, hooks: Sequence[Hook]) -> None:
+def _forget(coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
     for parameter, _ in coordinator.places():
         _places.pop(parameter, None)  # the entry holds the coordinator, and so its own key
-    for hook in hooks:
-        hook.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
+    for handle in hooks:
+        handle.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
 
 
-def _end(coordinator: Coordinator, hooks: Sequence[Hook], model: weakref.ref[nn.Module]) -> None:
+def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weakref.ref[nn.Module]) -> None:
     """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
     _forget(coordinator, hooks)
     coordinator.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)

@@ -65,7 +65,10 @@ class Optimizers(Generic[T]):
             )
 
     def require_apart(self, optimizer: object, names: set[str]) -> None:
-        """Raises ModelError when another optimizer has some of these parameters, which this one is to get."""
+        """Raises ModelError when another optimizer has some of these parameters, which this one is to get. One that is
+        being made has not entered, and takes the place of the others then."""
+        if not any(other is optimizer for other in self._entered):
+            return
         for other in self._entered:
             shared = names & other.names() if other is not optimizer else set()
             if shared:

@@ -20,15 +20,12 @@ from torch import nn
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ResumeError
-from infinity.integrations.folders import Saving, is_at, letting_go
+from infinity.integrations.folders import Saving, is_at, letting_go, pins_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import is_deferred
 from infinity.runtime.whole import fits_memory
-
-_UNBOUNDED_PINS = 2
-"""Folders with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def replace_preparing(run: Run, patches: Patches) -> None:
@@ -54,7 +51,7 @@ def _init(run: Run) -> Callable[..., None]:
             )
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
-        run.wish(pins=_UNBOUNDED_PINS if limit is None else max(int(limit), 1) + 1)  # a new one, before an old one goes
+        run.wish(pins=pins_for(None if limit is None else max(int(limit), 1)))
 
     return init
 
@@ -87,8 +84,11 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
     folder = _folder_to_save(self, output_dir)
     if folder is None:  # accelerate says what is wrong
         return original(self, output_dir, *args, **kwargs)
-    saving = Saving(trained, folder)
-    with letting_go(trained), nullcontext() if fits_memory(trained) else _streamed(self, trained):
+    with (
+        Saving(trained, folder) as saving,
+        letting_go(trained),
+        nullcontext() if fits_memory(trained) else _streamed(self, trained),
+    ):
         location = original(self, output_dir, *args, **kwargs)
         saving.finish()
     return location

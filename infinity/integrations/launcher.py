@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
     infinity's. At its end the models are closed. Args: resume: as launch."""
-    from infinity.integrations import accelerate, models, optimizers, strategy, transformers
+    from infinity.integrations import accelerate, folders, models, optimizers, strategy, transformers
 
     _require_transformers_5()
     _one_device()
@@ -51,6 +52,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
             accelerate.replace_preparing(run, patches)
             transformers.replace_training(run, patches)
             strategy.replace_strategies(run, patches)
+            patches.wrap(shutil, "rmtree", folders.removing(run.alive))
             patches.when_imported("torch._dynamo", lambda _: _leave_hooks_out(patches))
             yield run
         failed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
@@ -11,12 +12,16 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
+from infinity.integrations.folders import Saving
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run, parameters_in
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer
+from infinity.optim.handles import StateHandle
 from infinity.optim.sgd import SGD
+
+logger = logging.getLogger(__name__)
 
 _OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
     torch.optim.AdamW: AdamW,
@@ -38,6 +43,26 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
         patches.wrap(theirs, "__init__", _becoming(run, theirs, ours))
     patches.wrap(torch.optim.Optimizer, "__init__", _refusing(run))
     patches.wrap(GroupedOptimizer, "__init__", _bringing(run))
+    patches.wrap(StateHandle, "__reduce__", _warning_of_names())
+
+
+def _warning_of_names() -> Callable[..., Any]:
+    """A script that saves an optimizer's state_dict itself is told, once, that the store goes at its end."""
+    runs: set[str] = set()
+
+    def reduce(original: Callable[..., Any], handle: StateHandle) -> Any:
+        if not Saving.open_now and handle.run not in runs:
+            runs.add(handle.run)
+            logger.warning(
+                "infinity: the script saves the state_dict of an optimizer itself. It holds the names of the states, "
+                "and these stay in the store, which is removed when the script ends well. To go on from step %d in a "
+                "later process, save with accelerator.save_state, with a Trainer's checkpoints, or with "
+                "infinity.runtime.pins.pin(model, folder): such a folder keeps its states",
+                handle.step,
+            )
+        return original(handle)
+
+    return reduce
 
 
 def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
@@ -60,6 +85,7 @@ def _bringing(run: Run) -> Callable[..., None]:
         params = _listed(params)
         bring_home(run, parameters_in(params), type(self))
         original(self, params, *args, **kwargs)
+        run.optimizer_made()
 
     return init
 

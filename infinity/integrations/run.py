@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.load import scratch_directory
-from infinity.config import MemoryConfig, SwapConfig
+from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, printable
-from infinity.integrations.folders import folders_of, go_on, remove_left
+from infinity.integrations.folders import folders_of, go_on, let_removed_go, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.runtime.anew import take_back
@@ -77,7 +77,7 @@ class Run:
     resumed: Path | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
-    _stores: list[tuple[weakref.ref[nn.Module], list[Path]]] = field(default_factory=list)
+    _stores: list[tuple[weakref.ref[nn.Module], str, list[Path]]] = field(default_factory=list)
     _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -224,6 +224,7 @@ class Run:
                 take_back(each)
                 self._evaluated.discard(each)
                 self._offloaded = [one for one in self._offloaded if one() is not each]
+                self._stores = [one for one in self._stores if one[0]() is not each]
 
     def is_decided(self, model: nn.Module) -> bool:
         """Whether something has said that this model is trained, or that it is not."""
@@ -238,7 +239,8 @@ class Run:
             gc.collect()  # a model that the script let go may hang in cycles, and its memory with it
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
-        config = self._config_of(memory, trained=trained)
+        name = self._directory_name(trained=trained)
+        config = self._config_of(memory, name, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with naming_the_shares(memory, waiting, open_models):
             if trained:
@@ -251,10 +253,18 @@ class Run:
             else:
                 offload(model, config, **how)
         self._offloaded.append(weakref.ref(model))
-        self._names.append(self._directory_name(trained=trained))
+        self._names.append(name)
         if config.nvme.paths:
-            self._stores.append((weakref.ref(model), [path.expanduser() for path in config.nvme.paths]))
+            paths = [path.expanduser() for path in config.nvme.paths]
+            self._stores.append((weakref.ref(model), registry.coordinator_of(model).run, paths))
         _say(model, trained=trained)
+
+    def optimizer_made(self) -> None:
+        """Until then a model that was changed is offloaded anew, and its store is of another run."""
+        for index, (found, _, paths) in enumerate(self._stores):
+            model = found()
+            if model is not None and registry.is_offloaded(model):
+                self._stores[index] = found, registry.coordinator_of(model).run, paths
 
     def _convert(self, model: nn.Module) -> None:
         """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""
@@ -270,16 +280,19 @@ class Run:
             if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
 
-    def _config_of(self, memory: MemoryConfig, *, trained: bool) -> SwapConfig:
-        """The config of one model: its share of the memory, a directory of its own, and what the script wishes."""
+    def _config_of(self, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
+        """The config of one model: its share of the memory, a directory of its own, and what the script wishes.
+
+        Args:
+            name: of its directory below each of nvme.paths; "" for these themselves.
+        """
         changes: dict[str, Any] = {"memory": memory}
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
         if not trained:
             changes |= {"commit_every": 0, "pins": 0}
         elif self.config.commit_every and not self.config.pins:
-            changes["pins"] = self.wishes.pins
-        name = self._directory_name(trained=trained)
+            changes["pins"] = min(self.wishes.pins, PINS_MAX)
         if name:
             paths = [path.expanduser() / name for path in self.config.nvme.paths]
             for path in paths:
@@ -302,28 +315,26 @@ class Run:
     def _claim(self, model: nn.Module) -> Claim:
         return Claim(model, trained=not _frozen(model) and model not in self.references)
 
-    def _alive(self) -> list[nn.Module]:
+    def alive(self) -> list[nn.Module]:
+        """The offloaded models that the script has not let go."""
         return [model for model in (each() for each in self._offloaded) if model is not None]
 
     def _open(self) -> list[nn.Module]:
         """The models that are offloaded now."""
-        return [model for model in self._alive() if not registry.coordinator_of(model).closed]
+        return [model for model in self.alive() if not registry.coordinator_of(model).closed]
 
     def close(self, *, failed: bool) -> None:
         """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
         generations that checkpoint folders need."""
         with ExitStack() as ending:
             ending.callback(self._scratch.close)
-            for model in self._alive():
-                folders = folders_of(model)
-                if folders and not failed:
-                    logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+            for model in self.alive():
                 if failed:
                     ending.callback(_say_what_is_left, self.config)
-                ending.callback(close, model, discard=not failed and not folders)
+                ending.callback(close if failed else _close_what_ended_well, model)
             if not failed:
-                for _, paths in (each for each in self._stores if each[0]() is None):
-                    ending.callback(remove_left, paths)
+                for _, run, paths in (each for each in self._stores if each[0]() is None):
+                    ending.callback(remove_left, paths, run)
 
 
 class _FirstUse:
@@ -358,6 +369,14 @@ class _FirstUse:
         model = self._of()
         copied = None if model is None else self._run.copied(model, memo)
         return self if copied is None else _FirstUse(self._run, copied)
+
+
+def _close_what_ended_well(model: nn.Module) -> None:
+    let_removed_go(model)
+    folders = folders_of(model)
+    if folders:
+        logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+    close(model, discard=not folders)
 
 
 def _say_what_is_left(config: SwapConfig) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
-from infinity.integrations.folders import Saving, is_at, keeps_generations
+from infinity.integrations.folders import Saving, is_at, keeps_generations, pins_for
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
@@ -41,8 +41,6 @@ _COMPUTED_IN = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
 }
-_UNBOUNDED_PINS = 2
-"""Checkpoints with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def folder_beside(checkpoint: str | Path) -> Path:
@@ -259,9 +257,9 @@ class Offloading:
         if trained is None or not states:
             theirs.save_checkpoint(checkpoint, filepath, storage_options)
             return
-        saving = Saving(trained, folder_beside(filepath))
-        theirs.save_checkpoint(checkpoint, filepath, storage_options)
-        saving.finish()
+        with Saving(trained, folder_beside(filepath)) as saving:
+            theirs.save_checkpoint(checkpoint, filepath, storage_options)
+            saving.finish()
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
         """Raises PlanError where nothing of the model would be saved."""
@@ -387,12 +385,9 @@ def _pins_of(callback: Any) -> int:
     kept = int(getattr(callback, "save_top_k", 1))
     if getattr(callback, "save_weights_only", False):
         return 0
-    if kept < 0:
-        kept = _UNBOUNDED_PINS
-    elif kept:
-        kept += 1  # the new one, before an old one goes
+    pins = pins_for(None if kept < 0 else kept) if kept else 0
     last = getattr(callback, "save_last", None)  # "link": to one of the files above, where there are any
-    return kept + (last is True or (last == "link" and not kept))
+    return pins + (last is True or (last == "link" and not kept))
 
 
 def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:

@@ -24,15 +24,12 @@ from transformers import trainer as trainer_module
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
-from infinity.integrations.folders import Saving, letting_go
+from infinity.integrations.folders import Saving, letting_go, pins_for, require_pins
 from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
-
-_UNBOUNDED_PINS = 2
-"""Checkpoint folders with a generation of their own where a script keeps all of them: older ones hold a copy."""
 
 
 def replace_training(run: Run, patches: Patches) -> None:
@@ -71,7 +68,10 @@ class _OfTrainer:
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
         self._tell(trainer)
         self._require_one_beginning()
-        self._run.ensure_offloaded(trainer.model if model is None else model)
+        offloaded = trainer.model if model is None else model
+        self._run.ensure_offloaded(offloaded)
+        if _saves_states(trainer.args):
+            require_pins(offloaded)  # now, and not after hours
         given = () if model is None else (model,)  # subclasses may take none
         optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
@@ -115,7 +115,7 @@ class _OfTrainer:
             with letting_go(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
 
-        with patched(trainer_module, "rotate_checkpoints", rotate):
+        with saving, patched(trainer_module, "rotate_checkpoints", rotate):
             original(trainer, model, trial)
         saving.finish()
 
@@ -124,14 +124,18 @@ class _OfTrainer:
             return original(trainer, *args, **kwargs)
 
 
+def _saves_states(args: Any) -> bool:
+    return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model
+
+
 def _pins_of(args: Any, run: Run) -> int:
     """How many checkpoint folders with states there are at a time."""
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no" or args.save_only_model:
+    if not _saves_states(args):
         return run.wishes.pins
     limit = args.save_total_limit
     if not limit or limit <= 0:
-        return _UNBOUNDED_PINS
-    return max(int(limit), 1 + bool(args.load_best_model_at_end)) + 1  # the new one, before an old one goes
+        return pins_for(None)
+    return pins_for(max(int(limit), 1 + bool(args.load_best_model_at_end)))
 
 
 class TrainerMixin:

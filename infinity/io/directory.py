@@ -325,6 +325,28 @@ def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
     return freed
 
 
+def remove_store_of(run: str, paths: Sequence[Path]) -> int:
+    """Remove the files of a run's store; returns the bytes that are freed. Directories without a store, and those that
+    hold one of another run by now, stay as they are.
+
+    Args:
+        paths: in the store's order.
+
+    Raises:
+        StoreLockedError: another process uses the store.
+        SwapIOError: a file cannot be removed.
+    """
+    with contextlib.ExitStack() as held:
+        directories = []
+        for path in (each.expanduser() for each in paths):
+            if (path / HEADER_NAME).exists():
+                directory = SwapDirectory(path, create=False)
+                held.callback(directory.close)
+                if read_header(directory.header_path).run == run:
+                    directories.append(directory)
+        return sum(remove_store(directories).values())
+
+
 def require_name(path: Path) -> Path:
     """Returns `path`. Raises ConfigError for a path that cannot name a directory, or cannot be written in a header."""
     try:

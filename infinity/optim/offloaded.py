@@ -379,8 +379,10 @@ class OffloadedOptimizer(GroupedOptimizer):
                 theirs = replace(theirs, run=mine.run)  # the run that this one was copied from
             if key != "step" and theirs != mine:
                 raise ModelError(
-                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. States come back with "
-                    "infinity.resume, or from a copy with infinity.offload_from_checkpoint."
+                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict names states, which are "
+                    "in the store of the run that saved it. States come back from a checkpoint folder (Trainer's "
+                    "resume_from_checkpoint, infinity run --resume FOLDER), with infinity.resume, or from a copy with "
+                    "infinity.offload_from_checkpoint."
                 )
         if saved.get("step") != now.get("step"):
             raise ModelError(f"cannot load step {saved.get('step')} of '{name}': the store is at {now.get('step', 0)}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -28,6 +28,14 @@ from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
+
+class Hook(Protocol):
+    """What was put on a model or one of its modules."""
+
+    def remove(self) -> None: ...
+
+
+_hooks: weakref.WeakKeyDictionary[nn.Module, Sequence[Hook]] = weakref.WeakKeyDictionary()
 _readable: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Read]] = weakref.WeakKeyDictionary()
 
 
@@ -35,6 +43,11 @@ def can_be_read(model: nn.Module, reads: Mapping[str, Read]) -> None:
     """For as long as the model is offloaded, the values that it was offloaded with can be read again. Args: reads: by
     the names of the parameters."""
     _readable[model] = reads
+
+
+def can_be_removed(model: nn.Module, hooks: Sequence[Hook]) -> None:
+    """These are the hooks of a model beside those of its parameters."""
+    _hooks[model] = hooks
 
 
 def take_back(model: nn.Module) -> None:
@@ -52,6 +65,8 @@ def take_back(model: nn.Module) -> None:
         logger.info("the model is changed after it was offloaded: it is offloaded anew")
         coordinator.close(discard=True)
     registry.leave(model)
+    for hook in _hooks.pop(model):
+        hook.remove()
     for parameter, place in coordinator.places():
         coordinator.units[place.unit.index].views.hide()
         defer_again(parameter, place.spec.name, values[place.spec.name])

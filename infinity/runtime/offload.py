@@ -20,7 +20,7 @@ from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_generation, from_source, open_coordinator
 from infinity.coordinator.pinning import require_none_pinned
 from infinity.errors import ConfigError, ModelError, ResumeError
-from infinity.runtime.anew import Resize, can_be_read, take_back
+from infinity.runtime.anew import Resize, can_be_read, can_be_removed, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
@@ -177,9 +177,8 @@ def _offload(
         move_buffers(model, target)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
-        hooks: list[registry.Hook] = [*_install(model, found, coordinator), *give_methods(model, coordinator)]
-        if hasattr(type(model), "resize_token_embeddings"):
-            hooks.append(Given(model, "resize_token_embeddings", Resize(model)))
+        on_parameters, on_modules = _install(model, found, coordinator)
+        can_be_removed(model, [*on_modules, *give_methods(model, coordinator), *_resizing(model)])
     except BaseException:
         coordinator.close()
         registry.give_back_signals()
@@ -192,8 +191,13 @@ def _offload(
         finally:
             offload(model, resolved, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
 
-    registry.enter(model, coordinator, hooks, anew)
+    registry.enter(model, coordinator, on_parameters, anew)
     return model
+
+
+def _resizing(model: nn.Module) -> list[Given]:
+    own = hasattr(type(model), "resize_token_embeddings")
+    return [Given(model, "resize_token_embeddings", Resize(model))] if own else []
 
 
 def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: OptimizerName, *, resumes: bool) -> None:
@@ -283,21 +287,24 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _install(model: nn.Module, found: Discovery, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Put the hooks on modules and parameters, and return them."""
+def _install(
+    model: nn.Module, found: Discovery, coordinator: Coordinator
+) -> tuple[list[RemovableHandle], list[RemovableHandle]]:
+    """Put the hooks on parameters and on modules, and return them."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, Structure(model), ends)
-    handles: list[RemovableHandle] = []
+    on_parameters: list[RemovableHandle] = []
+    on_modules: list[RemovableHandle] = []
     for site in found.sites:
-        handles.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
-        handles.append(site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True))
+        on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
+        on_modules.append(site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True))
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:
-        handles.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
-        handles.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))
+        on_modules.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
+        on_modules.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))
     for parameter, place in coordinator.places():
         if place.group.trainable:
             hooks = ParameterHooks(coordinator, parameter, place, ends)
-            handles.append(parameter.register_hook(hooks.before))
-            handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    return [*handles, *guard(model, coordinator)]
+            on_parameters.append(parameter.register_hook(hooks.before))
+            on_parameters.append(parameter.register_post_accumulate_grad_hook(hooks.after))
+    return on_parameters, [*on_modules, *guard(model, coordinator)]

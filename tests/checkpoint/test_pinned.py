@@ -50,7 +50,9 @@ def full(root: Path, **options: Any) -> tuple[Run, dict[str, torch.Tensor]]:
 
 def test_the_oldest_pin_becomes_a_portable_copy_of_its_bits(tmp_path: Path) -> None:
     run, expected = full(tmp_path)
+    os.utime(run.folder(2), ns=(0, 2_000_000_000))
     assert make_room_for_pin(run.model, run.folder(5)) == [run.folder(2)]
+    assert run.folder(2).stat().st_mtime_ns == 2_000_000_000, "a trainer would take it for a newer folder"
     assert make_room_for_pin(run.model, run.folder(5)) == []
     run.save()
     assert pins_of(run.model) == {run.folder(5): 5}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import infinity
 from infinity.cli.main import main
 from infinity.coordinator import registry
-from infinity.runtime.pins import pinned
+from infinity.runtime.pins import pinned, unpin
 from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
 
@@ -164,6 +166,26 @@ def test_load_state_without_resume_names_the_option(
         Loop(checkpoint, rows).accelerator.load_state(tmp_path / "out")
 
 
+def test_an_optimizers_state_dict_that_the_script_saves_itself_is_warned_of_and_refused_later(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    with launch():
+        loop = Loop(checkpoint, rows)
+        loop.train(2)
+        loop.accelerator.save_state(tmp_path / "out")
+        copy.deepcopy(loop.optimizer.state_dict())
+        assert "names of the states" not in caplog.text
+        for _ in range(2):
+            torch.save({"optimizer": loop.optimizer.state_dict()}, tmp_path / "by-hand.pt")
+        loop.optimizer.load_state_dict(torch.load(tmp_path / "by-hand.pt")["optimizer"])
+        unpin(loop.model, tmp_path / "out")
+    assert caplog.text.count("names of the states") == 1
+    assert "go on from step 2 in a later process, save with accelerator.save_state" in caplog.text
+    with launch(), pytest.raises(infinity.ModelError, match=r"run \w+, and this is .*infinity run --resume FOLDER"):
+        Loop(checkpoint, rows).optimizer.load_state_dict(torch.load(tmp_path / "by-hand.pt")["optimizer"])
+
+
 def test_a_folder_of_the_plain_loop_is_refused(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     Loop(checkpoint, rows).accelerator.save_state(tmp_path / "out")
     with launch(), pytest.raises(infinity.ResumeError, match=r"infinity\.json"):
@@ -189,6 +211,28 @@ def test_folders_beyond_the_limit_let_their_generations_go(
         loop.train(1)
         loop.accelerator.save_state()
         assert pinned(loop.model) == {folders / "checkpoint_3": 4, folders / "checkpoint_4": 5}
+
+
+def test_resume_goes_on_with_another_limit_in_the_room_that_the_store_has(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    folders = tmp_path / "out" / "checkpoints"
+    with launch():
+        project = ProjectConfiguration(str(tmp_path / "out"), automatic_checkpoint_naming=True, total_limit=1)
+        loop = Loop(checkpoint, rows, project_config=project)
+        loop.train(1)
+        loop.accelerator.save_state()
+    with launch(resume=folders / "checkpoint_0"):
+        project = ProjectConfiguration(
+            str(tmp_path / "out"), automatic_checkpoint_naming=True, total_limit=3, iteration=1
+        )
+        loop = Loop(checkpoint, rows, project_config=project)
+        loop.accelerator.load_state()
+        for _ in range(2):
+            loop.train(1)
+            loop.accelerator.save_state()
+        assert pinned(loop.model) == {folders / "checkpoint_1": 2, folders / "checkpoint_2": 3}
+        assert (folders / "checkpoint_0" / "portable").is_dir()
 
 
 def test_of_folders_that_are_all_kept_older_ones_hold_a_copy_to_go_on_from(

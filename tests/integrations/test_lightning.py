@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,21 @@ def test_old_checkpoints_let_their_generations_go(checkpoint: Path, rows: Rows, 
         assert len(module.losses) == 2
 
 
+def test_fit_goes_on_with_more_files_kept_in_the_room_that_the_store_has(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    def options(kept: int) -> dict[str, Any]:
+        return saving(tmp_path, save_top_k=kept, monitor="step", mode="max")
+
+    with launch():
+        trainer(tmp_path, max_steps=4, **options(1)).fit(Language(checkpoint), loader(rows))
+    with launch():
+        module = Language(checkpoint)
+        trainer(tmp_path, max_steps=8, **options(3)).fit(module, loader(rows), ckpt_path=tmp_path / "step=4.ckpt")
+        assert pinned(module.model) == {tmp_path / f"step={step}.ckpt.infinity": step for step in (6, 8)}
+    assert (tmp_path / "step=4.ckpt.infinity" / "portable").is_dir()
+
+
 def test_of_checkpoints_that_are_all_kept_older_ones_hold_a_copy(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -360,14 +376,16 @@ def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_
 
 
 def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
-    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
     with launch():
         trainer(tmp_path).fit(Language(checkpoint), loader(rows))
     assert not list((tmp_path / "swap").glob("*.infinity*"))
     with launch():
         trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
     assert list((tmp_path / "swap").glob("generation-*.infinity"))
+    assert "names of the states" not in caplog.text
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,11 @@ from transformers import (
 from transformers import trainer as trainer_module
 
 import infinity
+from infinity.cli.main import main
 from infinity.coordinator import registry
+from infinity.io.pins import read_pins
 from infinity.runtime.deferred import is_deferred
+from infinity.runtime.pins import pin, unpin
 from tests.integrations.conftest import Launch
 
 Rows = list[dict[str, torch.Tensor]]
@@ -237,11 +242,17 @@ def test_trainer_pushes_its_checkpoints_and_the_model_to_the_hub(
     assert all("model.safetensors" in names for names in pushed)
 
 
+@pytest.mark.parametrize("changed", [False, True])
 def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
-    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+    changed: bool, checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
 ) -> None:
+    """Also one that was changed after its first use, and so offloaded anew."""
+
     def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        if changed:
+            model(input_ids=ids)
+            model.lm_head.requires_grad_(False)
         optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model(input_ids=ids, labels=ids).loss.backward()
         optim.step()
@@ -254,6 +265,57 @@ def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
         with torch.no_grad():
             assert again(input_ids=ids).logits.isfinite().all()
     assert not list((tmp_path / "swap").rglob("*.infinity*"))
+
+
+def test_a_forked_process_removes_folders_as_without_infinity(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """It has no say in what is pinned."""
+    with launch(pins=1):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        model(input_ids=ids)
+        pin(model, tmp_path / "folder")
+        child = os.fork()
+        if not child:
+            try:
+                shutil.rmtree(tmp_path / "folder")
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        assert not (tmp_path / "folder").exists()
+        assert [each.folder for each in read_pins(tmp_path / "swap")] == [str(tmp_path / "folder")]
+        unpin(model, tmp_path / "folder")
+
+
+def test_the_store_of_another_run_stays_where_a_model_was_that_the_script_let_go(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    def train() -> None:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        infinity.commit(model)
+
+    with launch():
+        train()
+        gc.collect()
+        assert main(["checkpoint", "remove", str(tmp_path / "swap")]) == 0
+        other = train_apart(checkpoint, tmp_path / "swap")
+    assert list((tmp_path / "swap").glob("generation-*")), f"{other} is gone"
+
+
+def train_apart(checkpoint: Path, swap: Path) -> str:
+    """Leaves a store of another run; returns the run."""
+    config = {"weights": "nvme", "nvme": {"paths": [str(swap)]}, "commit_every": 1, "memory": MEMORY}
+    model = infinity.load_pretrained(checkpoint, config)
+    infinity.commit(model)
+    run = registry.coordinator_of(model).run
+    infinity.close(model)
+    return run
+
+
+MEMORY = {"device": "640KiB", "host": "96MiB"}
 
 
 def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+import subprocess
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
 from infinity.integrations.transformers import Trainer as OffloadedTrainer
+from infinity.io.pins import read_pins
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
 from tests import sampling
@@ -177,6 +181,51 @@ def test_a_run_goes_on_from_its_checkpoint_folder(
     assert all(found[step] == loss for step, loss in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "folders", "with_a_copy"), [(1, 3, 3, 1), (3, 1, 1, 0), (2, None, 5, 2), (None, 2, 2, 0)]
+)
+def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
+    before: int | None,
+    after: int | None,
+    folders: int,
+    with_a_copy: int,
+    checkpoint: Path,
+    rows: Rows,
+    launch: Launch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ways: dict[str, Any] = SAVING | {"lr_scheduler_type": "constant"}
+    with launch():
+        whole = trainer(checkpoint, rows, tmp_path / "whole", **(ways | {"max_steps": 10, "save_strategy": "no"}))
+        whole.train()
+    with launch():
+        trainer(checkpoint, rows, tmp_path / "out", save_total_limit=before, **(ways | {"max_steps": 4})).train()
+    assert "room for" not in caplog.text
+    with launch():
+        again = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=after, **(ways | {"max_steps": 10}))
+        again.train(resume_from_checkpoint=True)
+        assert log_of(again) == log_of(whole)
+        there = sorted((tmp_path / "out").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+        assert len(there) == folders
+        assert [(path / "portable").exists() for path in there] == [True] * with_a_copy + [False] * (
+            folders - with_a_copy
+        )
+        assert list(pinned(again.model)) == there[with_a_copy:]
+    had, wished = ({None: 2, 1: 2, 2: 3, 3: 4}[limit] for limit in (before, after))
+    assert f"was made with room for {had} pinned generations and keeps it, not {wished} as now" in caplog.text
+    assert ("the older ones get a portable copy" in caplog.text) == (had < wished)
+
+
+def test_room_is_made_for_as_many_pins_as_a_store_can_have(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=1000, **(SAVING | {"max_steps": 2}))
+        one.train()
+        assert registry.coordinator_of(one.model).plan.placement.pins == 64
+
+
 def test_what_is_resumed_in_the_middle_ends_as_the_run_that_was_not_stopped(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -228,6 +277,86 @@ def test_a_second_train_goes_on(checkpoint: Path, rows: Rows, launch: Launch, tm
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("saves", [False, True])
+def test_two_trainers_train_one_model_one_after_the_other(
+    saves: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    """The second has an optimizer of its own, which begins anew."""
+    logs = []
+    for context in (nullcontext(), launch(pins=2 if saves else 0)):
+        with context:
+            first = trainer(checkpoint, rows, tmp_path / "out")
+            first.train()
+            options = {"learning_rate": 5e-4, "report_to": [], "use_cpu": True, "logging_steps": 1, "max_steps": 6}
+            options |= SAVING if saves else {"save_strategy": "no"}
+            arguments = TrainingArguments(str(tmp_path / f"second{len(logs)}"), **options)
+            second = Trainer(first.model, arguments, train_dataset=rows)
+            second.train()
+            logs.append(log_of(first) + log_of(second))
+    torch.testing.assert_close(logs[1], logs[0], rtol=1e-5, atol=1e-6)
+    assert (tmp_path / "second1" / "checkpoint-6" / "infinity.json").exists() == saves
+
+
+def test_a_second_trainer_that_saves_needs_pins_and_says_so_before_it_trains(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        first = trainer(checkpoint, rows, tmp_path / "out")
+        first.train()
+        arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, **SAVING)
+        second = Trainer(first.model, arguments, train_dataset=rows)
+        with pytest.raises(infinity.PlanError, match="Set `pins: 2` in the swap config"):
+            second.train()
+        assert second.state.global_step == 0
+
+
+class Rotation(TrainerCallback):  # type: ignore[misc]
+    """A script's own: one folder stays."""
+
+    def __init__(self, remove: Callable[[Path], object]) -> None:
+        self._remove = remove
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **_: Any) -> None:
+        for folder in Path(args.output_dir).glob("checkpoint-*"):
+            if folder.name != f"checkpoint-{state.global_step}":
+                self._remove(folder)
+
+
+REMOVALS: dict[str, Callable[[Path], object]] = {
+    "shutil.rmtree": lambda folder: shutil.rmtree(folder),
+    "rm": lambda folder: subprocess.run(["rm", "-r", folder], check=True),
+}
+
+
+@pytest.mark.parametrize("how", REMOVALS)
+def test_folders_that_the_script_removes_itself_let_their_generations_go(
+    how: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", **(SAVING | {"save_steps": 1}))
+        one.add_callback(Rotation(REMOVALS[how]))
+        one.train()
+    last = tmp_path / "out" / "checkpoint-6"
+    assert [pin.folder for pin in read_pins(tmp_path / "swap")] == [str(last)]
+    with launch():
+        again = trainer(checkpoint, rows, tmp_path / "out", **(SAVING | {"max_steps": 8}))
+        again.train(resume_from_checkpoint=str(last))
+        shutil.rmtree(tmp_path / "out")
+        assert pinned(again.model) == {}
+    assert not list((tmp_path / "swap").glob("*.infinity*"))
+
+
+def test_what_is_removed_after_the_model_was_closed_stays_pinned_and_the_store_stays(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        one.train()
+        infinity.close(one.model)
+        shutil.rmtree(tmp_path / "out" / "checkpoint-4")
+    assert [Path(pin.folder).name for pin in read_pins(tmp_path / "swap")] == ["checkpoint-4", "checkpoint-6"]
+
+
 def test_a_folder_that_is_not_infinitys_is_refused(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -270,7 +399,7 @@ def test_a_run_that_ended_well_leaves_the_store_only_where_folders_need_it(
 
 
 def test_the_state_of_the_trainer_is_that_of_the_plain_script(
-    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     names = []
     for context in (nullcontext(), launch()):
@@ -280,6 +409,7 @@ def test_the_state_of_the_trainer_is_that_of_the_plain_script(
             names.append({path.name for path in (output / "checkpoint-6").iterdir()})
             assert json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
     assert names[1] == names[0] | {"infinity.json"}
+    assert "names of the states" not in caplog.text
 
 
 # -- without the launcher ---------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "store of another run stays when a run is finished",
-        "infinity/cli/finished.py",
+        "infinity/io/directory.py",
         "                if read_header(directory.header_path).run == run:\n",
         "                if True:\n",
         _FINISHED,
@@ -515,5 +515,19 @@ MUTANTS = [
         "        unit.weights.bump()\n",
         "",
         ("tests/runtime/test_errors.py", "-k", "old_weights"),
+    ),
+    Mutant(
+        "resumed run keeps the room for pins that its store has",
+        "infinity/integrations/folders.py",
+        '    return config.model_copy(update={"pins": pins})\n',
+        "    return config\n",
+        ("tests/integrations/test_accelerate.py",),
+    ),
+    Mutant(
+        "forked process lets no generation go",
+        "infinity/integrations/folders.py",
+        "        ours = os.getpid() == process  #",
+        "        ours = True  #",
+        ("tests/integrations/test_models.py",),
     ),
 ]

@@ -122,6 +122,15 @@ def test_parameters_of_another_model_or_a_closed_one_are_refused(small: nn.Modul
     require_next_step_is_good(small, optim)
 
 
+def test_an_optimizer_with_several_groups_takes_the_place_of_an_earlier_one(small: nn.Module) -> None:
+    first = infinity.AdamW(small.parameters())
+    second = infinity.AdamW([{"params": module.parameters()} for module in small])
+    backward(small)
+    with pytest.raises(infinity.ModelError, match="another optimizer was made .* and took its place"):
+        first.step()
+    second.step()
+
+
 def test_parameters_of_another_optimizer_are_not_added(small: nn.Module) -> None:
     first, second = (infinity.AdamW(module.parameters()) for module in small)
     with pytest.raises(infinity.ModelError, match="parameter '0.bias' belongs to another optimizer"):
