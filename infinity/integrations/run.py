@@ -18,7 +18,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, printable
-from infinity.integrations.folders import folders_of, go_on, let_removed_go, remove_left
+from infinity.integrations.folders import folders_of, go_on, name_vanished, remove_left
 from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
@@ -294,7 +294,7 @@ def _naming_the_share(config: SwapConfig, others: Sequence[nn.Module]) -> Iterat
 
 
 def _close_what_ended_well(model: nn.Module) -> None:
-    let_removed_go(model)
+    name_vanished(model)
     folders = folders_of(model)
     if folders:
         logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
