@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,7 +108,7 @@ class Saving:
         self._pins = keeps_generations(model)
         if self._pins:
             require_pins(model)
-            let_removed_go(model)
+            name_vanished(model)
             for freed in make_room_for_pin(model, folder):
                 logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
         else:
@@ -143,14 +144,17 @@ def require_pins(model: nn.Module) -> None:
         )
 
 
-def let_removed_go(model: nn.Module) -> None:
-    """A pinned folder that is not there, beside one that is, was removed: its disk is there. Its generation goes."""
-    folders = _held_by(model)
-    mounted = {folder.parent for folder in folders if folder.exists()}
-    for folder in folders:
-        if folder.parent in mounted and not os.path.lexists(folder):
-            logger.warning("infinity: %s was removed, and the generation that it pinned goes, too", folder)
-            unpin(model, folder)
+def name_vanished(model: nn.Module) -> None:
+    """Say which folders pin a generation and are not there. They stay pinned: their disk may not be mounted."""
+    vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
+    if vanished:
+        store = registry.coordinator_of(model).resources.require_store().directories[0].path
+        logger.warning(
+            "infinity: %s pin generations and are not there. If they were removed, `infinity checkpoint unpin %s "
+            "--all-gone` lets the generations go once this process has ended",
+            ", ".join(vanished),
+            shlex.quote(str(store)),
+        )
 
 
 @contextmanager

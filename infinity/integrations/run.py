@@ -19,7 +19,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ModelError, printable
-from infinity.integrations.folders import folders_of, go_on, let_removed_go, remove_left
+from infinity.integrations.folders import folders_of, go_on, name_vanished, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.runtime.anew import take_back
@@ -372,7 +372,7 @@ class _FirstUse:
 
 
 def _close_what_ended_well(model: nn.Module) -> None:
-    let_removed_go(model)
+    name_vanished(model)
     folders = folders_of(model)
     if folders:
         logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))

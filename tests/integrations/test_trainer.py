@@ -322,19 +322,12 @@ class Rotation(TrainerCallback):  # type: ignore[misc]
                 self._remove(folder)
 
 
-REMOVALS: dict[str, Callable[[Path], object]] = {
-    "shutil.rmtree": lambda folder: shutil.rmtree(folder),
-    "rm": lambda folder: subprocess.run(["rm", "-r", folder], check=True),
-}
-
-
-@pytest.mark.parametrize("how", REMOVALS)
 def test_folders_that_the_script_removes_itself_let_their_generations_go(
-    how: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
     with launch():
         one = trainer(checkpoint, rows, tmp_path / "out", **(SAVING | {"save_steps": 1}))
-        one.add_callback(Rotation(REMOVALS[how]))
+        one.add_callback(Rotation(lambda folder: shutil.rmtree(folder)))
         one.train()
     last = tmp_path / "out" / "checkpoint-6"
     assert [pin.folder for pin in read_pins(tmp_path / "swap")] == [str(last)]
@@ -344,6 +337,21 @@ def test_folders_that_the_script_removes_itself_let_their_generations_go(
         shutil.rmtree(tmp_path / "out")
         assert pinned(again.model) == {}
     assert not list((tmp_path / "swap").glob("*.infinity*"))
+
+
+def test_a_folder_that_vanished_otherwise_stays_pinned_and_is_named(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with launch(pins=3):
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        one.add_callback(Rotation(lambda folder: subprocess.run(["rm", "-r", folder], check=True)))
+        one.train()
+    folders = [Path(pin.folder).name for pin in read_pins(tmp_path / "swap")]
+    assert folders[-1] == "checkpoint-6"
+    assert len(folders) == 3
+    for folder in folders[:-1]:
+        assert f"{folder} pin generations and are not there" in caplog.text or f"{folder}, " in caplog.text
+    assert f"infinity checkpoint unpin {tmp_path / 'swap'} --all-gone" in caplog.text
 
 
 def test_what_is_removed_after_the_model_was_closed_stays_pinned_and_the_store_stays(
