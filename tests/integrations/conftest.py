@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,12 @@ from infinity.integrations.run import Run
 from tests.models import llama
 
 Launch = Callable[..., AbstractContextManager[Run]]
+
+
+@pytest.fixture(autouse=True)
+def _heard(caplog: pytest.LogCaptureFixture) -> None:
+    """What infinity says to the user can be asserted."""
+    caplog.set_level(logging.WARNING, "infinity")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,34 @@
+"""A Trainer of the small checkpoint, and what it reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+Rows = list[dict[str, torch.Tensor]]
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+
+
+def trainer(checkpoint: Path, rows: Rows, output: Path, **options: Any) -> Trainer:
+    given: dict[str, Any] = {
+        "output_dir": str(output),
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=options.pop("dtype", "auto"))
+    return Trainer(model=model, args=TrainingArguments(**(given | options)), train_dataset=rows, eval_dataset=rows[:6])
+
+
+def log_of(trainer: Trainer) -> list[float]:
+    """Losses, norms and metrics, in order."""
+    keys = ("loss", "eval_loss", "grad_norm")
+    return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
