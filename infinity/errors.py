@@ -48,6 +48,10 @@ class ModelError(InfinityError):
     """infinity cannot train this model, or the model was changed in a way that infinity does not support."""
 
 
+class TooLateError(ModelError):
+    """A model that was changed after it was offloaded cannot be offloaded anew; nothing was done."""
+
+
 class ReleasedParameterError(ModelError):
     """A parameter, or its gradient, was used while its values are in the store."""
 

@@ -34,6 +34,8 @@ PROTOCOLS = {
     "OffloadedOptimizer.take_up_hyperparameters",
     # The window makes room for one group by sending another away, whose sums must be taken before.
     "GroupGradients._settle",
+    # What the guards opened for a call of state_dict is theirs to end, when the call died.
+    "_Gathers.end_if_dead",
 }
 LEGS = {
     "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),

@@ -11,7 +11,6 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
-from infinity.runtime.anew import can_be_read
+from infinity.runtime.anew import remember_readers
+from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload, resolve_device
 from infinity.runtime.offload import resume as continue_run
@@ -106,8 +106,7 @@ def load_pretrained(
             carry_on(model, copy, source, resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
-            if not os.listdir(scratch):  # where nothing was converted, the files hold the values for good
-                can_be_read(model, {name: partial(source, name) for name, _ in model.named_parameters()})
+            remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})
     model.train()
     return model
 
@@ -257,7 +256,7 @@ def on_meta(
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
     model.tie_weights()
-    return model, _source(model, loader, path)
+    return model, _Files(model, loader, path)
 
 
 @contextlib.contextmanager
@@ -310,19 +309,43 @@ def _require_complete(model: nn.Module, loader: Any, path: str) -> None:
         )
 
 
-def _source(model: nn.Module, loader: Any, path: str) -> Source:
-    aliases = {name: same for same in _names(model) for name in same}
+class _Files:
+    """The tensors of a checkpoint.
 
-    def read(name: str) -> torch.Tensor:
-        for alias in [name, *aliases.get(name, [])]:
-            entry = loader.index.get(alias)
+    Args:
+        loader: accelerate's index of their places: safetensors files, and what transformers converted.
+    """
+
+    def __init__(self, model: nn.Module, loader: Any, path: str) -> None:
+        self._aliases = {name: same for same in _names(model) for name in same}
+        self._loader = loader
+        self._path = path
+        self._facts = self._facts_now()
+
+    def __call__(self, name: str) -> torch.Tensor:
+        for alias in [name, *self._aliases.get(name, [])]:
+            entry = self._loader.index.get(alias)
             if entry is not None and entry.get("safetensors_file"):
-                return _floating(_tensor_of(entry["safetensors_file"], entry.get("weight_name", alias)), name, path)
-            if alias in loader:
-                return _floating(loader[alias], name, path)
-        raise ModelError(f"'{path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
+                tensor = _tensor_of(entry["safetensors_file"], entry.get("weight_name", alias))
+                return _floating(tensor, name, self._path)
+            if alias in self._loader:
+                return _floating(self._loader[alias], name, self._path)
+        raise ModelError(f"'{self._path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
 
-    return read
+    def unchanged(self) -> bool:
+        """Whether all files are there and as they were: those of the checkpoint, and those that were converted, which
+        may be in a directory that goes."""
+        return self._facts is not None and self._facts == self._facts_now()
+
+    def _facts_now(self) -> dict[Path, tuple[int, ...]] | None:
+        converted = Path(self._loader.save_folder or "")
+        index: dict[str, dict[str, Any]] = self._loader.index
+        files = {Path(of.get("safetensors_file") or converted / f"{name}.dat") for name, of in index.items()}
+        try:
+            found = {file: file.stat() for file in files}
+        except OSError:
+            return None
+        return {file: (of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns) for file, of in found.items()}
 
 
 def _tensor_of(file: str, name: str) -> torch.Tensor:

@@ -241,7 +241,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
                     fresh[spec.offset * itemsize] = residual_of(value, states.master)
             write_parts(resources, states.residual, fresh)
     if changed:
-        coordinator.rewritten.update(changed)
+        coordinator.rewrote(changed)
         unit.weights.bump()  # what was saved for backward is of before
         coordinator.commits.touched()
 

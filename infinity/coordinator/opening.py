@@ -59,7 +59,7 @@ def open_coordinator(
     """
     found = discover(model, config.moments)
     _require_free(found)
-    plan = _plan(model, found, config, device, optimizer, accumulation_steps, resume=resume)
+    plan = plan_for(model, found, config, device, optimizer, accumulation_steps, resume=resume)
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
@@ -85,7 +85,7 @@ def open_coordinator(
     return coordinator, found
 
 
-def _plan(
+def plan_for(
     model: nn.Module,
     found: Discovery,
     config: SwapConfig,
@@ -95,6 +95,7 @@ def _plan(
     *,
     resume: bool,
 ) -> Plan:
+    """Where everything of a model will rest. Raises PlanError."""
     return make_plan(
         found.units,
         config,
@@ -124,7 +125,7 @@ def pins_in_store(
     if not config.commit_every or not config.nvme.paths:
         return config.pins
     found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
-    swap = _plan(model, found, without, device, optimizer, accumulation_steps, resume=True).layout.swap
+    swap = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True).layout.swap
     copy_bytes = swap.further_copies // config.keep
     more = header_in(config.nvme.paths[0].expanduser().absolute()).header.nbytes - swap.kept
     pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import nn
@@ -89,19 +89,24 @@ class Parts(Lender):
     def closed(self) -> bool:
         return self.health.closed
 
-    @property
-    def untrained(self) -> bool:
-        """Whether nothing came since the values were brought home that offloading anew would lose: no step, optimizer,
-        generation or gradient, and nobody who reads."""
+    def why_not_anew(self) -> str:
+        """What offloading anew would lose; "" where nothing came since the values were brought home."""
         with self._lock:
-            return (
-                self.steps == 0
-                and self.copied_from is None
-                and not len(self.optimizers)
-                and self.commits.newest is None
-                and self.readers.nobody
-                and not any(self.gradients.has(place) for _, place in self.places() if place.group.trainable)
-            )
+            if self.health.closed:
+                return "it was closed"
+            if not self.readers.nobody:
+                return "its weights are being read: leave infinity.gathered, or let the forward end, first"
+            if self.steps or self.copied_from is not None or self.commits.newest is not None:
+                return "it was trained, or goes on with a run"
+            if len(self.optimizers):
+                return "an optimizer of it was made"
+            if any(self.gradients.has(place) for _, place in self.places() if place.group.trainable):
+                return "it has gradients: step, or call zero_grad(), first"
+            return ""
+
+    def rewrote(self, names: Iterable[str]) -> None:
+        """These parameters got other values than those that were brought home, by no step."""
+        self.rewritten.update(names)
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
         for unit in self.units:

@@ -1,4 +1,6 @@
-"""Side tables: from a parameter to its place, from a model to its coordinator. Tensors and modules stay as they are."""
+"""Side tables: from a parameter to its place, from a model to its coordinator. Tensors and modules stay as they are.
+
+What changed of a model since it was offloaded shows here, too, when an optimizer is made (`keep_up`)."""
 
 from __future__ import annotations
 
@@ -15,17 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.base import interrupt
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ModelError
+from infinity.errors import ModelError, TooLateError
 from infinity.state.unit import Place
-
-
-class TooLateError(ModelError):
-    """A model cannot be offloaded anew; it is as it was."""
-
 
 logger = logging.getLogger(__name__)
 
-Anew = Callable[[nn.Module, Callable[[], Any]], Any]
+Anew = Callable[[nn.Module, Callable[[], Any] | None], Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableH
 
     Args:
         hooks: on its parameters.
-        anew: changes the model and offloads it once more; does not keep the model alive.
+        anew: as _Offloaded; does not keep the model alive.
     """
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
     _models[model] = _Offloaded(coordinator, hooks, anew, end)
@@ -126,8 +123,8 @@ def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
 
 
 def keep_up(parameters: Iterable[object]) -> None:
-    """An optimizer of these parameters is to be made: where a model of theirs was given other parameters since it was
-    offloaded, or some were frozen or unfrozen, it is offloaded anew.
+    """An optimizer of these parameters is to be made: a model that has some of them, and was given others or had some
+    frozen or unfrozen since it was offloaded, is offloaded anew.
 
     Raises:
         TooLateError: parameters that are trained now have no states, and the model cannot be offloaded anew; says what
@@ -143,7 +140,7 @@ def keep_up(parameters: Iterable[object]) -> None:
         if now == planned:
             continue
         try:
-            offloaded.anew(model, lambda: None)
+            offloaded.anew(model, None)
         except TooLateError as error:
             if any(trained and not planned.get(parameter) for parameter, trained in now.items()):
                 raise

@@ -52,9 +52,12 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self._places: dict[nn.Parameter, Place] = {}
         self._in_range: list[dict[str, Any]] | None = None  # the hyperparameters that were checked last
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
-        groups = groups_of(params)
-        registry.keep_up(each for group in groups for each in parameters_of(group))
-        super().__init__(groups, defaults | dict(torchs) | {"maximize": maximize, "seed": seed})
+        groups, defaults = groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed}
+        given = [each for group in groups for each in parameters_of(group)]
+        for index, group in enumerate(groups):
+            self._check(index, defaults | group)
+        registry.keep_up(given)
+        super().__init__(groups, defaults)
         self._require_in_range()
         if self._coordinator is None:
             raise ConfigError("all param groups are empty: give the parameters of an offloaded model")

@@ -3,73 +3,96 @@
 [Note: where the values come from]
 Adapters are attached, parameters are frozen or unfrozen, and the embeddings resized: what rests where is planned for
 another model then. The store is of no use to the new plan, and the disk may have no room for both. So the values are
-read again from the checkpoint that the model was loaded from. Those that no file has are copied to RAM first, if
-memory.host has room for them: parameters of a model that was in memory when it was offloaded, and those that were
-changed in infinity.gathered(write=True) since. New parameters are in memory anyway.
+read again from the files that they were read from, if these are as they were. The others are copied to RAM first, with
+all bits of their master, if memory.host has room for them: parameters of a model that was in memory when it was
+offloaded or that transformers converted when it loaded them, and those that were changed in
+infinity.gathered(write=True) since. The copies are beside what the plan counts until the model is offloaded again. New
+parameters are in memory anyway.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from infinity.base.interrupt import interrupts_deferred
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.registry import TooLateError
-from infinity.runtime.deferred import Read, defer_again
-from infinity.runtime.gathered import gathered
+from infinity.coordinator.exact import exact_bytes, exact_value
+from infinity.errors import TooLateError
+from infinity.runtime.deferred import Lasting, Reader, defer_again
 from infinity.runtime.guards import Guard
+from infinity.runtime.whole import host_bytes_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
+Value = Reader | torch.Tensor
 
-class Hook(Protocol):
-    """What was put on a model or one of its modules."""
+
+class Handle(Protocol):
+    """Of a hook on a model or one of its modules."""
 
     def remove(self) -> None: ...
 
 
-_hooks: weakref.WeakKeyDictionary[nn.Module, Sequence[Hook]] = weakref.WeakKeyDictionary()
-_readable: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Read]] = weakref.WeakKeyDictionary()
+_handles: weakref.WeakKeyDictionary[nn.Module, Sequence[Handle]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Reader]] = weakref.WeakKeyDictionary()
 
 
-def can_be_read(model: nn.Module, reads: Mapping[str, Read]) -> None:
-    """For as long as the model is offloaded, the values that it was offloaded with can be read again. Args: reads: by
-    the names of the parameters."""
-    _readable[model] = reads
+def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
+    """The values that the model is offloaded with can be read again for as long as it is. Args: readers: by the names
+    of the parameters."""
+    _readers[model] = readers
 
 
-def can_be_removed(model: nn.Module, hooks: Sequence[Hook]) -> None:
+def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
     """These are the hooks of a model beside those of its parameters."""
-    _hooks[model] = hooks
+    _handles[model] = handles
 
 
-def take_back(model: nn.Module) -> None:
+def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
     """The model is as it was before it was offloaded, with what was put into it since, and its parameters are deferred
     ones.
 
+    Args:
+        require_possible: raises where the model cannot be offloaded again.
+
     Raises:
         TooLateError: it was trained; or its values are in no file, and too large for memory.host. Nothing was done.
+        others: as `require_possible`. Nothing was done.
+        SwapIOError: the store could not be read. Nothing was done.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.forget_dead()
     with coordinator.locked():
         _require_untrained(model, coordinator)
+        require_possible()
         values = _values(model, coordinator)
         logger.info("the model is changed after it was offloaded: it is offloaded anew")
+        with interrupts_deferred():
+            _let_go(model, coordinator, values)
+
+
+def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
+    """What is not in `values` belongs to the model no more."""
+    try:
+        coordinator.health.supersede()
         coordinator.close(discard=True)
-    registry.leave(model)
-    for hook in _hooks.pop(model):
-        hook.remove()
-    for parameter, place in coordinator.places():
-        coordinator.units[place.unit.index].views.hide()
-        defer_again(parameter, place.spec.name, values[place.spec.name])
+    finally:
+        registry.leave(model)
+        for handle in _handles.pop(model):
+            handle.remove()
+        for parameter, place in coordinator.places():
+            coordinator.units[place.unit.index].views.hide()
+            if place.spec.name in values:
+                defer_again(parameter, place.spec.name, values[place.spec.name])
+        registry.give_back_signals()
 
 
 class Resize(Guard):
@@ -91,26 +114,40 @@ _WAY_OUT = (
 
 
 def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
-    if not coordinator.untrained:
+    why = coordinator.why_not_anew()
+    if why:
         raise TooLateError(
             f"this {type(model).__name__} was changed after it was offloaded, so it is to be offloaded anew, and that "
-            f"is not possible any more: it has an optimizer or gradients, or goes on with a run. {_WAY_OUT}"
+            f"is not possible: {why}. {_WAY_OUT}"
         )
 
 
-def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Read | torch.Tensor]:
-    """The values of all offloaded parameters, by their names."""
-    reads = {name: read for name, read in _readable.get(model, {}).items() if name not in coordinator.rewritten}
-    nowhere = {place.spec.name: parameter for parameter, place in coordinator.places() if place.spec.name not in reads}
-    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in nowhere.values())
-    limit = coordinator.plan.budgets.limits.host
+def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
+    """The values of the offloaded parameters that the model still has, by their names."""
+    same = _Unchanged()
+    known = {name: reader for name, reader in _readers.get(model, {}).items() if name not in coordinator.rewritten}
+    there = {id(parameter) for parameter in model.parameters()}
+    places = {place.spec.name: place for parameter, place in coordinator.places() if id(parameter) in there}
+    values: dict[str, Value] = {name: known[name] for name in places if name in known and same(known[name])}
+    nowhere = [place for name, place in places.items() if name not in values]
+    nbytes, limit = sum(exact_bytes(coordinator, place) for place in nowhere), host_bytes_of(model)
     if nbytes > limit:
         raise TooLateError(
-            f"this {type(model).__name__} was changed after it was offloaded from memory. To offload it anew takes "
-            f"{format_bytes(nbytes)} of RAM, and memory.host is {format_bytes(limit)}. {_WAY_OUT}"
+            f"this {type(model).__name__} was changed after it was offloaded, and its values cannot be read again from "
+            f"files. To offload it anew takes {format_bytes(nbytes)} of RAM, and memory.host is {format_bytes(limit)}: "
+            f"raise it to that. Or: {_WAY_OUT}"
         )
-    copies: dict[str, Read | torch.Tensor] = {}
-    for name, parameter in nowhere.items():
-        with gathered(model, parameter):
-            copies[name] = parameter.detach().to("cpu", copy=True)
-    return {**reads, **copies}
+    return values | {place.spec.name: exact_value(coordinator, place) for place in nowhere}
+
+
+class _Unchanged:
+    """Whether the files that a value is read from are those that it was read from before; each source is asked once."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, bool] = {}
+
+    def __call__(self, reader: Reader) -> bool:
+        source = reader.source
+        if id(source) not in self._asked:
+            self._asked[id(source)] = isinstance(source, Lasting) and source.unchanged()
+        return self._asked[id(source)]

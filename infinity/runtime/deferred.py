@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -142,7 +143,7 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
                 continue
             if parameter not in placed:
                 placed[parameter] = _placeholder(parameter, parameter.dtype, device)
-                _values.enter(placed[parameter], names[parameter], _reader(source, names[parameter]))
+                _values.enter(placed[parameter], names[parameter], Reader(source, names[parameter]))
             module._parameters[key] = placed[parameter]
 
 
@@ -174,8 +175,23 @@ def _placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devi
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
-def _reader(source: Source, name: str) -> Read:
-    return lambda: source(name)
+@runtime_checkable
+class Lasting(Protocol):
+    """A source that can be asked again later."""
+
+    def unchanged(self) -> bool:
+        """Whether it gives the same values as at first."""
+
+
+class Reader:
+    """Reads a value from a source."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self.source = source
+        self._name = name
+
+    def __call__(self) -> torch.Tensor:
+        return self.source(self._name)
 
 
 def is_deferred(model: nn.Module) -> bool:
@@ -205,10 +221,10 @@ class Values:
         self.deferred = bool(left)
 
     @property
-    def reads(self) -> dict[str, Read]:
+    def readers(self) -> dict[str, Reader]:
         """What reads the parameters whose values are in no memory, by each of their names."""
         found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
-        return {name: read for name, read in found.items() if not isinstance(read, _Constant)}
+        return {name: read for name, read in found.items() if isinstance(read, Reader)}
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]

@@ -3,6 +3,7 @@ weights; deepcopy and pickling raise."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.base.interrupt import whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ReleasedParameterError
+from infinity.errors import ModelError, ReleasedParameterError
 from infinity.runtime.calls import Call
 from infinity.runtime.gathered import gathered, not_gathered
 from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
@@ -61,6 +62,7 @@ class _Gathers:
         self._of = weakref.ref(model)
         self._beyond = beyond
         self._open: dict[int, tuple[Call, AbstractContextManager[None]]] = {}
+        self._lock = threading.RLock()
 
     @property
     def _model(self) -> nn.Module:
@@ -73,6 +75,11 @@ class _Gathers:
         call = Call(self._beyond)
         context.__enter__()
         self._open[id(module)] = call, context
+
+    def _require_this_thread(self, what: str) -> None:
+        """Two threads would end each other's gatherings."""
+        if not all(call.of_this_thread for call, _ in self._open.values()):
+            raise ModelError(f"{what} of this model is under way in another thread; let it end first")
 
     def _leave(self, module: nn.Module) -> None:
         found = self._open.pop(id(module), None)
@@ -91,11 +98,13 @@ class _StateDict(_Gathers):
     """The tensors of a state_dict are copies of all weights of the module, which memory.host must have room for."""
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.end_if_dead()
-        if self._open:
-            return  # a module above this one is being read
-        self._require_room(module)
-        self._enter(module, gathered(self._model, module))
+        with self._lock:
+            self.end_if_dead()
+            self._require_this_thread("state_dict()")
+            if self._open:
+                return  # a module above this one is being read
+            self._require_room(module)
+            self._enter(module, gathered(self._model, module))
 
     def after(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         self._leave(module)
@@ -110,7 +119,12 @@ class _LoadStateDict(_Gathers):
     """One module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-        self.end_if_dead()
+        with self._lock:
+            self.end_if_dead()
+            self._require_this_thread("load_state_dict()")
+            self._open_own(module, local_metadata)
+
+    def _open_own(self, module: nn.Module, local_metadata: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             _refuse("load_state_dict(assign=True)", "would replace its parameters; leave assign=True out")
         own = not_gathered(self._model, module.parameters(recurse=False))

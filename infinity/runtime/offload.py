@@ -17,10 +17,10 @@ from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
-from infinity.coordinator.opening import from_generation, from_source, open_coordinator
+from infinity.coordinator.opening import from_generation, from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import require_none_pinned
 from infinity.errors import ConfigError, ModelError, ResumeError
-from infinity.runtime.anew import Resize, can_be_read, can_be_removed, take_back
+from infinity.runtime.anew import Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
@@ -35,7 +35,7 @@ from infinity.runtime.hooks import (
 )
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.pins import generation_of
-from infinity.state.discover import Discovery
+from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
@@ -82,12 +82,12 @@ def offload(
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
     with values_of(model) as values:
-        reads = values.reads if source is None else {}
+        readers = values.readers if source is None else {}
         if source is None and values.deferred:
             source = values
         fill, placeless = from_source(source), source is not None
         _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
-    can_be_read(model, reads)
+    remember_readers(model, readers)
     return model
 
 
@@ -178,18 +178,28 @@ def _offload(
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
         on_parameters, on_modules = _install(model, found, coordinator)
-        can_be_removed(model, [*on_modules, *give_methods(model, coordinator), *_resizing(model)])
+        remember_handles(model, [*on_modules, *give_methods(model, coordinator), *_resizing(model)])
     except BaseException:
         coordinator.close()
         registry.give_back_signals()
         raise
 
-    def anew(model: nn.Module, change: Callable[[], Any]) -> Any:
-        take_back(model)
+    limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
+    memory = resolved.memory.model_copy(
+        update={"host": limits.host} if limits.shares_memory else {"host": limits.host, "device": limits.device}
+    )
+    same = resolved.model_copy(update={"memory": memory})
+
+    def require_plan(model: nn.Module) -> None:
+        found = discover(model, same.moments)
+        plan_for(model, found, same, target, optimizer, accumulation_steps, resume=False)
+
+    def anew(model: nn.Module, change: Callable[[], Any] | None) -> Any:
+        take_back(model, lambda: require_plan(model) if change is None else None)
         try:
-            return change()
+            return None if change is None else change()
         finally:
-            offload(model, resolved, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
+            offload(model, same, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
 
     registry.enter(model, coordinator, on_parameters, anew)
     return model

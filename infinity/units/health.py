@@ -17,12 +17,17 @@ class Health:
     """
 
     def __init__(self) -> None:
+        self._why_closed = "was closed (infinity.close); load it again to go on"
         self.failure: InfinityError | None = None
         self.closed = False
 
     def fail(self, error: InfinityError) -> None:
         """From now on every call raises."""
         self.failure = self.failure or error
+
+    def supersede(self) -> None:
+        """The model is offloaded anew, and this is closed."""
+        self._why_closed = "was offloaded anew since this forward pass: make the optimizer first, then run the forward"
 
     def close(self) -> None:
         """The model is closed."""
@@ -39,7 +44,7 @@ class Health:
     def require_open(self) -> None:
         """Raises InfinityError once the model is closed."""
         if self.closed:
-            raise InfinityError("this model was closed (infinity.close); load it again to go on")
+            raise InfinityError(f"this model {self._why_closed}")
 
     def require_usable(self) -> None:
         """Raises ForkError in a forked child, InfinityError once the model is closed or has failed."""

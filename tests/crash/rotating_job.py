@@ -230,6 +230,7 @@ def require_folders_lead_to_their_bits(checkpoint: Path, root: Path, expected: D
     for folder, marker in marked(root).items():
         assert marker.step == int(folder.name.split("-")[1]), f"{folder} holds step {marker.step}"
         model, aside = hf.AutoModelForCausalLM.from_pretrained(checkpoint), root / "tried"
+        aside.mkdir()
         if marker.portable is None:
             shutil.copytree(root / "swap", aside / "swap")
             infinity.resume(model, config_of(aside) | {"pins": pins}, folder=folder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import infinity
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.exact import exact_value
 from infinity.coordinator.registry import coordinator_of
 from infinity.errors import ModelError
 from infinity.io.directory import SWAP_NAME
@@ -51,7 +56,8 @@ def load(checkpoint: Path, tmp_path: Path, swap_config: Callable[..., dict[str, 
 
     yield make
     for model in opened:
-        infinity.close(model)
+        if registry.is_offloaded(model):
+            infinity.close(model)
 
 
 def adapted(model: Any) -> Any:
@@ -212,3 +218,136 @@ def test_a_model_from_memory_that_ram_has_no_room_for_names_the_order(
     object.__setattr__(coordinator_of(model).plan.budgets.limits, "host", 100 << 10)
     with pytest.raises(ModelError, match=r"takes 642\.25 KiB of RAM.*memory\.host is 100\.00 KiB.*defer=True"):
         infinity.AdamW(adapted(model).parameters(), lr=LR)
+
+
+# -- what is at stake -------------------------------------------------------------------------------------------------
+
+
+def fp32_values(reference: nn.Module) -> Callable[[str], torch.Tensor]:
+    """Finer than bf16 weights."""
+    generator = torch.Generator().manual_seed(2)
+    values = {
+        name: value.detach() + 1e-4 * torch.randn(value.shape, generator=generator)
+        for name, value in reference.named_parameters()
+    }
+    return values.__getitem__
+
+
+@pytest.mark.parametrize("master", ["split16", "fp32"])
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+def test_the_master_keeps_all_its_bits(
+    tier: str, master: str, swap_config: Callable[..., dict[str, Any]], plain: tuple[Any, Batch]
+) -> None:
+    ends = []
+    for late in (False, True):
+        model = copy.deepcopy(plain[0]).bfloat16()
+        if not late:
+            model.model.layers[0].requires_grad_(False)
+        infinity.offload(model, swap_config(tier, master=master, memory=SMALL), source=fp32_values(plain[0]))
+        if late:
+            model.model.layers[0].requires_grad_(False)
+        trained(model, plain[1], infinity.AdamW)
+        ends.append(masters_of(model))
+        infinity.close(model)
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    coordinator = coordinator_of(model)
+    coordinator.fence()
+    return {place.spec.name: exact_value(coordinator, place) for _, place in coordinator.places()}
+
+
+def rewritten(checkpoint: Path, reference: Any) -> None:
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(1)
+    shutil.rmtree(checkpoint)
+    reference.save_pretrained(checkpoint)
+
+
+FILES: dict[str, Callable[[Path, Any], object]] = {
+    "as they were": lambda checkpoint, reference: None,
+    "gone": lambda checkpoint, reference: shutil.rmtree(checkpoint),
+    "other ones": lambda checkpoint, reference: rewritten(checkpoint, copy.deepcopy(reference)),
+}
+
+
+@pytest.mark.parametrize("files", FILES)
+def test_values_are_those_the_model_was_loaded_with_whatever_became_of_the_files(
+    files: str, load: Load, checkpoint: Path, plain: tuple[Any, Batch]
+) -> None:
+    model, _ = load("swap")
+    FILES[files](checkpoint, plain[0])
+    infinity.AdamW(frozen(model).lm_head.parameters(), lr=LR)
+    assert infinity.statistics(model).trainable_numel < infinity.statistics(model).numel
+    assert all(torch.equal(value, plain[0].get_parameter(name)) for name, value in weights_of(model).items())
+
+
+def test_where_the_new_plan_does_not_fit_the_model_is_as_it_was(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, config = load("swap", defer=True)
+    model.requires_grad_(False)
+    infinity.offload(model, config | {"memory": {"device": "640KiB", "host": "1MiB"}, "optimizer": "host"})
+    model.requires_grad_(True)
+    with pytest.raises(infinity.PlanError, match=r"memory\.host"):
+        infinity.AdamW(model.parameters(), lr=LR)
+    with torch.no_grad():
+        assert torch.equal(model(**plain[1]).logits, plain[0](**plain[1]).logits)
+
+
+def test_a_hyperparameter_out_of_range_is_refused_before_anything_is_done(load: Load) -> None:
+    model, _ = load("swap")
+    before = coordinator_of(model)
+    with pytest.raises(infinity.ConfigError, match="lr"):
+        infinity.AdamW(frozen(model).lm_head.parameters(), lr=-1)
+    assert coordinator_of(model) is before
+
+
+def test_ctrl_c_comes_when_the_model_is_deferred_or_offloaded(
+    load: Load, plain: tuple[Any, Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load("swap")
+    before, close = coordinator_of(model), Coordinator.close
+
+    def interrupted(self: Coordinator, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        close(self, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Coordinator, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            infinity.AdamW(frozen(model).lm_head.parameters(), lr=LR)
+    assert before.closed
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    assert all(torch.equal(value, plain[0].get_parameter(name)) for name, value in values.items())
+
+
+def test_a_closed_model_is_not_changed(load: Load) -> None:
+    model, _ = load("swap")
+    infinity.close(model)
+    with pytest.raises(ModelError, match="is not possible: it was closed"):
+        model.resize_token_embeddings(160)
+
+
+def test_in_gathered_it_says_what_to_leave(load: Load) -> None:
+    model, _ = load("swap")
+    with infinity.gathered(model, model.lm_head), pytest.raises(ModelError, match=r"leave infinity\.gathered"):
+        infinity.AdamW(adapted(model).parameters(), lr=LR)
+
+
+def test_the_backward_of_an_earlier_forward_says_what_to_do(load: Load, plain: tuple[Any, Batch]) -> None:
+    model, _ = load("swap")
+    loss = model(**plain[1]).loss
+    infinity.AdamW(frozen(model).lm_head.parameters(), lr=LR)
+    with pytest.raises(infinity.InfinityError, match="was offloaded anew since this forward"):
+        loss.backward()
+
+
+def test_a_parameter_that_was_replaced_takes_no_memory(offload: Callable[..., Any], plain: tuple[Any, Batch]) -> None:
+    model = offload(copy.deepcopy(plain[0]), memory=SMALL)
+    size = plain[0].lm_head.weight.numel() * 4
+    object.__setattr__(coordinator_of(model).plan.budgets.limits, "host", 657_664 - size)
+    model.lm_head = nn.Linear(64, 128, bias=False)
+    infinity.AdamW(model.parameters(), lr=LR)
+    assert not torch.equal(weights_of(model)["lm_head.weight"], plain[0].lm_head.weight)

@@ -28,6 +28,7 @@ SIZE = 48
 def config(root: Path, **options: Any) -> dict[str, Any]:
     given = {"weights": "nvme", "optimizer": "nvme", "activations": "keep", "commit_every": 1, "pins": 2}
     memory = {"device": "4MiB", "host": "64MiB"}
+    root.mkdir(exist_ok=True)
     return given | {"memory": memory, "nvme": {"paths": [str(root / "swap")]}} | options
 
 

@@ -171,6 +171,26 @@ def test_a_state_dict_that_another_thread_reads_is_not_taken_for_a_dead_one(trai
     assert_same(read, expected)
 
 
+def test_while_a_thread_reads_another_one_is_refused(trained: Trained) -> None:
+    model, *_ = trained
+    expected, refused = weights(model), []
+
+    def read_beside(*args: Any) -> None:
+        def read() -> None:
+            with pytest.raises(infinity.ModelError, match="under way in another thread") as error:
+                model.state_dict()
+            refused.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        reader.join()
+
+    hook = model.model.layers[1].register_state_dict_pre_hook(read_beside)
+    assert_same(model.state_dict(), expected)
+    hook.remove()
+    assert len(refused) == 1
+
+
 def test_an_interrupted_state_dict_does_not_keep_the_model(swap_config: Any) -> None:
     model = infinity.offload(llama()[0], swap_config("nvme"))
     seen = weakref.ref(model)

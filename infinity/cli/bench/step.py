@@ -22,6 +22,7 @@ from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
 from infinity.files import nearest
 from infinity.io.devices import describe_disk
+from infinity.io.directory import require_place
 from infinity.plan.plan import Plan
 from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
@@ -99,6 +100,9 @@ def _scratch(config: SwapConfig) -> Iterator[SwapConfig]:
     """The config with directories of its own on the same disks: those it names may hold a run's generations."""
     missing = [path for path in (each.expanduser() for each in config.nvme.paths) if not path.exists()]
     paths = [path.expanduser() / f".infinity-bench-{os.getpid()}" for path in config.nvme.paths]
+    for path in missing:
+        require_place(path)
+        path.mkdir(mode=0o700, exist_ok=True)
     try:
         yield config.model_copy(update={"nvme": config.nvme.model_copy(update={"paths": paths})})
     finally:

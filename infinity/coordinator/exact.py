@@ -1,0 +1,53 @@
+"""The exact values of parameters: those of the master, where it is finer than the weights."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity import _native
+from infinity.coordinator.coordinator import Coordinator
+from infinity.io.store import wait_all
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.dtypes import residual_itemsize
+from infinity.state.unit import Place
+from infinity.tiers.home import Home
+from infinity.tiers.resources import Resources
+
+
+def exact_bytes(coordinator: Coordinator, place: Place) -> int:
+    """Of what `exact_value` returns."""
+    states = coordinator.units[place.unit.index].homes.states.get(place.group_index)
+    finer = states is not None and states.residual is not None
+    return place.spec.numel * (4 if finer else place.group.dtype.itemsize)
+
+
+def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
+    """A copy in RAM, of the parameter's shape: fp32 where the master has more than the weight, else as the weight.
+
+    Raises:
+        SwapIOError: the store could not be read.
+    """
+    unit, spec = coordinator.units[place.unit.index], place.spec
+    with coordinator.locked(), coordinator.taking([place.unit.index]), torch.no_grad():
+        weight = unit.parameters[spec.name].detach().to("cpu", copy=True).contiguous()
+    states = unit.homes.states.get(place.group_index)
+    if states is None or states.residual is None or not spec.numel:
+        return weight
+    itemsize = residual_itemsize(states.master)
+    rest = _read(coordinator.resources, states.residual, spec.offset * itemsize, spec.numel * itemsize)
+    if states.master == "fp32":
+        return rest.view(torch.float32).view(spec.shape)
+    values = torch.empty(spec.numel)
+    _native.decode_split16(weight.reshape(-1).view(torch.uint8).numpy(), rest.numpy(), values.numpy())
+    return values.view(spec.shape)
+
+
+def _read(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
+    """Bytes of a state, uint8."""
+    if home.in_memory:
+        return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
+    start, end = begin // PAGE_BYTES * PAGE_BYTES, round_up(begin + nbytes, PAGE_BYTES)
+    memory = _native.Arena(end - start, huge_pages=False)
+    page = memory.view(0, end - start)
+    wait_all([resources.require_store().read(home.stored(), page, at=start, io_class="states")])
+    return torch.frombuffer(page, dtype=torch.uint8)[begin - start : begin - start + nbytes].clone()
