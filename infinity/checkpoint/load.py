@@ -239,7 +239,11 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
 def on_meta(
     model_class: Any, path: str, dtype: torch.dtype | str, scratch: str, kwargs: Mapping[str, Any]
 ) -> tuple[Any, Source]:
-    """The model with its parameters on the meta device and real buffers, and the place of each parameter's values."""
+    """The model with its parameters on the meta device and real buffers, and the place of each parameter's values.
+
+    Args:
+        scratch: an empty directory; removed if it stays empty.
+    """
     from accelerate.hooks import remove_hook_from_submodules
 
     try:
@@ -256,6 +260,8 @@ def on_meta(
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
     model.tie_weights()
+    with contextlib.suppress(OSError):  # not empty: tensors were converted
+        os.rmdir(scratch)  # now, as a process that is killed leaves it
     return model, _Files(model, loader, path)
 
 

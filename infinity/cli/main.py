@@ -201,6 +201,9 @@ def _add_checkpoint(commands: Any) -> None:
             act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
 
 
+_SWAP_CONFIG_FIRST = ". The swap config comes first, then the script: infinity run swap.yaml train.py"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -208,7 +211,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruptible_imports():
             from infinity.cli.run import run
 
-        return run(build_parser().parse_args(given))
+        try:
+            options = build_parser().parse_args(given)
+        except ConfigError as error:
+            hint = "" if any(each.endswith((".yaml", ".yml", ".json")) for each in given) else _SWAP_CONFIG_FIRST
+            return _fail(ConfigError(f"{error}{hint}"), 2)
+        return run(options)
     with outlets(go_on=True) as out:
         try:
             return _run(arguments, out)

@@ -18,7 +18,7 @@ from infinity.durable import rng
 from infinity.errors import ModelError, printable
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
-from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.deferred import defer, defer_in_memory, is_deferred
 from infinity.runtime.offload import move_buffers
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
                 logger.warning("infinity: %s is loaded into memory whole: %s", path, printable(error))
                 rng.restore(before)  # what the first attempt drew for a new head
                 loaded = original(cls, path, dtype=dtype, output_loading_info=with_info, **kwargs)
-                run.loaded(loaded[0] if with_info else loaded)
+                model = loaded[0] if with_info else loaded
+                defer_in_memory(model)  # whatever it is converted to, its values become the master
+                run.loaded(model)
                 return loaded
             if isinstance(error.__cause__, OSError | ValueError):
                 raise error.__cause__ from error  # what scripts expect where there is no such model

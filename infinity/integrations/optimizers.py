@@ -56,8 +56,9 @@ def _warning_of_names() -> Callable[..., Any]:
             logger.warning(
                 "infinity: the script saves the state_dict of an optimizer itself. It holds the names of the states, "
                 "and these stay in the store, which is removed when the script ends well. To go on from step %d in a "
-                "later process, save with accelerator.save_state, with a Trainer's checkpoints, or with "
-                "infinity.runtime.pins.pin(model, folder): such a folder keeps its states",
+                "later process, save with accelerator.save_state, with a Trainer's checkpoints, or, with `pins: 1` in "
+                "the swap config, with infinity.runtime.pins.pin(model, folder): such a folder keeps its states, and "
+                "`infinity run --resume folder` goes on from it",
                 handle.step,
             )
         return original(handle)
@@ -127,10 +128,10 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
     places = [each[1] for each in found if each is not None]
-    if optimizer is not None and places and not any(place.group.trainable for place in places):
+    if optimizer is not None and model in run.references and not any(place.group.trainable for place in places):
         raise ModelError(
             "an optimizer is given parameters of a model that was offloaded to be evaluated only: it was prepared "
-            "with evaluation_mode=True, or frozen, and used. Make the optimizer before the first forward pass."
+            "with evaluation_mode=True, and used. Make the optimizer before the first forward pass."
         )
     return model is not None or bool(places)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import tempfile
+import shlex
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -23,7 +23,8 @@ from infinity.integrations.folders import folders_of, go_on, name_vanished, remo
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import HEADER_NAME, generations_in
 from infinity.runtime.anew import take_back
-from infinity.runtime.deferred import is_a_deferred, is_deferred, values_of
+from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
+from infinity.runtime.guards import Guard
 from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
@@ -75,6 +76,7 @@ class Run:
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     resumed: Path | None = None
+    _resumed_of: weakref.ref[nn.Module] | None = None
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _stores: list[tuple[weakref.ref[nn.Module], str, list[Path]]] = field(default_factory=list)
@@ -100,8 +102,7 @@ class Run:
 
     def scratch(self) -> str:
         """A directory on the swap disk that is gone when the run ends."""
-        parent = self._scratch.enter_context(scratch_directory(self.config))
-        return tempfile.mkdtemp(dir=parent)
+        return self._scratch.enter_context(scratch_directory(self.config))
 
     def wish(self, **known: Any) -> None:
         """More is known of the training. Args: known: attributes of Wishes."""
@@ -215,6 +216,8 @@ class Run:
             for parameter, requires_grad in wanted.items():
                 parameter.requires_grad_(requires_grad)
         self._evaluated.add(model)
+        if hasattr(type(model), "resize_token_embeddings"):
+            object.__setattr__(model, "resize_token_embeddings", _ResizeEvaluated(self, model))
         self._await_use(model)  # before the hooks of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
@@ -223,8 +226,15 @@ class Run:
             if each in self._evaluated:
                 take_back(each)
                 self._evaluated.discard(each)
+                each.__dict__.pop("resize_token_embeddings", None)
                 self._offloaded = [one for one in self._offloaded if one() is not each]
                 self._stores = [one for one in self._stores if one[0]() is not each]
+
+    def began_from(self, model: nn.Module) -> Path | None:
+        """The checkpoint folder that this model went on from, or will when it is offloaded."""
+        if not registry.is_offloaded(model):
+            return self.wishes.folder
+        return self.resumed if self._resumed_of is not None and self._resumed_of() is model else None
 
     def is_decided(self, model: nn.Module) -> bool:
         """Whether something has said that this model is trained, or that it is not."""
@@ -248,7 +258,12 @@ class Run:
             if trained and self.wishes.folder is not None:
                 with values_of(model):  # which are not read
                     go_on(model, self.wishes.folder, config, **how)
-                self.resumed = self.wishes.folder
+                logger.warning(
+                    "infinity: the model goes on from %s, after step %d",
+                    self.wishes.folder,
+                    registry.coordinator_of(model).steps,
+                )
+                self.resumed, self._resumed_of = self.wishes.folder, weakref.ref(model)
                 self.wish(folder=None)  # another model is not the one of that folder
             else:
                 offload(model, config, **how)
@@ -276,6 +291,8 @@ class Run:
             "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast", named, named
         )
         loaded = is_deferred(model)
+        if not loaded:
+            defer_in_memory(model)  # the fp32 values stay
         for parameter in model.parameters():  # adapters, which PEFT has in fp32, stay so
             if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
@@ -317,7 +334,8 @@ class Run:
 
     def alive(self) -> list[nn.Module]:
         """The offloaded models that the script has not let go."""
-        return [model for model in (each() for each in self._offloaded) if model is not None]
+        found = (each() for each in self._offloaded)
+        return [model for model in found if model is not None and registry.is_offloaded(model)]
 
     def _open(self) -> list[nn.Module]:
         """The models that are offloaded now."""
@@ -335,6 +353,19 @@ class Run:
             if not failed:
                 for _, run, paths in (each for each in self._stores if each[0]() is None):
                     ending.callback(remove_left, paths, run)
+
+
+class _ResizeEvaluated(Guard):
+    """`resize_token_embeddings` of a model that was only evaluated: it waits again to be offloaded."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._run = run
+        self._of = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._of()
+        self._run.take_back(model)
+        return type(model).resize_token_embeddings(model, *args, **kwargs)
 
 
 class _FirstUse:
@@ -375,7 +406,15 @@ def _close_what_ended_well(model: nn.Module) -> None:
     name_vanished(model)
     folders = folders_of(model)
     if folders:
-        logger.warning("infinity: the store stays: %s need it", ", ".join(map(str, folders)))
+        store = registry.coordinator_of(model).resources.require_store()
+        logger.warning(
+            "infinity: the store in %s, %s, stays for the checkpoint folders that go on from it: %s. "
+            "`infinity checkpoint remove --pinned %s` removes it when none of them is to be resumed",
+            store.directories[0].path,
+            format_bytes(store.nbytes),
+            ", ".join(map(str, folders)),
+            shlex.quote(str(store.directories[0].path)),
+        )
     close(model, discard=not folders)
 
 
@@ -385,8 +424,10 @@ def _say_what_is_left(config: SwapConfig) -> None:
     found = generations_in(first) if first is not None and (first / HEADER_NAME).exists() else {}
     if found:
         logger.warning(
-            "infinity: the script failed. Its states after step %d stay in %s: resume_from_checkpoint goes on from a "
-            "checkpoint folder, `infinity checkpoint export %s --output FOLDER` writes them, and `infinity checkpoint "
+            "infinity: the script did not end well. Its states after step %d stay in %s: a run goes on from a "
+            "checkpoint folder, if the script saved one (resume_from_checkpoint of a Trainer, or infinity run --resume "
+            "FOLDER). "
+            "`infinity checkpoint export %s --output FOLDER` writes them, and `infinity checkpoint "
             "remove %s` lets them go, so that the script can begin anew",
             max(found),
             first,

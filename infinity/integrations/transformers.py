@@ -67,8 +67,8 @@ class _OfTrainer:
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
         self._tell(trainer)
-        self._require_one_beginning()
         offloaded = trainer.model if model is None else model
+        self._require_one_beginning(offloaded)
         self._run.ensure_offloaded(offloaded)
         if _saves_states(trainer.args):
             require_pins(offloaded)  # now, and not after hours
@@ -76,9 +76,9 @@ class _OfTrainer:
         optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
 
-    def _require_one_beginning(self) -> None:
+    def _require_one_beginning(self, model: nn.Module) -> None:
         """Raises ConfigError where the model would go on, and the Trainer would begin at step 0."""
-        folder = self._run.wishes.folder or self._run.resumed
+        folder = self._run.began_from(model)
         if folder is not None and folder != self._resumes_from:
             raise ConfigError(
                 f"--resume {folder}: a Trainer says itself where it goes on, and this one begins at step 0. Leave "

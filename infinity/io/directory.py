@@ -230,12 +230,12 @@ class SwapDirectory(StoreDirectory):
                     f"folders (`infinity checkpoint unpin {self.path} --folder FOLDER` lets one of them go)"
                 )
             raise StoreNotEmptyError(
-                f"{self.path} holds {what}. To go on from it "
-                "use infinity finetune --resume, or infinity.resume or load_pretrained(resume=True) in code"
-                f"{', with folder= to go on from one of the folders' if pinned else ''}. To begin "
-                f"anew give this run another directory in nvme.paths, or remove the old one with {remove}. A script "
-                "whose runs need not go on after their end removes the store itself: infinity.close(model, "
-                "discard=True)."
+                f"{self.path} holds {what}. To go on from it: under infinity run, resume_from_checkpoint= of a "
+                "Trainer, ckpt_path= of Lightning, or `infinity run --resume FOLDER`; else `infinity finetune "
+                "--resume`, or in code infinity.resume or load_pretrained(resume=True)"
+                f"{', with folder= for one of the folders' if pinned else ''}. To begin anew: give this run another "
+                f"directory in nvme.paths, or remove the old one with {remove}. A script whose runs need not go on "
+                "after their end removes the store itself: infinity.close(model, discard=True)."
             )
 
     def make_room(self) -> None:

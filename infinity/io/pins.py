@@ -293,10 +293,10 @@ def require_marker(folder: Path) -> Marker:
     """
     marker = read_marker(folder)
     if marker is None:
-        where = "has no" if folder.is_dir() else "is not there, and so is its"
+        where = "has no" if folder.is_dir() else "is not there, nor is its"
         raise ResumeError(
-            f"{folder} {where} {MARKER_NAME}: no run can go on from it. Either it was not finished when its run ended, "
-            "or its generation was unpinned. Take another checkpoint folder; `infinity checkpoint list` names those "
-            "that pin a generation."
+            f"{folder} {where} {MARKER_NAME}: no run can go on from it. It was written without infinity, or was not "
+            "finished when its run ended, or its generation was unpinned. Take another checkpoint folder (`infinity "
+            "checkpoint list` names those that pin a generation); or begin a new run from its weights, as a model."
         )
     return marker

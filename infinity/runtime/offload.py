@@ -266,12 +266,24 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = placed[parameter]
 
 
+class _WhereGraphsAreMade:
+    """The switch of a transformers layer. Where there is no graph nothing is to be recomputed; a layer that is in
+    training mode would go without its cache all the same, and `generate` would give other tokens."""
+
+    def __bool__(self) -> bool:
+        return torch.is_grad_enabled()
+
+
 def _recompute(model: Any) -> None:
     """transformers renamed the switch in version 5."""
+    before = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if module not in before and getattr(module, "gradient_checkpointing", None) is True:
+            module.gradient_checkpointing = _WhereGraphsAreMade()
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

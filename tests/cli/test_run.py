@@ -102,3 +102,14 @@ def test_an_error_of_the_script_ends_as_it_does_in_python(tmp_path: Path) -> Non
     ended = run(tmp_path, FAILING.format(hook="", error="ValueError('its own')"))
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1] == "ValueError: its own"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["swap.yaml"], ["train.py"], ["train.py", "--out", "x", "swap.yaml"], ["--resum"]]
+)
+def test_a_wrong_command_line_is_one_line(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *arguments]) == 2
+    said = capfd.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    assert ("infinity run swap.yaml train.py" in said) == ("swap.yaml" not in arguments)
