@@ -200,4 +200,25 @@ OF_TRAINING = [
         "",
         ("tests/runtime/test_errors.py", "-k", "old_weights"),
     ),
+    Mutant(
+        "offloading anew reads only files that are as they were",
+        "infinity/runtime/anew.py",
+        "isinstance(source, Lasting) and source.unchanged()",
+        "isinstance(source, Lasting)",
+        ("tests/runtime/test_anew.py",),
+    ),
+    Mutant(
+        "offloading anew keeps all bits of the master",
+        "infinity/coordinator/exact.py",
+        "    if states is None or states.residual is None or not spec.numel:\n",
+        "    if True:\n",
+        ("tests/runtime/test_anew.py",),
+    ),
+    Mutant(
+        "a model with gradients is not offloaded anew",
+        "infinity/runtime/anew.py",
+        "    if why:\n",
+        "    if False:\n",
+        ("tests/runtime/test_anew.py",),
+    ),
 ]
