@@ -103,6 +103,11 @@ def coordinator_of(model: nn.Module) -> Coordinator:
     return _models[inside[0]].coordinator
 
 
+def model_of(coordinator: Coordinator) -> nn.Module | None:
+    """None once the model was collected, or offloaded anew."""
+    return next((model for model, of in _models.items() if of.coordinator is coordinator), None)
+
+
 def coordinators() -> list[Coordinator]:
     """Of all offloaded models that are alive."""
     return [offloaded.coordinator for offloaded in _models.values()]

@@ -122,8 +122,9 @@ def _as_list(params: Any) -> Any:
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
-    model = run.owner_of(parameters)
-    if model is not None and optimizer is not None:
+    model, home = run.owner_of(parameters), _home_of(parameters)
+    at_home = home is not None and not run.is_evaluated(home) and not _outside(home, parameters)
+    if model is not None and optimizer is not None and not at_home:
         _require_all_in(model, parameters)
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
@@ -136,10 +137,24 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
     return model is not None or bool(places)
 
 
+def _home_of(parameters: list[Any]) -> nn.Module | None:
+    """The offloaded model that has some of these parameters: the loaded one, or a module around that."""
+    for each in parameters:
+        found = registry.find(each) if isinstance(each, nn.Parameter) else None
+        if found is not None:
+            return registry.model_of(found[0])
+    return None
+
+
+def _outside(model: nn.Module, parameters: list[Any]) -> list[Any]:
+    """Those that the model does not have."""
+    inside = set(map(id, model.parameters()))
+    return [each for each in parameters if id(each) not in inside]
+
+
 def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
     """Raises ModelError where an optimizer would train parameters in memory, too."""
-    inside = set(map(id, model.parameters()))
-    others = [each for each in parameters if id(each) not in inside]
+    others = _outside(model, parameters)
     if others:
         raise ModelError(
             f"an optimizer is given the parameters of a {type(model).__name__}, which is to be offloaded, and "

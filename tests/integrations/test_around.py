@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
@@ -217,3 +217,28 @@ def test_a_module_whose_model_was_trained_already_is_refused_with_the_fix(
         model(ids, LABELS)
         with pytest.raises(infinity.ModelError, match="before the first forward pass"):
             torch.optim.AdamW(model.parameters())
+
+
+class Around(nn.Module):
+    """Has no parameters of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+def test_a_trainer_of_a_module_around_a_model_trains_as_plain(
+    checkpoint: Path, rows: list[dict[str, torch.Tensor]], launch: Launch, tmp_path: Path
+) -> None:
+    def script() -> list[float]:
+        args = TrainingArguments(
+            str(tmp_path), max_steps=3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no"
+        )
+        one = Trainer(Around(load(checkpoint)), args, train_dataset=rows)
+        one.train()
+        return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+    same_as_plain(script, launch)
