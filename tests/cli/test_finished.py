@@ -235,7 +235,7 @@ def test_a_note_of_another_run_is_not_believed(short: Job, tmp_path: Path, capsy
     """Else --resume would remove a store whose run is not finished."""
     assert run(short, "--keep-store") == 0
     kept = files(tmp_path / "swap")
-    note = '{"run":"%s","output":"/nowhere","steps":%d,"ended":"now"}'
+    note = f'{{"run":"%s","output":"{short["--output"]}","steps":%d,"ended":"now"}}'
     mine = read_header(tmp_path / "swap" / HEADER_NAME).run
     for text in (note % ("another", 9), note % (mine, 1), "{", note % (mine, -1)):
         (tmp_path / "swap" / FINISHED_NAME).write_text(text)
