@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from tests.crash.job import AtOperation, AtTime, Kill, Setup, kind_of, live
@@ -29,6 +30,27 @@ class Life:
     killed: bool = False
 
 
+def ended(process: ForkServerProcess, root: Path, what: str, within_s: float = DEADLINE_S) -> bool:
+    """Wait for a process that was started. Returns whether it was killed.
+
+    Args:
+        root: where it writes what it failed with, to a file named error.
+        what: it is, for messages.
+        within_s: seconds.
+
+    Raises:
+        AssertionError: it did not end, or ended neither well nor by a SIGKILL.
+    """
+    process.join(within_s)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"{what} did not end")
+    if process.exitcode not in (0, -signal.SIGKILL):
+        error = root / "error"
+        raise AssertionError(f"{what}: {error.read_text() if error.exists() else f'exit code {process.exitcode}'}")
+    return process.exitcode != 0
+
+
 def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> Life:
     """One process, to its end.
 
@@ -42,15 +64,9 @@ def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path |
     if isinstance(kill, AtTime):
         time.sleep(kill.seconds)
         process.kill()
-    process.join(DEADLINE_S)
-    if process.exitcode is None:
-        process.kill()
-        raise AssertionError(f"a life of the job did not end ({setup})")
-    if process.exitcode not in (0, -signal.SIGKILL):
-        error = root / "error"
-        raise AssertionError(error.read_text() if error.exists() else f"exit code {process.exitcode}")
+    killed = ended(process, root, f"a life of the job ({setup})")
     life = _parse(log.read_bytes()[before:].decode() if log.exists() else "")
-    life.killed = process.exitcode != 0
+    life.killed = killed
     return life
 
 

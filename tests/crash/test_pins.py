@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import sampling
+from tests.crash.lives import ended
 from tests.crash.pinned_job import Act, Life, Setup, check, live, resumable
 from tests.processes import server
 
@@ -63,15 +63,7 @@ class Sequence:
     def _process(self, target: Callable[..., None], *arguments: Any) -> bool:
         process = server().Process(target=target, args=(self.setup, self.root, *arguments))
         process.start()
-        process.join(DEADLINE_S)
-        if process.exitcode is None:
-            process.kill()
-            raise AssertionError(f"it did not end: {arguments}")
-        if process.exitcode not in (0, -signal.SIGKILL):
-            error = self.root / "error"
-            text = error.read_text() if error.exists() else f"exit code {process.exitcode}"
-            raise AssertionError(f"{arguments}: {text}")
-        return process.exitcode != 0
+        return ended(process, self.root, f"{target.__name__}{arguments}", within_s=DEADLINE_S)
 
 
 def acts(chance: random.Random) -> list[Act]:

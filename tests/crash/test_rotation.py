@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import sampling
+from tests.crash.lives import ended
 from tests.crash.rotating_job import STEPS, Digests, Life, check, live, make_checkpoint, marked, undisturbed
 from tests.processes import server
 
@@ -46,14 +46,7 @@ def process(root: Path, target: Callable[..., None], *arguments: Any) -> bool:
     """Returns whether it was killed."""
     one = server().Process(target=target, args=arguments)
     one.start()
-    one.join(DEADLINE_S)
-    if one.exitcode is None:
-        one.kill()
-        raise AssertionError(f"it did not end: {arguments}")
-    if one.exitcode not in (0, -signal.SIGKILL):
-        error = root / "error"
-        raise AssertionError(f"{target.__name__}: {error.read_text() if error.exists() else one.exitcode}")
-    return one.exitcode != 0
+    return ended(one, root, f"{target.__name__}{arguments}", within_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")

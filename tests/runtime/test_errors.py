@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -454,11 +455,6 @@ def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
 
 def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None:
     """Its coordinator, and with it the arena, goes with the model; not with the next process."""
-    import gc
-    import weakref
-
-    from infinity.coordinator import registry
-
     model, batch = llama()
     model = infinity.offload(model, swap_config("nvme", commit_every=1))
     optim = infinity.AdamW(model.parameters())
