@@ -79,7 +79,9 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
         raise ModelError(
             f"parameter '{spec.name}' is on the meta device: it has no values. Use infinity.load_pretrained."
         )
-    return value.cpu().contiguous().reshape(-1)
+    value = value.cpu().contiguous().reshape(-1)
+    # A file is mapped, and a header of odd length leaves the values behind it at addresses that the core refuses.
+    return value.clone() if value.data_ptr() % value.element_size() else value
 
 
 def _place(
