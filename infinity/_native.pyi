@@ -7,6 +7,8 @@ does not fit (size, alignment, read-only), `TypeError` what is no buffer. Calls 
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from infinity._native_device import DeviceGate as DeviceGate
+
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MasterName = Literal["weight", "split16", "fp32", "none"]
