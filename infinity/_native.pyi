@@ -410,10 +410,12 @@ class UpdatePipeline:
             tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
             speculative: the job comes before the jobs that were not begun.
             ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
+        after: Sequence[IOFuture] = (),
                 and its failure if it failed.
 
         Raises:
-            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before.
+            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or
+                belongs to a job that is held.
         """
     def read_ahead(
         self,
@@ -421,6 +423,9 @@ class UpdatePipeline:
         numel: int,
         weight_dtype: DTypeName,
         master: MasterName,
+            after: the job is held until these are done (gradients on their way from the device), and queued then: a
+                speculative job comes before those not begun then. It fails as the first of them that fails. `ahead`
+                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
         moments: MomentsName = "fp32",
         weight: StateStream | None = None,
         residual: StateStream | None = None,
@@ -441,8 +446,8 @@ class UpdatePipeline:
         ahead, and may have tiles there, must be taken over or withdrawn before. False when a device that was given up
         may use the memory for ever."""
     def withdraw(self, updates: Sequence[UpdateFuture]) -> list[bool]:
-        """Take back each job that reads ahead, or of which no tile was started: it fails as canceled. Returns False
-        for a job that was begun; it goes on."""
+        """Take back each job that is held, reads ahead, or of which no tile was started: it fails as canceled. Returns
+        False for a job that was begun; it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
         """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
         started before."""

@@ -83,6 +83,9 @@ class PyFuture {
   int pid_;
 };
 
+// ValueError when one is missing.
+std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures);
+
 // An object that Python may close before it is collected. Using it afterwards raises ValueError.
 template <class T>
 class Closable {
