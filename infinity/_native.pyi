@@ -169,7 +169,17 @@ class IOEngine:
 
         With `after` the read begins when that is done, and fails as that does.
         """
-    def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
+    def write(
+        self,
+        file: File,
+        offset: int,
+        data: Buffer,
+        io_class: IOClassName = "weights",
+        *,
+        after: IOFuture | None = None,
+    ) -> IOFuture:
+        """With `after` the write begins when that is done: what is written then is what `data` holds then. It fails as
+        `after` does, and has written nothing."""
     def sync(self, file: File) -> IOFuture:
         """fdatasync of every member: what was complete before this call survives a power cut once it is done.
 
@@ -400,6 +410,7 @@ class UpdatePipeline:
         tag: int = 0,
         speculative: bool = False,
         ahead: UpdateFuture | None = None,
+        after: Sequence[IOFuture] = (),
     ) -> UpdateFuture:
         """Queue one unit's update.
 
@@ -410,8 +421,10 @@ class UpdatePipeline:
             tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
             speculative: the job comes before the jobs that were not begun.
             ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
-        after: Sequence[IOFuture] = (),
                 and its failure if it failed.
+            after: the job is held until these are done (gradients on their way from the device), and queued then: a
+                speculative job comes before those not begun then. It fails as the first of them that fails. `ahead`
+                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
 
         Raises:
             ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or
@@ -423,9 +436,6 @@ class UpdatePipeline:
         numel: int,
         weight_dtype: DTypeName,
         master: MasterName,
-            after: the job is held until these are done (gradients on their way from the device), and queued then: a
-                speculative job comes before those not begun then. It fails as the first of them that fails. `ahead`
-                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
         moments: MomentsName = "fp32",
         weight: StateStream | None = None,
         residual: StateStream | None = None,

@@ -133,19 +133,19 @@ using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
-// Sets OSError(errno, message, path), which every std::system_error becomes; its path is empty unless it is set here.
-void set_os_error(const std::system_error& error, const std::string& path);
-
 // A gate, and what its functions need. Who uses the gate keeps this object.
 struct PyGate {
   std::shared_ptr<const DeviceGate> gate;
   py::object keep;
 };
 
+// Sets OSError(errno, message, path), which every std::system_error becomes; its path is empty unless it is set here.
+void set_os_error(const std::system_error& error, const std::string& path);
+
 void bind_base(py::module_& module);
 void bind_aio(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_update(py::module_& module);
+void bind_device(py::module_& module);
 
 }  // namespace infinity::bindings
-void bind_device(py::module_& module);
