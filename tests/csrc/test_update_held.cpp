@@ -23,6 +23,17 @@ Failure broken(const std::string& cause) {
 
 Future pending() { return std::make_shared<Completion>(); }
 
+// Does not look at the exception: ThreadSanitizer does not see how threads share it.
+template <class Call>
+bool refuses(const Call& call) {
+  try {
+    static_cast<void>(call());
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
 struct HeldRig : Rig {
   UpdatePipeline pipeline{engine, pool, staging->data(), staging->nbytes(), kTile, kTileBytes, 2, Isa::baseline};
 
@@ -99,8 +110,8 @@ TEST_CASE("a job that is held takes over what was read ahead when it enters") {
   const Future input = pending();
   const Future ahead = rig.pipeline.read_ahead(rig.job(true));
   const auto job = rig.hold(0, {input}, ahead);
-  CHECK_THROWS_AS(static_cast<void>(rig.hold(0, {input}, ahead)), std::invalid_argument);
-  CHECK_THROWS_AS(static_cast<void>(rig.pipeline.submit(rig.job(true), false, ahead)), std::invalid_argument);
+  CHECK(refuses([&] { return rig.hold(0, {input}, ahead); }));
+  CHECK(refuses([&] { return rig.pipeline.submit(rig.job(true), false, ahead); }));
   rig.settle();
   CHECK_FALSE(ahead->done());
   while (rig.engine->counters().read_bytes[static_cast<unsigned>(IoClass::states)] < 2 * 3 * kTile * 4) {
