@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from infinity._native_device import DeviceGate as DeviceGate
+from infinity._native_device import LandingFuture as LandingFuture
+from infinity._native_device import LandingPiece as LandingPiece
+from infinity._native_device import Landings as Landings
 
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]

@@ -1,5 +1,6 @@
 #include "bindings/common.hpp"
 #include "device/gate.hpp"
+#include "device/landings.hpp"
 
 namespace infinity::bindings {
 namespace {
@@ -9,6 +10,9 @@ template <class Call>
 Call* call_at(std::uintptr_t address) {
   return reinterpret_cast<Call*>(address);
 }
+
+// A handle of a stream or an event.
+void* handle_at(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
 void bind_gate(py::module_& module) {
   py::class_<PyGate>(module, "DeviceGate")
@@ -27,8 +31,89 @@ void bind_gate(py::module_& module) {
            py::arg("synchronize"), py::arg("enter") = 0, py::arg("keep") = py::none());
 }
 
+// A piece with the buffers that back it.
+struct PyPiece {
+  LandingPiece piece;
+  Memory target;
+  Memory source;
+};
+
+PyPiece make_piece(const py::object& target, const std::string& dtype, const py::object& source,
+                   const std::optional<std::string>& source_dtype, bool add) {
+  PyPiece result;
+  LandingPiece& piece = result.piece;
+  piece.dtype = dtype_from(dtype);
+  piece.source_dtype = dtype_from(source_dtype.value_or(dtype));
+  piece.add = add;
+  if (source.is_none() && (source_dtype || add))
+    throw py::value_error("a piece without a source has no source_dtype, and adds nothing");
+  result.target = memory_of(target, 0, itemsize(piece.dtype), !source.is_none(), "target");
+  if (source.is_none()) {
+    piece.numel = numel_of(result.target, itemsize(piece.dtype), "target");
+  } else {
+    result.source = memory_of(source, 0, itemsize(piece.source_dtype), false, "source");
+    piece.numel = numel_of(result.source, itemsize(piece.source_dtype), "source");
+    require_fits(result.target, piece.numel * itemsize(piece.dtype), itemsize(piece.dtype), "target");
+    require_apart({{"target", &result.target}, {"source", &result.source}});
+  }
+  piece.target = result.target.data;
+  piece.source = result.source.data;
+  return result;
+}
+
+// The future of a landing, which also knows the sums.
+class PyLanding : public PyFuture {
+ public:
+  PyLanding(LandingFuture future, std::vector<Memory> kept)
+      : PyFuture(future, std::move(kept)), landing_(std::move(future)) {}
+  [[nodiscard]] const std::vector<double>& sums() const {
+    if (failure()) throw std::runtime_error("the landing failed: " + failure()->message);
+    return landing_->sums;
+  }
+
+ private:
+  LandingFuture landing_;
+};
+
+// The landings, and the gate's object, whose functions they call.
+struct PyLandings {
+  py::object gate;  // outlives the landings: declared first
+  Closable<Landings> landings;
+};
+
+std::unique_ptr<PyLanding> land(const PyLandings& self, std::uintptr_t event,
+                                const std::vector<const PyPiece*>& given) {
+  std::vector<LandingPiece> pieces;
+  std::vector<Memory> kept;
+  for (const PyPiece* piece : given) {
+    if (piece == nullptr) throw py::value_error("a piece is missing: None is not one");
+    pieces.push_back(piece->piece);
+    kept.insert(kept.end(), {piece->target, piece->source});
+  }
+  LandingFuture future = self.landings.get()->land(handle_at(event), std::move(pieces));
+  return std::make_unique<PyLanding>(std::move(future), std::move(kept));
+}
+
+void bind_landings(py::module_& module) {
+  py::class_<PyPiece>(module, "LandingPiece")
+      .def(py::init(&make_piece), py::arg("target"), py::arg("dtype"), py::kw_only(), py::arg("source") = py::none(),
+           py::arg("source_dtype") = py::none(), py::arg("add") = false);
+  py::class_<PyLanding, PyFuture>(module, "LandingFuture").def_property_readonly("sums", &PyLanding::sums);
+  py::class_<PyLandings>(module, "Landings")
+      .def(py::init([](const py::object& gate, const PyPool& pool, const std::optional<std::string>& isa) {
+             auto landings = std::make_shared<Landings>(gate.cast<const PyGate&>().gate, pool.get(), isa_from(isa));
+             return std::unique_ptr<PyLandings>(new PyLandings{gate, Closable<Landings>(std::move(landings))});
+           }),
+           py::arg("gate"), py::arg("pool"), py::arg("isa") = py::none())
+      .def("land", &land, py::arg("event"), py::arg("pieces"))
+      .def("close", [](PyLandings& self) { self.landings.close(); });
+}
+
 }  // namespace
 
-void bind_device(py::module_& module) { bind_gate(module); }
+void bind_device(py::module_& module) {
+  bind_gate(module);
+  bind_landings(module);
+}
 
 }  // namespace infinity::bindings

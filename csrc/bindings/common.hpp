@@ -39,6 +39,9 @@ void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignmen
 // The same, checked: at least `nbytes` long and aligned to `alignment`. ValueError otherwise.
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
 
+// Elements of `item` bytes. ValueError when the last is not whole.
+std::size_t numel_of(const Memory& memory, std::size_t item, const char* name);
+
 // ValueError when two of them share a byte.
 void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
 
