@@ -11,6 +11,8 @@ from infinity._native_device import DeviceGate as DeviceGate
 from infinity._native_device import LandingFuture as LandingFuture
 from infinity._native_device import LandingPiece as LandingPiece
 from infinity._native_device import Landings as Landings
+from infinity._native_device import UploadPart as UploadPart
+from infinity._native_device import Uploads as Uploads
 
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]

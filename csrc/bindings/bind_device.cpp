@@ -1,6 +1,7 @@
 #include "bindings/common.hpp"
 #include "device/gate.hpp"
 #include "device/landings.hpp"
+#include "device/uploads.hpp"
 
 namespace infinity::bindings {
 namespace {
@@ -109,11 +110,81 @@ void bind_landings(py::module_& module) {
       .def("close", [](PyLandings& self) { self.landings.close(); });
 }
 
+// The uploads, the memory in which their pieces land, and the gate's object, whose functions they call.
+struct PyUploads {
+  py::object gate;  // outlives the uploads, as the memory does: declared first
+  Memory landing;
+  Closable<Uploads> uploads;
+
+  ~PyUploads() { close(); }
+
+  void close() {
+    if (uploads.closed()) return;
+    const auto abandoned = uploads.get()->abandoned();
+    uploads.close();
+    if (*abandoned) static_cast<void>(new Memory(landing));  // a device may use it for ever
+  }
+};
+
+std::vector<void*> handles_at(const std::vector<std::uintptr_t>& handles) {
+  std::vector<void*> result;
+  std::transform(handles.begin(), handles.end(), std::back_inserter(result), handle_at);
+  return result;
+}
+
+std::unique_ptr<PyUploads> open_uploads(const PyEngine& engine, const py::object& gate, const py::object& landing,
+                                        std::size_t piece_bytes, const std::vector<std::uintptr_t>& events) {
+  Memory memory = memory_from(landing, true, "landing");
+  auto uploads = std::make_shared<Uploads>(engine.get(), gate.cast<const PyGate&>().gate, memory.data, memory.nbytes,
+                                           piece_bytes, handles_at(events));
+  return std::unique_ptr<PyUploads>(new PyUploads{gate, std::move(memory), Closable<Uploads>(std::move(uploads))});
+}
+
+UploadPart make_part(const PyFile& file, std::uint64_t offset, std::uint64_t nbytes, std::uintptr_t address,
+                     bool verify, const PyFuture* after) {
+  return {file.get(), offset,
+          nbytes,     reinterpret_cast<std::byte*>(address),
+          verify,     after != nullptr ? after->get() : nullptr};
+}
+
+std::unique_ptr<PyFuture> upload(const PyUploads& self, std::vector<UploadPart> parts, std::uintptr_t stream,
+                                 const std::vector<std::uintptr_t>& waits, std::uintptr_t ready) {
+  Future future =
+      self.uploads.get()->upload({std::move(parts), handle_at(stream), handles_at(waits), handle_at(ready)});
+  return std::make_unique<PyFuture>(std::move(future), std::vector<Memory>{});
+}
+
+py::dict upload_counters(const PyUploads& self) {
+  const UploadCounters counters = self.uploads.get()->counters();
+  py::dict result;
+  result["read_bytes"] = counters.read_bytes;
+  result["pieces"] = counters.pieces;
+  result["without_a_piece"] = counters.without_a_piece;
+  return result;
+}
+
+void bind_uploads(py::module_& module) {
+  py::class_<UploadPart>(module, "UploadPart")
+      .def(py::init(&make_part), py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("address"),
+           py::kw_only(), py::arg("verify") = true, py::arg("after") = nullptr);
+  py::class_<PyUploads>(module, "Uploads")
+      .def(py::init(&open_uploads), py::arg("engine"), py::arg("gate"), py::arg("landing"), py::arg("piece_bytes"),
+           py::arg("events"))
+      .def("upload", &upload, py::arg("parts"), py::kw_only(), py::arg("stream"), py::arg("waits") = py::tuple(),
+           py::arg("ready"))
+      .def(
+          "cancel", [](const PyUploads& self, const PyFuture& future) { self.uploads.get()->cancel(future.get()); },
+          py::arg("future"))
+      .def("counters", &upload_counters)
+      .def("close", &PyUploads::close);
+}
+
 }  // namespace
 
 void bind_device(py::module_& module) {
   bind_gate(module);
   bind_landings(module);
+  bind_uploads(module);
 }
 
 }  // namespace infinity::bindings
