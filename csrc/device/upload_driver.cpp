@@ -280,6 +280,7 @@ void UploadDriver::wait_for_all_copies() {
 void UploadDriver::finish(const Job& job) {
   job->go(UploadPhase::done);
   jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
+  job->given.parts.clear();  // first: who sees the future done and closes the file finds it closed
   job->future->complete(job->failure);
 }
 

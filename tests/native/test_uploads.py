@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -220,6 +221,17 @@ def test_the_gate_and_the_landing_memory_live_as_long_as_the_uploads(rig: Rig) -
     assert finish(uploads.upload([rig.part(0, NBYTES)], stream=COPY, ready=READY)) is None
     uploads.close()
     assert rig.there(0, NBYTES)
+
+
+def test_a_file_can_be_closed_once_its_upload_is_done(rig: Rig) -> None:
+    def is_open() -> bool:
+        return any(os.path.realpath(link) == path for link in Path("/proc/self/fd").iterdir())
+
+    path = os.path.realpath(rig.file.path)
+    assert finish(rig.upload(rig.part(0, 4 * PIECE))) is None
+    assert is_open()
+    rig.file.close()
+    assert not is_open()
 
 
 def test_what_cannot_be_uploaded_is_refused(rig: Rig) -> None:
