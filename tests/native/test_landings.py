@@ -224,6 +224,43 @@ def test_an_update_and_a_write_follow_a_landing(expected: dict[str, bytes], runt
     bench.close()
 
 
+def test_an_update_waits_for_all_its_inputs_and_lets_others_pass(
+    expected: dict[str, bytes], runtime: Runtime, tmp_path: Path
+) -> None:
+    bench = Bench(tmp_path, "io_uring", 8192, 2)
+    streams = {name: bench.stream(name, "file") for name in STATES}
+    release = threading.Event()
+    runtime.synchronizing = lambda event: release.wait(60) and None
+
+    def submit(after: list[_native.IOFuture], *, arithmetic: bool) -> _native.UpdateFuture:
+        return bench.pipeline.submit(
+            numel=100_000,
+            weight_dtype="bf16",
+            master="split16",
+            grad_dtype="bf16",
+            segments=SEGMENTS,
+            grad=bench.grad,
+            after=after,
+            arithmetic=arithmetic,
+            **streams,
+        )
+
+    with closing(_native.Landings(runtime.gate(), bench.pool)) as landings:
+        there = bench.engine.read(bench.file, bench.offsets["weight"], bench.take(4096))
+        assert there.wait(60)
+        held = submit([there, landings.land(7, [])], arithmetic=True)
+        bench.pipeline.counters()  # the answer comes once the job is held
+        other = submit([], arithmetic=False)
+        assert other.wait(60)
+        assert not held.computed.done()  # as it would be, had it entered before the other one
+        release.set()
+        assert held.wait(60)
+        assert held.failure() is None
+    for name in STATES:
+        assert bench.result(name, from_file=True) == expected[name], name
+    bench.close()
+
+
 def test_an_update_that_waits_for_a_landing_can_be_taken_back(runtime: Runtime, tmp_path: Path) -> None:
     bench = Bench(tmp_path, "threads", 8192, 2)
     streams = {name: bench.stream(name, "file") for name in STATES}
