@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import PinnedArena
 
 DEVICE = "cuda"
@@ -41,7 +42,7 @@ def current_device() -> torch.device:
 def pinned_arena(nbytes: int) -> PinnedArena:
     """Raises RuntimeError when it cannot be registered."""
     arena = PinnedArena(nbytes)
-    refused = arena.register_with_cuda(current_device())
+    refused = arena.pin(TorchAccelerator(current_device()))
     if refused:
         raise RuntimeError(refused)
     return arena

@@ -11,6 +11,7 @@ import torch
 
 from gpu.cuda import DEVICE, current_device
 from gpu.record import Options, Record, run
+from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import PinnedArena
 from infinity.plan.machine import available_host_bytes, usable_cores
 
@@ -62,8 +63,8 @@ def _first_kernel() -> float:
 
 def _after_refusal() -> dict[str, Any]:
     arena = PinnedArena(64 << 20)
-    first = arena.register_with_cuda(current_device())
-    found: dict[str, Any] = {"first": first, "refused": arena.register_with_cuda(current_device())}
+    first = arena.pin(TorchAccelerator(current_device()))
+    found: dict[str, Any] = {"first": first, "refused": arena.pin(TorchAccelerator(current_device()))}
     found["kernel"] = torch.ones(1024, device=DEVICE).sum().item()
     torch.cuda.synchronize()
     return found
@@ -81,7 +82,7 @@ def register(nbytes: int, *, touched: bool) -> dict[str, Any]:
         found["touch_s"] = round(time.perf_counter() - began, 2)
         del flat
     began = time.perf_counter()
-    refused = arena.register_with_cuda(current_device())
+    refused = arena.pin(TorchAccelerator(current_device()))
     seconds = time.perf_counter() - began
     if refused:
         raise RuntimeError(refused)

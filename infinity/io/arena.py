@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from typing import Any
 
 import torch
 
 from infinity import _native
+from infinity.base.accelerator import Accelerator
 from infinity.errors import PlanError
-from infinity.io import cuda_error
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 
@@ -121,29 +120,16 @@ class PinnedArena(Space):
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
         super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
-        self._registered = False
+        self._pinned = False
 
-    def register_with_cuda(self, device: torch.device) -> str:
-        """Pin the pages for DMA by the GPU. Returns '', or why the runtime refused: copies are then slower, and right.
-
-        Args:
-            device: the GPU, with its index. Without an index the runtime would open a context on GPU 0.
-        """
-        with torch.cuda.device(device):
-            runtime = torch.cuda.cudart()
-            error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
-            if error != 0:
-                cuda_error.forget(device)
-                return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
-        self._registered = True
-        weakref.finalize(self, _unregister, runtime, self.native.address, device)
-        return ""
+    def pin(self, accelerator: Accelerator) -> str:
+        """Pin the pages for copies. Returns '', or why the runtime refused: copies are then slower, and right."""
+        refused = accelerator.pin(self.native.address, self.nbytes)
+        if not refused:
+            self._pinned = True
+            weakref.finalize(self, accelerator.unpin, self.native.address)
+        return refused
 
     @property
     def pinned(self) -> bool:
-        return self._registered
-
-
-def _unregister(runtime: Any, address: int, device: torch.device) -> None:
-    if int(runtime.cudaHostUnregister(address)) != 0:
-        cuda_error.forget(device)
+        return self._pinned

@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import torch
 
+from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import Lease, PinnedArena
 
 
@@ -251,4 +252,4 @@ def open_device(device: torch.device) -> Device:
 
 def pin(arena: PinnedArena, device: Device) -> str:
     """Register the arena for DMA where there is a GPU. Returns '' or why that was refused."""
-    return arena.register_with_cuda(device.device) if isinstance(device, CudaDevice) else ""
+    return arena.pin(TorchAccelerator(device.device)) if isinstance(device, CudaDevice) else ""

@@ -11,8 +11,6 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.errors import ConfigError
-from infinity.runtime.offload import resolve_device
 from infinity.tiers.accelerator import CudaDevice
 from infinity.tiers.slots import CudaSlots
 from tests.conftest import states_of, weights_of
@@ -223,19 +221,3 @@ def test_a_gpu_that_waits_for_weights_says_so(offload: Any, gpu: Imitation) -> N
     model = offload(Blocks().bfloat16(), "nvme", memory=TIGHT)
     train(model)
     assert infinity.statistics(model).device_idle_s > 0
-
-
-def test_cuda_without_an_index_is_the_gpu_that_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device("cuda") == torch.device("cuda", 3)
-    assert resolve_device(torch.device("cuda", 1)) == torch.device("cuda", 1)
-    assert resolve_device(None) == torch.device("cuda", 3)
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda", "cuda:1", "mps"):
-        with pytest.raises(ConfigError, match=f"device {device}: .* Leave device= out"):
-            resolve_device(device)
-    assert resolve_device("cpu:0") == resolve_device(None) == torch.device("cpu")

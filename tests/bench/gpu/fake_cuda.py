@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.io import cuda_error
+from infinity.base import c_runtime
 from tests.imitation import pretend
 
 _ALREADY_REGISTERED = 712
@@ -47,5 +47,5 @@ def install(patch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         patch.setattr(torch.cuda, name, fake)
-    patch.setattr(cuda_error, "forget", lambda device: None)
+    patch.setattr(c_runtime, "forget_error", lambda device: None)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
