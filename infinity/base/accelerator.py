@@ -106,7 +106,7 @@ class Accelerator(Protocol):
         """An event for native code to record: it may be waited for once the native code has recorded it."""
 
     def handle(self, of: Stream | Event) -> int:
-        """A stream, or an event that `event` made, as native code takes it."""
+        """A stream or an event as native code takes it."""
 
     def gate(self) -> GateTable:
         """The entry points for native code."""

@@ -27,7 +27,7 @@ class Lease:
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise AssertionError(f"view [{offset}, {offset + nbytes}) outside a lease of {self.nbytes} bytes")
-        return self._space.native.view(self.offset + offset, nbytes)
+        return self._space.memory.view(self.offset + offset, nbytes)
 
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes], sharing the lease's memory. Every call makes a new storage, so that its views can be
@@ -39,20 +39,29 @@ class Lease:
 
     def space(self) -> Space:
         """A space of the lease's bytes, to cut it into leases in turn."""
-        return Space(self._space.native, self.offset, self.nbytes)
+        return Space(self._space.memory, self.offset, self.nbytes)
 
 
 class Space:
     """Bytes [offset, offset + nbytes) of the arena, cut first-fit into leases; free neighbours merge.
 
     Invariant: leases never overlap.
+
+    Args:
+        native: None for memory of a device, whose leases have no views here.
     """
 
-    def __init__(self, native: _native.Arena, offset: int, nbytes: int) -> None:
-        self.native = native
+    def __init__(self, native: _native.Arena | None, offset: int, nbytes: int) -> None:
+        self._native = native
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(offset, nbytes)] if nbytes else []  # (offset, nbytes), sorted
+
+    @property
+    def memory(self) -> _native.Arena:
+        if self._native is None:
+            raise AssertionError("the memory of a device has no view in host memory")
+        return self._native
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
@@ -105,7 +114,7 @@ class Space:
     def free_views(self) -> list[memoryview]:
         """The pieces that are not leased now."""
         with self._lock:
-            return [self.native.view(offset, nbytes) for offset, nbytes in self._free]
+            return [self.memory.view(offset, nbytes) for offset, nbytes in self._free]
 
     @property
     def free_bytes(self) -> int:
@@ -124,10 +133,10 @@ class PinnedArena(Space):
 
     def pin(self, accelerator: Accelerator) -> str:
         """Pin the pages for copies. Returns '', or why the runtime refused: copies are then slower, and right."""
-        refused = accelerator.pin(self.native.address, self.nbytes)
+        refused = accelerator.pin(self.memory.address, self.nbytes)
         if not refused:
             self._pinned = True
-            weakref.finalize(self, accelerator.unpin, self.native.address)
+            weakref.finalize(self, accelerator.unpin, self.memory.address)
         return refused
 
     @property

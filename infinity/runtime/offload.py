@@ -187,7 +187,7 @@ def _offload(
 
     limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
     memory = resolved.memory.model_copy(
-        update={"host": limits.host} if limits.shares_memory else {"host": limits.host, "device": limits.device}
+        update={"host": limits.host} if limits.in_place else {"host": limits.host, "device": limits.device}
     )
     same = resolved.model_copy(update={"memory": memory})
 

@@ -127,7 +127,7 @@ def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.Mon
     runtime = Runtime(unregister=4)
     give(monkeypatch, runtime)
     arena = PinnedArena(1 << 16)
-    address = arena.native.address
+    address = arena.memory.address
     assert arena.pin(TorchAccelerator(GPU)) == ""
     assert arena.pinned
     assert forgotten == []

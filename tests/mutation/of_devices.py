@@ -1,4 +1,4 @@
-"""Mutants of what native threads do for a device."""
+"""Mutants of what orders the work of a device, and of native threads for it."""
 
 from __future__ import annotations
 
@@ -77,5 +77,40 @@ OF_DEVICES = [
         "    job->arrived.push_back(after == nullptr);\n",
         "    job->arrived.push_back(true);\n",
         _UPLOADS,
+    ),
+    Mutant(
+        "an upload waits for the last uses of its slot",
+        "infinity/tiers/uploads.py",
+        ", after=into.after)",
+        ")",
+        ("tests/tiers/test_uploads.py",),
+    ),
+    Mutant(
+        "a slot is given back with its last uses",
+        "infinity/tiers/slots.py",
+        "self._slab.give_back(self._leased, self._uses.events())",
+        "self._slab.give_back(self._leased, [])",
+        ("tests/tiers/test_slots.py",),
+    ),
+    Mutant(
+        "a home changes once no copy reads it",
+        "infinity/tiers/uploads.py",
+        "            self._accelerator.synchronize(self._reading[-1])\n",
+        "",
+        ("tests/tiers/test_uploads.py",),
+    ),
+    Mutant(
+        "the ring is given back behind the copy down",
+        "infinity/tiers/downloads.py",
+        "self._ring.give_back(packed.lease, [event])",
+        "self._ring.give_back(packed.lease, [])",
+        ("tests/tiers/test_downloads.py",),
+    ),
+    Mutant(
+        "a gradient takes the place of one that has landed",
+        "infinity/units/gradients.py",
+        "if not add and any(spec.name in landing.names for landing in self._on_way):",
+        "if False:",
+        ("tests/units/test_gradients.py",),
     ),
 ]
