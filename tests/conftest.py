@@ -173,6 +173,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     fetched; no state has the same copy twice."""
     coordinator = registry.coordinator_of(model)
     coordinator.fence()
+    gc.collect()  # what an exception ended may hang in cycles, with views of slots
     assert not coordinator.updates.speculative
     assert not coordinator.updates.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
@@ -181,6 +182,9 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         for record in coordinator.units
         if record.homes.weights.lease is None and record.weights.residency is not Residency.RELEASED
     )
+    viewed = [slot for slot in coordinator.room._viewed if slot.lease is not None]  # freed when room is wanted
+    assert not any(slot.outstanding() for slot in viewed)
+    fetched += sum(slot.tensor.numel() for slot in viewed)
     slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" else 0
     lent = coordinator.updates.shadows.lent_bytes
     assert resources.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)

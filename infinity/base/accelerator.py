@@ -113,16 +113,14 @@ class Accelerator(Protocol):
 
 
 _ALIGNMENT = 4096
-_SUPPORTED = ("cuda", "xpu")  # torch calls ROCm's devices "cuda", too
+_SUPPORTED = ("cuda",)  # torch calls ROCm's devices so, too. XPU's runtime has no C functions for a GateTable.
 _BLOCKING = {"cuda": {"blocking": True}}
 """Arguments of an event that the host waits for asleep. (torch.Event takes `blocking`, and ignores it.)"""
-_HANDLES = {"cuda": ("cuda_stream", "cuda_event"), "xpu": ("sycl_queue", "sycl_event")}
-"""The attributes of streams and events that are the runtime's own."""
 _FUNCTIONS = ("SetDevice", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventSynchronize")
 
 
 class TorchAccelerator:
-    """A device of torch: CUDA, ROCm, XPU.
+    """A device of torch: CUDA or ROCm, which torch has as one module.
 
     Args:
         device: with its index: without it the runtime would open a context on the first one.
@@ -179,15 +177,15 @@ class TorchAccelerator:
         return ""
 
     def unpin(self, address: int) -> None:
-        if int(self._module.cudart().cudaHostUnregister(address)) != 0:
-            c_runtime.forget_error(self.device)
+        with self._module.device(self.device):
+            if int(self._module.cudart().cudaHostUnregister(address)) != 0:
+                c_runtime.forget_error(self.device)
 
     def event(self) -> Event:
         return self.record(self.current())  # torch makes the runtime's event when it is recorded first
 
     def handle(self, of: Stream | Event) -> int:
-        stream, event = _HANDLES[self.device.type]
-        return int(getattr(of, event if hasattr(of, event) else stream))
+        return int(of.cuda_event if hasattr(of, "cuda_event") else of.cuda_stream)
 
     def gate(self) -> GateTable:
         found = c_runtime.addresses(_FUNCTIONS)
@@ -225,10 +223,10 @@ def resolve(device: torch.device | str | None) -> torch.device:
     Raises:
         ConfigError: torch finds no such device, or it is none that infinity can use.
     """
+    if device is not None and torch.device(device).type == "cpu":
+        return torch.device("cpu")  # cpu:0 is the same one; no context is opened on a GPU
     current = current_device()
     resolved = current if device is None else torch.device(device)
-    if resolved.type == "cpu":
-        return torch.device("cpu")  # cpu:0 is the same one
     if resolved.type != current.type:
         raise ConfigError(
             f"device {resolved}: this torch ({torch.__version__}) finds no such device that infinity can use. Leave "

@@ -56,13 +56,13 @@ def _provoke(device: torch.device) -> None:
 def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
     """The addresses of functions of the loaded runtime, by their names without the prefix ("EventRecord").
 
-    None where the runtime is linked into torch's own library. Of several that are loaded any one will do: streams and
+    None where the runtime is linked into torch's own library. Of several CUDA runtimes any one will do: streams and
     events are the driver's.
     """
-    runtimes = _loaded(maps)
+    prefix = "cuda" if torch.version.hip is None else "hip"
+    runtimes = [runtime for runtime in _loaded(maps) if runtime[1] == prefix]
     if not runtimes:
         return None
-    path, prefix = runtimes[0]
-    library = ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(runtimes[0][0]))
     found = [ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value for name in names]
     return [address for address in found if address is not None]

@@ -133,16 +133,6 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
     )
 
 
-def ring_bytes(problem: Problem) -> int:
-    """Device memory for gradients on their way to the host: those of the two largest units, so that the next unit's
-    come while the last one's are copied; of one where memory.device is less than four times that."""
-    if problem.limits.in_place:
-        return 0
-    sizes = sorted(sum(round_up(group.gradient_native, PAGE_BYTES) for group in unit.groups) for unit in problem.units)
-    two = sum(sizes[-2:])
-    return two if 4 * two <= problem.limits.device else sizes[-1]
-
-
 def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
     """Host memory for weights on NVMe that updates take from the device, where they are anyway: of a few units, as
     updates give it back one after the other.
@@ -157,28 +147,34 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
 
-def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting, ring: int) -> int:
-    """Device memory for fetched weights. Where the device has no memory of its own, weights in RAM are used where they
-    are.
+def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
+    """Device memory for fetched weights, and for gradients on their way to the host: for those of two units where that
+    leaves enough, so that the next unit's come while the last one's are copied.
 
-    Args:
-        ring: device memory for gradients.
+    Where the device has no memory of its own, weights in RAM are used where they are, and gradients where they come.
 
     Raises:
         PlanError: memory.device is too small for what is needed at once.
     """
     limits = problem.limits
+    one, two = problem.rings
+
+    def ring_beside(nbytes: int) -> int:
+        return two if 4 * two <= limits.device and nbytes + two <= limits.device else one
+
     if weights.tier == "device" or (limits.in_place and weights.tier == "host"):
+        ring = ring_beside(problem.weight)
         if weights.tier == "device" and problem.weight + ring > limits.device:
             raise PlanError(
                 f"weights: device needs {format_bytes(problem.weight)}{_and_for_gradients(ring)}; memory.device is "
                 f"{format_bytes(limits.device)}. Raise it to {exact_bytes(problem.weight + ring)} plus what "
                 "activations need, or set weights: host or nvme."
             )
-        return problem.weight
+        return problem.weight, ring
     fetched = problem.every - weights.in_ram if limits.in_place else problem.every
     needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
+    ring = ring_beside(nbytes)
     share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring
     slots = min(max(share, nbytes), problem.weight_of(fetched))
     if slots + ring > limits.device:
@@ -191,7 +187,7 @@ def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting, ri
             f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}. "
             f"Raise memory.device to {exact_bytes(nbytes + ring)} plus what activations need."
         )
-    return round_up(slots, PAGE_BYTES)
+    return round_up(slots, PAGE_BYTES), ring
 
 
 def _and_for_gradients(ring: int) -> str:

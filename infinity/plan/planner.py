@@ -9,7 +9,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
-from infinity.plan.budgets import Budgets, Staging, copies_bytes, plan_staging, ring_bytes, slot_bytes
+from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, plan_staging
 from infinity.plan.disk import room_bytes
 from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
@@ -123,10 +123,10 @@ def _plan(
         keep=config.keep,
         pins=config.pins,
     )
-    ring = ring_bytes(problem)
+    slots, ring = device_bytes(problem, sites, placed.weights)
     budgets = Budgets(
         limits=problem.limits,
-        slot_bytes=slot_bytes(problem, sites, placed.weights, ring),
+        slot_bytes=slots,
         ring_bytes=ring,
         upload_bytes=placed.upload_bytes,
         bounce_bytes=placed.bounce_bytes,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infinity.config import SwapConfig
-from infinity.sizes import PAGE_BYTES
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
 from infinity.state.unit import Group, Unit
@@ -130,6 +130,14 @@ class Problem:
     @property
     def largest(self) -> Unit:
         return max(self.units, key=lambda unit: unit.weight).unit
+
+    @cached_property
+    def rings(self) -> tuple[int, int]:
+        """Device memory for the gradients of the largest unit, and of the two largest; 0 where they need not move."""
+        if self.limits.in_place:
+            return 0, 0
+        sizes = sorted(sum(round_up(group.gradient_native, PAGE_BYTES) for group in unit.groups) for unit in self.units)
+        return sizes[-1], sum(sizes[-2:])
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

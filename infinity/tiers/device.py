@@ -9,8 +9,10 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator
+from infinity.errors import PlanError
 from infinity.io.arena import PinnedArena, Space
 from infinity.plan.plan import Plan
+from infinity.sizes import format_bytes
 from infinity.tiers.downloads import GradientQueue, WeightsQueue
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
@@ -26,7 +28,8 @@ class DeviceTier:
         ring: for gradients.
 
     Raises:
-        torch.OutOfMemoryError: the device has less free memory than the plan takes.
+        PlanError: the device has less free memory than the plan takes.
+        ConfigError: as Accelerator.gate.
     """
 
     def __init__(
@@ -38,9 +41,6 @@ class DeviceTier:
         pool: _native.ThreadPool,
     ) -> None:
         self.accelerator = accelerator
-        refused = arena.pin(accelerator)
-        if refused:
-            logger.warning("%s; copies to and from the device are slower, results are the same", refused)
         budgets, table = plan.budgets, accelerator.gate()
         gate = _native.DeviceGate(
             accelerator.device.index or 0,
@@ -51,9 +51,14 @@ class DeviceTier:
             enter=table.enter,
             keep=table,
         )
-        memory = accelerator.slab(budgets.slot_bytes + budgets.ring_bytes)
-        self.slots = Slab(accelerator, memory[: budgets.slot_bytes])
-        self.ring = Slab(accelerator, memory[budgets.slot_bytes :])
+        memory = _slab(accelerator, plan)
+        refused = arena.pin(accelerator)
+        if refused:
+            logger.warning("%s; copies to and from the device are slower, results are the same", refused)
+        # torch may have given memory that others freed, and that kernels queued before still use.
+        after = [accelerator.record(accelerator.current())]
+        self.slots = Slab(accelerator, memory[: budgets.slot_bytes], after)
+        self.ring = Slab(accelerator, memory[budgets.slot_bytes :], after)
         bounce = _part(arena, budgets.bounce_bytes, "gradients from the device")
         self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)
         copies = _part(arena, budgets.copies_bytes, "weights from the device")
@@ -65,6 +70,18 @@ class DeviceTier:
         with ExitStack() as closing:  # all of them, whatever one of them raises
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
+
+
+def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
+    slots, ring = plan.budgets.slot_bytes, plan.budgets.ring_bytes
+    try:
+        return accelerator.slab(slots + ring)
+    except torch.OutOfMemoryError as error:
+        raise PlanError(
+            f"{accelerator.device} has no {format_bytes(slots + ring)} in one piece, which the plan takes for weights "
+            f"({format_bytes(slots)}) and for gradients under way ({format_bytes(ring)}). Lower memory.device, or free "
+            "what other models and processes have there."
+        ) from error
 
 
 def _part(arena: PinnedArena, nbytes: int, what: str) -> Space:

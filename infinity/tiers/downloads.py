@@ -38,12 +38,12 @@ class Landing:
 
     Attributes:
         names: of the parameters, in the order of the sums.
-        kept: what must live until it is done.
+        event: behind the copy; it must live until that is done.
     """
 
     future: _native.LandingFuture
     names: tuple[str, ...]
-    kept: tuple[object, ...] = ()
+    event: Event
 
     def done(self) -> bool:
         return self.future.done()
@@ -96,9 +96,6 @@ class GradientQueue:
     """One stream down.
 
     Invariant: `_open` are the pieces that were not sent, the first packed first; each has a lease of the ring.
-
-    Attributes:
-        waits: how often the host had to wait for room.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class GradientQueue:
         self._stream = accelerator.stream()
         self._open: list[Packed] = []
         self._bounced: deque[tuple[Landing, Lease]] = deque()
-        self.waits = 0
 
     def begin(self, group: Group, target: memoryview, dtype: torch.dtype) -> Packed:
         """A piece of the ring for gradients of a group.
@@ -140,18 +136,25 @@ class GradientQueue:
         packed.flat[spec.offset : spec.offset + spec.numel].copy_(gradient.reshape(-1))
 
     def send(self, packed: Packed) -> Landing:
-        """Queue the copy down. Nothing is packed into this piece any more."""
+        """Queue the copy down. Nothing is packed into this piece any more. A piece that could not be sent is as before:
+        it may be sent again, or dropped."""
         if packed.landing is None:
-            self._open.remove(packed)
             direct = not packed.added and packed.dtype == packed.group.dtype
-            packed.landing = self._send_to_place(packed) if direct else self._send_to_bounce(packed)
+            try:
+                packed.landing = self._send_to_place(packed) if direct else self._send_to_bounce(packed)
+            except BaseException:
+                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it failed
+                raise
+            self._open.remove(packed)
+            self._ring.give_back(packed.lease, [packed.landing.event])
         return packed.landing
 
     def drop(self, packed: Packed) -> None:
         """Nobody wants what is in this piece."""
         if packed.landing is None:
             self._open.remove(packed)
-            self._ring.give_back(packed.lease, [*packed.lease.after, *packed.uses.events()])
+            before = () if packed.specs else packed.lease.after  # who packed has waited for that
+            self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
     def close(self) -> None:
         """Wait until no copy uses host memory."""
@@ -166,7 +169,16 @@ class GradientQueue:
 
     def _send_to_bounce(self, packed: Packed) -> Landing:
         lease = self._make_room(packed.lease.nbytes)
-        bounce = lease.view(0, packed.lease.nbytes)
+        try:
+            landing = self._land_over(packed, lease.view(0, packed.lease.nbytes))
+        except BaseException:
+            self._accelerator.synchronize(self._accelerator.record(self._stream))
+            lease.release()
+            raise
+        self._bounced.append((landing, lease))
+        return landing
+
+    def _land_over(self, packed: Packed, bounce: memoryview) -> Landing:
         event = self._copy(packed, torch.frombuffer(bounce, dtype=torch.uint8))
         source_dtype = packed.group.dtype
         pieces = [
@@ -179,12 +191,10 @@ class GradientQueue:
             )
             for spec in packed.specs
         ]
-        landing = self._land(packed, event, pieces)
-        self._bounced.append((landing, lease))
-        return landing
+        return self._land(packed, event, pieces)
 
     def _copy(self, packed: Packed, into: torch.Tensor) -> Event:
-        """Copy what was packed, in as few copies as there are gaps. The piece of the ring is given back."""
+        """Copy what was packed, in as few copies as there are gaps."""
         after = [] if not packed.specs else packed.uses.events()
         event = None
         itemsize = packed.group.dtype.itemsize
@@ -194,14 +204,11 @@ class GradientQueue:
                 into[begin:stop], packed.lease.memory[begin:stop], on=self._stream, after=after
             )
             after = []
-        if event is None:
-            event = self._accelerator.record(self._stream)
-        self._ring.give_back(packed.lease, [event])
-        return event
+        return self._accelerator.record(self._stream) if event is None else event
 
     def _land(self, packed: Packed, event: Event, pieces: list[_native.LandingPiece]) -> Landing:
         future = self._native.land(self._accelerator.handle(event), pieces)
-        return Landing(future, tuple(spec.name for spec in packed.specs), (event,))
+        return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
     def _make_room(self, nbytes: int) -> Lease:
         while True:
@@ -210,8 +217,7 @@ class GradientQueue:
             lease = self._bounce.try_lease(nbytes)
             if lease is not None:
                 return lease
-            self.waits += 1
-            self._bounced[0][0].future.wait()
+            self._bounced[0][0].wait()
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,15 @@ class Slab:
 
     Args:
         memory: uint8 [nbytes] on the device.
+        after: who had the memory before may use it until these events.
     """
 
-    def __init__(self, accelerator: Accelerator, memory: torch.Tensor) -> None:
+    def __init__(self, accelerator: Accelerator, memory: torch.Tensor, after: Sequence[Event] = ()) -> None:
         self._accelerator = accelerator
         self._memory = memory
         self._space = Space(None, 0, memory.numel())
         self._lock = threading.Lock()
-        self._left: list[tuple[int, int, tuple[Event, ...]]] = []  # (begin, end, events)
+        self._left = [(0, memory.numel(), tuple(after))] if after else []  # (begin, end, events)
 
     @property
     def nbytes(self) -> int:

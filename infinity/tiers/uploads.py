@@ -60,7 +60,6 @@ class UploadQueue:
         self._reading: deque[Event] = deque()  # of the copies that read homes in RAM
         self._native: _native.Uploads | None = None
         self._events: list[Event] = []  # of the pieces
-        self.waits = 0
 
     def from_ram(self, into: SlabLease, source: Lease) -> Event:
         """Start copying weights from their home. Nobody may change them until `synchronize`. Returns the event behind
@@ -96,7 +95,6 @@ class UploadQueue:
         """Wait until no copy reads homes in RAM: somebody is about to change them."""
         self._forget_reached()
         if self._reading:
-            self.waits += 1
             self._accelerator.synchronize(self._reading[-1])
             self._reading.clear()
 

@@ -95,7 +95,8 @@ class GroupGradients:
 
     @property
     def finite(self) -> bool:
-        """Whether what is present and was summed up is: a GPU's first pieces are not, before the step."""
+        """Whether what is present and was summed up is: what comes from a device is, once it has landed and was asked
+        for."""
         return all(part < float("inf") for part in self._sums.values())
 
     def _range(self, spec: ParameterSpec) -> memoryview:
@@ -156,8 +157,8 @@ class GroupGradients:
     def send(self) -> None:
         """Start the way of what came from the device."""
         if self._packed is not None and self._queue is not None:
-            packed, self._packed = self._packed, None
-            self._on_way.append(self._queue.send(packed))
+            self._on_way.append(self._queue.send(self._packed))
+            self._packed = None
 
     def on_their_way(self) -> list[_native.IOFuture]:
         """What an update that reads them has to wait for."""
@@ -228,7 +229,10 @@ class GroupGradients:
     def _forget(self) -> None:
         if self._packed is not None and self._queue is not None:
             packed, self._packed = self._packed, None
-            self._queue.drop(packed)
+            if packed.landing is None:
+                self._queue.drop(packed)
+            else:  # it was sent to make room for another
+                self._on_way.append(packed.landing)
         while self._on_way:  # what comes next must not be overtaken in the same memory
             self._on_way[0].wait()
             del self._on_way[0]

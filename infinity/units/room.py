@@ -223,6 +223,7 @@ class Room:
                     self._finish(other)
             for other in were_open:
                 if other.weights.residency is Residency.RESIDENT:
+                    other.weights.require_slot().wait()
                     other.views.open_up()
         finally:
             for each in every:

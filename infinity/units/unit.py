@@ -127,8 +127,7 @@ class OffloadedUnit:
                 transfer.finish()
             if update.viewed and update.place.shadow is not None:
                 self._shadows.give_back(update.place.shadow)
-            if update.place.copy is not None:
-                update.place.copy.release()
+            update.release_copy(now=True)
             update.to(UpdateState.FINISHED)
             self.update = None
         return update
@@ -142,8 +141,7 @@ class OffloadedUnit:
         self.update = None
         if update.place.shadow is not None:
             self._shadows.give_back(update.place.shadow)
-        if update.place.copy is not None:
-            update.place.copy.release()
+        update.release_copy(now=True)
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
         with self._health.failing(SwapIOError), self._timeline.stall("update", self.name):

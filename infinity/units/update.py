@@ -144,6 +144,7 @@ class UnitUpdate:
         committed: the update writes what a generation needs.
         transfers: by group.
         viewed: somebody holds views of the weights' memory, so that the new weights must go there.
+        copy: of the current weights, while the update may read it or write from it.
         state: changed by `to` alone.
     """
 
@@ -154,6 +155,7 @@ class UnitUpdate:
         self.committed = committed
         self.transfers: dict[int, UpdateTransfer] = {}
         self.viewed = False
+        self.copy = place.copy
         self.state = UpdateState.SPECULATIVE if place.speculative else UpdateState.DECIDED
 
     def to(self, state: UpdateState) -> None:
@@ -184,6 +186,13 @@ class UnitUpdate:
     def writes_from_slot(self) -> bool:
         """Whether the update may write weights to the store from the slot they are used in."""
         return not self.is_speculative and self.place.slot is not None and not self.reached("weights")
+
+    def release_copy(self, *, now: bool = False) -> bool:
+        """Give back the copy of the weights, once the update is done with it, or now. Whether there is none."""
+        if self.copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
+            copy, self.copy = self.copy, None
+            copy.release()
+        return self.copy is None
 
     def keep_memory(self) -> None:
         """Somebody holds views of the weights' memory: the new weights must go there when they are applied."""

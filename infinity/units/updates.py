@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.errors import SwapIOError
+from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.resources import Resources
 from infinity.units.read_ahead import ReadAhead
 from infinity.units.shadows import Shadows
@@ -21,7 +22,7 @@ _SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates m
 
 class Updates:
     """Invariant: `_under_way` are the units with an update, in the order in which the updates began; those whose update
-    is decided come first. Those that read slots are among `_readers`.
+    is decided come first. Those that read slots are among `_readers`, and those with a copy of weights among `_copied`.
 
     Attributes:
         shadows: memory for the new weights of speculative updates.
@@ -34,6 +35,7 @@ class Updates:
         self.ahead = ReadAhead(resources)
         self._under_way: dict[int, OffloadedUnit] = {}
         self._readers: list[OffloadedUnit] = []
+        self._copied: list[OffloadedUnit] = []
 
     @property
     def speculative(self) -> list[OffloadedUnit]:
@@ -74,7 +76,7 @@ class Updates:
         place = WeightsPlace(speculative=True)
         if unit.homes.weights.lease is None:
             slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
-            place = replace(place, slot=slot, copy=unit.weights.copy_down())
+            place = replace(place, slot=slot, copy=self._copy_down(unit))
         else:
             if len(wanted) < len(unit.unit.groups):
                 return False  # the other memory would have nothing of a group without gradients
@@ -100,6 +102,14 @@ class Updates:
     def read_ahead(self, order: Iterable[OffloadedUnit], step: int) -> None:
         """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
         self.ahead.begin((unit for unit in order if unit.update is None), step)
+
+    def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
+        """A copy of a unit's weights from the device, in memory that other updates are done with."""
+        self._copied = [other for other in self._copied if other.update is not None and not other.update.release_copy()]
+        copy = unit.weights.copy_down()
+        if copy is not None:
+            self._copied.append(unit)
+        return copy
 
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
         """Updates that read slots must leave enough of them for others."""
@@ -160,7 +170,7 @@ class Updates:
         for unit in order:
             if unit.index in requests and unit.update is None:
                 at_home = unit.homes.weights.lease is not None
-                copy = None if at_home else unit.weights.copy_down()
+                copy = None if at_home else self._copy_down(unit)
                 place = WeightsPlace(slot=unit.weights.host_memory(), copy=copy)
                 self._submit(unit, requests[unit.index], place, step, committed=committed)
         return self.decided

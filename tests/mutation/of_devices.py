@@ -102,7 +102,7 @@ OF_DEVICES = [
     Mutant(
         "the ring is given back behind the copy down",
         "infinity/tiers/downloads.py",
-        "self._ring.give_back(packed.lease, [event])",
+        "self._ring.give_back(packed.lease, [packed.landing.event])",
         "self._ring.give_back(packed.lease, [])",
         ("tests/tiers/test_downloads.py",),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.sizes import format_bytes
+from infinity.sizes import PAGE_BYTES, format_bytes
 from infinity.state.discover import discover
 from tests.models import llama
 
@@ -167,6 +168,28 @@ def test_slots_and_gradients_under_way_fit_the_device() -> None:
         assert budgets.ring_bytes >= largest
         assert made.device_bytes == budgets.slot_bytes + budgets.ring_bytes <= device << 20
     assert plan().budgets.ring_bytes == 0
+
+
+def on_device(pages: int, trained: Sequence[int], frozen: Sequence[int]) -> Plan:
+    """A plan for units of so many pages each, with so many of device memory."""
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.Linear(32, 32 * count, bias=False) for count in (*frozen, *trained))
+    for block in blocks[: len(frozen)]:
+        block.requires_grad_(False)
+    config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": pages * PAGE_BYTES, "host": "1GiB"}}
+    given = load_config(config | {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0})
+    return make_plan(discover(blocks).units, given, torch.device("cuda"), can_recompute=False)
+
+
+def test_more_device_memory_never_makes_a_plan_fail() -> None:
+    fitted = False
+    for pages in range(60, 120):
+        try:
+            on_device(pages, trained=(10, 10), frozen=(35, 34))
+            fitted = True
+        except PlanError:
+            assert not fitted, f"{pages} pages"
+    assert fitted
 
 
 def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
+from infinity.errors import PlanError
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.slots import SlabSlots
 from tests.conftest import states_of, weights_of
 from tests.sim.fixtures import Simulate
-from tests.sim.queues import EAGER, LAZY
+from tests.sim.queues import EAGER, LAZY, Policy
 
 TIGHT = {"device": "64KiB", "host": "64MiB"}
 """Slots for half of the blocks, or less, and a ring for two units' gradients."""
@@ -134,10 +135,51 @@ def test_a_slab_that_does_not_fit_the_device_is_told_and_the_next_offload_succee
     simulate: Simulate, offload: Any
 ) -> None:
     sim = simulate(LAZY, out_of_memory_at=0)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(PlanError, match=r"no 3\d.00 KiB in one piece, .* Lower memory.device"):
         offload(Blocks().bfloat16(), "nvme", memory=TIGHT)
     assert sim._pinned == {}
     train(offload(Blocks().bfloat16(), "nvme", memory=TIGHT))
+
+
+def test_the_first_use_of_the_slab_waits_for_those_who_had_the_memory_before(simulate: Simulate, offload: Any) -> None:
+    sim = simulate(LAZY)
+    device = registry.coordinator_of(offload(Blocks().bfloat16(), "nvme", memory=TIGHT)).resources.device
+    assert device is not None
+    for slab in (device.slots, device.ring):
+        lease = slab.try_lease(4096)
+        assert lease is not None
+        assert [event.last.stream for event in lease.after] == [sim.current()]
+        slab.give_back(lease, lease.after)
+
+
+class Unequal(nn.Module):
+    """Three modules; two of the smaller ones leave no room in one piece for the larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(32, 32 * count, bias=False) for count in (3, 3, 7)).requires_grad_(False)
+
+
+@pytest.mark.parametrize("weights", ["host", "nvme"])
+@pytest.mark.parametrize("policy", [LAZY, EAGER], ids=str)
+def test_a_unit_in_use_that_has_to_move_is_used_behind_its_new_upload(
+    policy: Policy, weights: str, simulate: Simulate, offload: Any
+) -> None:
+    simulate(policy)
+    model = Unequal()
+    value = model.parts[1].weight.detach().clone()
+    coordinator = registry.coordinator_of(offload(model, weights, memory={"device": "40KiB", "host": "64MiB"}))
+    coordinator.acquire(0)
+    coordinator.acquire(1)
+    coordinator.release(0)
+    before = coordinator.units[1].weights.slot
+    coordinator.acquire(2)
+    assert coordinator.units[1].weights.slot is not before
+    (moved,) = coordinator.units[1].parameters.values()
+    assert torch.equal(moved.detach().clone(), value)
+    coordinator.release(1)
+    coordinator.release(2)
 
 
 @pytest.mark.parametrize("at", range(1, 24, 5))

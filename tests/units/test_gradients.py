@@ -18,6 +18,7 @@ from infinity import _native
 from infinity.errors import DeviceError, PlanError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Place, Unit
+from infinity.tiers.downloads import Landing
 from infinity.tiers.window import LandingWindow
 from infinity.units.gradients import Gradients, GroupGradients, UnitGradients
 from tests.sim.host import follow_the_host
@@ -347,3 +348,24 @@ def test_gradients_that_were_lost_are_told_when_the_step_needs_them(spilling: Si
         spilling.all.synchronize()
     spilling.groups[2].forget()
     spilling.all.synchronize()
+
+
+def test_what_was_sent_to_make_room_is_waited_for_when_it_is_forgotten(rig: Rig) -> None:
+    """The native thread still adds to the memory: what comes next must not be overtaken there."""
+    queue = rig.gradients(ring_pages=1)
+    one, other = (
+        GroupGradients(UNIT, UNIT.groups[0], rig.arena.lease(2 * PAGE_BYTES, "gradients"), None, None, queue, pool())
+        for _ in range(2)
+    )
+    one.land(SPECS[0], gradient(1.0), accumulate=False)
+    one.land(SPECS[0], gradient(2.0), accumulate=True)
+    other.land(SPECS[0], gradient(7.0), accumulate=False)  # the ring is full
+    packed = one._packed
+    assert packed is not None
+    assert packed.landing is not None
+    waited: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Landing, "wait", lambda landing: waited.append(landing is packed.landing))
+        one.forget()
+    assert waited == [True]
+    other.settle()

@@ -166,7 +166,6 @@ def install(patch: pytest.MonkeyPatch) -> Fake:
     for name, each in fakes.items():
         patch.setattr(torch.cuda, name, each)
     patch.setattr(torch, "get_device_module", lambda device=None: torch.cuda)
-    patch.setitem(accelerator._HANDLES, "cpu", accelerator._HANDLES["cuda"])
     patch.setitem(accelerator._BLOCKING, "cpu", accelerator._BLOCKING["cuda"])
     patch.setattr(c_runtime, "addresses", fake.library.addresses)
     patch.setattr(c_runtime, "forget_error", fake.forgotten.append)
