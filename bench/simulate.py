@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def scenarios(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         machine = MACHINES[machine_name]
         for model in args.models:
             for moments in args.moments:
-                task = task_of(SHAPES[model], moments)
+                task = task_of(replace(SHAPES[model], batch=args.batch), moments)
                 named = {"machine": machine_name, "model": model, "moments": moments}
                 serial = simulate(machine, task, clipped=False, moments=moments, overlap="off")
                 for clipped in (False, True):
@@ -52,6 +53,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
     add("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     add("--policies", nargs="+", choices=POLICIES, default=["as is"])
+    add("--batch", type=int, default=4, help="sequences of 2,048 tokens per step")
     add("--calibrate", nargs="+", type=Path, default=[], metavar="JSON", help="results of bench/step_vs_peers.py")
     return parser.parse_args(argv)
 
@@ -69,7 +71,9 @@ def main(argv: list[str] | None = None) -> int:
             rows.append(row)
             print(_line(row), flush=True)
         machines = {name: MACHINES[name].__dict__ for name in args.machines}
-        _write(args.out / "simulated.json", {"simulated": True, "machines": machines, "rows": rows})
+        _write(
+            args.out / "simulated.json", {"simulated": True, "batch": args.batch, "machines": machines, "rows": rows}
+        )
         text = tables(rows, {name: MACHINES[name] for name in args.machines})
         plot(rows, args.out / "simulated.png")
     (args.out / "tables.md").write_text(text)

@@ -1,13 +1,15 @@
 """Changes of policy that the simulation tries, before anybody builds them. "as is" is the house as it stands.
 
-| name                | what is changed                                                                               |
-|---------------------|-----------------------------------------------------------------------------------------------|
-| beside the disk     | csrc/update's driver computes updates whose states are in RAM while no tile of another is read,|
-|                     | instead of in their turn; they take no staging                                                |
-| early in RAM        | updates whose states are in RAM begin during backward, too. To be undone they need a copy of  |
-|                     | what they change; the simulation takes that memory as given                                   |
-| gradients in 16 bit | where one pass per step is expected, gradients wait in 2 bytes; the planner prefers fp32      |
-| all                 | the three together                                                                            |
+* beside the disk: csrc/update's driver computes updates whose states are in RAM while no tile of another is read,
+  instead of in their turn; they take no staging.
+* early in RAM: updates whose states are in RAM begin during backward, too. To be undone they need a copy of what they
+  change; the simulation takes that memory as given.
+* gradients in 16 bit: where one pass per step is expected, gradients wait in 2 bytes. The planner prefers fp32.
+* small groups first: a speculative update hands its unit's groups over in reverse. The newest job is the next, so that
+  the norms come before the matrices. As it is they come after every later unit, and a unit whose norms are missing when
+  the step is decided is updated again as a whole.
+* all: the four together.
+* no shadows: the planner keeps no RAM for new weights where it could hold states instead.
 """
 
 from __future__ import annotations
@@ -19,15 +21,23 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from infinity.plan import planner
+from infinity.plan import planner, speculation
 from infinity.plan.placement import GradientPlacement
 from infinity.units import update as update_module
 from infinity.units.updates import Updates
 from simulation import rooms, scenario
-from simulation.pipeline import Job, Pipeline, Tile, UpdateFuture
+from simulation.pipeline import CANCELED, Job, Pipeline, Tile, UpdateFuture
 from simulation.planning import plan_for
 
-POLICIES = ("as is", "beside the disk", "early in RAM", "gradients in 16 bit", "all")
+POLICIES = (
+    "as is",
+    "beside the disk",
+    "early in RAM",
+    "gradients in 16 bit",
+    "small groups first",
+    "all",
+    "no shadows",
+)
 
 
 @contextmanager
@@ -35,7 +45,7 @@ def policy(name: str) -> Iterator[None]:
     """In this context the house has that policy."""
     with ExitStack() as patches:
         for each, change in _CHANGES.items():
-            if name in (each, "all"):
+            if name == each or (name == "all" and each in _TOGETHER):
                 change(patches)
         yield
 
@@ -51,9 +61,20 @@ class BesideTheDisk(Pipeline):
         job = Job(self._clock, given, "queued")
         if ahead is not None or any(stream.file is not None for stream in job.streams.values()):
             return super().submit(speculative=speculative, ahead=ahead, **given)
-        self._in_memory.append(job)
+        begun = bool(self._in_memory) and self._in_memory[0].phase == "begun"
+        self._in_memory.insert((1 if begun else 0) if speculative else len(self._in_memory), job)
         self._pump_soon()
         return job.future
+
+    def _withdraw(self, future: UpdateFuture) -> bool:
+        job = next((job for job in self._in_memory if job.future is future), None)
+        if job is None:
+            return super()._withdraw(future)
+        if job.phase == "queued":
+            self._in_memory.remove(job)
+            job.failure = CANCELED
+            self._finish(job)
+        return job.phase == "done"
 
     def _compute_next(self) -> bool:
         if super()._compute_next():
@@ -121,8 +142,24 @@ def _gradients_in_16_bit(patches: ExitStack) -> None:
     patches.enter_context(mock.patch.object(planner, "gradient_placements", placements))
 
 
+def _small_groups_first(patches: ExitStack) -> None:
+    expected = rooms.Optimizer.expected_update
+
+    def reverse(self: rooms.Optimizer, index: int) -> dict[int, Any]:
+        return dict(reversed(expected(self, index).items()))
+
+    patches.enter_context(mock.patch.object(rooms.Optimizer, "expected_update", reverse))
+
+
+def _no_shadows(patches: ExitStack) -> None:
+    patches.enter_context(mock.patch.object(speculation, "shadow_wanted", return_value=0))
+
+
 _CHANGES = {
     "beside the disk": _beside_the_disk,
     "early in RAM": _early_in_ram,
     "gradients in 16 bit": _gradients_in_16_bit,
+    "small groups first": _small_groups_first,
+    "no shadows": _no_shadows,
 }
+_TOGETHER = tuple(_CHANGES)[:4]
