@@ -26,7 +26,8 @@ class _Content:
     Attributes:
         digest: of the tokens.
         tokens: number of tokens.
-        known: number of tokens that are neither separators nor the tokenizer's token for unknown text.
+        first_known: place of the first token that is neither a separator nor the tokenizer's token for unknown text;
+            None: there is none.
         largest: the highest token; -1 before the first.
         documents: number of documents.
         blank: number of blank documents, which were left out.
@@ -34,13 +35,13 @@ class _Content:
 
     digest: Any
     tokens: int = 0
-    known: int = 0
+    first_known: int | None = None
     largest: int = -1
     documents: int = 0
     blank: int = 0
 
     def copy(self) -> _Content:
-        return _Content(self.digest.copy(), self.tokens, self.known, self.largest, self.documents, self.blank)
+        return _Content(self.digest.copy(), self.tokens, self.first_known, self.largest, self.documents, self.blank)
 
 
 class PackedData:
@@ -113,9 +114,7 @@ class PackedData:
             return
         self._content.documents += 1
         if self._tokenizer.eos_token_id is not None:
-            known = self._content.known
             self._write([self._tokenizer.eos_token_id])
-            self._content.known = known
 
     def _write(self, ids: list[int]) -> None:
         array = np.asarray(ids, dtype=np.uint32)
@@ -123,9 +122,11 @@ class PackedData:
         self._spill.write(packed)
         content = self._content
         content.digest.update(packed)
+        if content.first_known is None:
+            special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id
+            known = np.flatnonzero(~np.isin(array, [each for each in special if each is not None]))
+            content.first_known = content.tokens + int(known[0]) if len(known) else None
         content.tokens += len(ids)
-        unknown = self._tokenizer.unk_token_id
-        content.known += len(ids) if unknown is None else int(np.count_nonzero(array != unknown))
         content.largest = max(content.largest, int(array.max(initial=0)) if len(ids) else -1)
 
     def _return_to(self, before: _Content) -> None:
@@ -139,7 +140,7 @@ class PackedData:
         if not content.documents:
             why = self._why_left_out() or "everything in it is blank"
             raise ConfigError(f"--data {names}: there is no text in it ({why})")
-        if not content.known:
+        if content.first_known is None:
             raise ConfigError(
                 f"--data {names}: the model's tokenizer knows none of the text: all of it becomes "
                 f"{content.tokens} tokens that mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
@@ -148,6 +149,12 @@ class PackedData:
             raise ConfigError(
                 f"--data {names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
                 "text, or a smaller --sequence-length."
+            )
+        if content.first_known >= self.sequences * self.sequence_length:
+            raise ConfigError(
+                f"--data {names}: the model's tokenizer knows none of the {self.sequences} whole sequences of "
+                f"{self.sequence_length} tokens: all of them mean 'unknown' or 'end of text'. Is it this "
+                "model's tokenizer?"
             )
 
     def batches(self, batch_size: int, seed: int) -> Batches:

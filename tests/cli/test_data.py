@@ -299,6 +299,15 @@ def test_text_that_the_tokenizer_does_not_know_is_refused(pack: Pack, tmp_path: 
         pack(tmp_path / "a.txt")
 
 
+@pytest.mark.parametrize(
+    "text", ["猫 猫 <eos>", "猫 猫 猫 猫 fox"], ids=["separators in it", "known words after the last sequence"]
+)
+def test_sequences_in_which_nothing_is_known_are_refused(text: str, pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "other.txt").write_text(text)
+    with pytest.raises(ConfigError, match="tokenizer knows none of the"):
+        pack(tmp_path / "other.txt", length=4)
+
+
 def test_documents_that_nothing_parts_are_said(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the fox"}\n{"text": "the hen"}\n')
     by = tokenizer()

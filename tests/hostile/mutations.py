@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def _change(holder: Any, draw: random.Random, values: list[Any]) -> None:
             break
         holder, at = below, draw.choice(list(below) if isinstance(below, dict) else range(len(below)))
     old = holder[at]
-    acts = [lambda: _set(holder, at, draw.choice(values))] * 3
+    acts = [lambda: _set(holder, at, deepcopy(draw.choice(values)))] * 3  # else one that is changed later, too
     if isinstance(old, bool) or old is None:
         acts.append(lambda: _set(holder, at, not old))
     elif isinstance(old, int | float):
@@ -65,7 +66,11 @@ def _change(holder: Any, draw: random.Random, values: list[Any]) -> None:
     elif isinstance(old, bytes) and old:
         acts += [lambda: _set(holder, at, draw.choice([old[:-1], old + b"\0", old[::-1], bytes(len(old))]))]
     elif isinstance(old, tuple) and old:
-        acts += [lambda: _set(holder, at, draw.choice([old[:-1], list(old), old * 2, (draw.choice(values), *old[1:])]))]
+        acts += [
+            lambda: _set(
+                holder, at, draw.choice([old[:-1], list(old), old * 2, (deepcopy(draw.choice(values)), *old[1:])])
+            )
+        ]
     if isinstance(holder, dict) and draw.random() < 0.1:
         acts = [lambda: holder.pop(at)]
     draw.choice(acts)()

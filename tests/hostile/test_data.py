@@ -77,10 +77,12 @@ def _too_late(*_: Any) -> None:
 
 def _problem_of_data(data: Any, by: Any) -> str:
     """Why a dataset should not have been made of it; '' where it should."""
-    words = data.rows(range(data.sequences))
-    if not any(token not in (by.eos_token_id, by.unk_token_id) for token in words.unique().tolist()):
+    words: set[int] = set()
+    for first in range(0, data.sequences, 10_000):
+        words.update(data.rows(range(first, min(first + 10_000, data.sequences))).unique().tolist())
+    if words <= {by.eos_token_id, by.unk_token_id}:
         return "there is nothing to learn in it"
-    if data.largest_token >= len(by) or int(words.max()) > data.largest_token:
+    if data.largest_token >= len(by) or max(words) > data.largest_token:
         return "tokens that there are not"
     if not all(note.isprintable() for note in data.notes()):
         return "notes that command a terminal"
