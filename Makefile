@@ -18,7 +18,7 @@ NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  unchanged-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
+  unchanged-test schedule-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins.
 demo: bootstrap
@@ -40,8 +40,8 @@ test: bootstrap
 
 # Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
 # rest. SEED=… determines what is drawn.
-test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test imitation-test \
-  mutation-test sanitize
+test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test schedule-test \
+  imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
 # sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
@@ -90,7 +90,11 @@ test-newest: $(VENV)/.system
 	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(NEWEST)/bin/pytest -q -n logical --maxprocesses 8 --dist worksteal -rP \
 	  --timeout 3600 $(UNCHANGED)
 
-# The tests of the GPU on a machine without one, on an imitated GPU: this checks the code of the tests.
+# 20,000 schedules of copies on a simulated device.
+schedule-test: bootstrap
+	$(WHOLE) tests/sim
+
+# The tests of the GPU on a machine without one, on a simulated device: this checks the code of the tests, and order.
 imitation-test: bootstrap
 	$(PYTEST) -m gpu tests/gpu
 
@@ -104,7 +108,7 @@ lint: bootstrap
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 0 tests/test_attributes.py
+	$(BIN)/pytest -q -n 0 tests/test_attributes.py tests/test_vendors.py
 
 # Checks infinity on a machine with a GPU, which needs no network if the bundle is there: builds infinity, measures, runs the
 # tests marked gpu and times a training step, with a JSON line for each stage. GPU_CHECK has more options

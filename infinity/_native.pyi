@@ -7,6 +7,13 @@ does not fit (size, alignment, read-only), `TypeError` what is no buffer. Calls 
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from infinity._native_device import DeviceGate as DeviceGate
+from infinity._native_device import LandingFuture as LandingFuture
+from infinity._native_device import LandingPiece as LandingPiece
+from infinity._native_device import Landings as Landings
+from infinity._native_device import UploadPart as UploadPart
+from infinity._native_device import Uploads as Uploads
+
 Buffer = Any
 DTypeName = Literal["fp32", "bf16", "fp16"]
 MasterName = Literal["weight", "split16", "fp32", "none"]
@@ -167,7 +174,17 @@ class IOEngine:
 
         With `after` the read begins when that is done, and fails as that does.
         """
-    def write(self, file: File, offset: int, data: Buffer, io_class: IOClassName = "weights") -> IOFuture: ...
+    def write(
+        self,
+        file: File,
+        offset: int,
+        data: Buffer,
+        io_class: IOClassName = "weights",
+        *,
+        after: IOFuture | None = None,
+    ) -> IOFuture:
+        """With `after` the write begins when that is done: what is written then is what `data` holds then. It fails as
+        `after` does, and has written nothing."""
     def sync(self, file: File) -> IOFuture:
         """fdatasync of every member: what was complete before this call survives a power cut once it is done.
 
@@ -398,6 +415,7 @@ class UpdatePipeline:
         tag: int = 0,
         speculative: bool = False,
         ahead: UpdateFuture | None = None,
+        after: Sequence[IOFuture] = (),
     ) -> UpdateFuture:
         """Queue one unit's update.
 
@@ -409,9 +427,13 @@ class UpdatePipeline:
             speculative: the job comes before the jobs that were not begun.
             ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
                 and its failure if it failed.
+            after: the job is held until these are done (gradients on their way from the device), and queued then: a
+                speculative job comes before those not begun then. It fails as the first of them that fails. `ahead`
+                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
 
         Raises:
-            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before.
+            ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or
+                belongs to a job that is held.
         """
     def read_ahead(
         self,
@@ -439,8 +461,8 @@ class UpdatePipeline:
         ahead, and may have tiles there, must be taken over or withdrawn before. False when a device that was given up
         may use the memory for ever."""
     def withdraw(self, updates: Sequence[UpdateFuture]) -> list[bool]:
-        """Take back each job that reads ahead, or of which no tile was started: it fails as canceled. Returns False
-        for a job that was begun; it goes on."""
+        """Take back each job that is held, reads ahead, or of which no tile was started: it fails as canceled. Returns
+        False for a job that was begun; it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
         """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
         started before."""

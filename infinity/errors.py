@@ -60,6 +60,10 @@ class StaleWeightsError(ModelError):
     """A backward pass needs weights, or saved tensors, that were changed since its forward pass."""
 
 
+class DeviceError(InfinityError, RuntimeError):
+    """The device's runtime failed, and what was on its way to or from the device is lost."""
+
+
 class NonFiniteGradientError(InfinityError):
     """Gradients were NaN or infinite several steps in a row. The states are those of the last good step."""
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from infinity import _native
+from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import PinnedArena
 
 DEVICE = "cuda"
@@ -38,10 +40,28 @@ def current_device() -> torch.device:
     return torch.device(DEVICE, torch.cuda.current_device())
 
 
+def accelerator() -> TorchAccelerator:
+    return TorchAccelerator(current_device())
+
+
+def gate_of(accelerator: TorchAccelerator) -> _native.DeviceGate:
+    """The runtime's own functions, for native threads. Raises ConfigError where they are not found."""
+    table = accelerator.gate()
+    return _native.DeviceGate(
+        accelerator.device.index or 0,
+        copy=table.copy,
+        record=table.record,
+        wait=table.wait,
+        synchronize=table.synchronize,
+        enter=table.enter,
+        keep=table,
+    )
+
+
 def pinned_arena(nbytes: int) -> PinnedArena:
     """Raises RuntimeError when it cannot be registered."""
     arena = PinnedArena(nbytes)
-    refused = arena.register_with_cuda(current_device())
+    refused = arena.pin(accelerator())
     if refused:
         raise RuntimeError(refused)
     return arena

@@ -11,98 +11,93 @@ from typing import Any
 
 import torch
 
-from gpu.cuda import DEVICE, Sleeper, current_device, pinned_arena
-from infinity.io.arena import PinnedArena
-from infinity.tiers.accelerator import CudaDevice, CudaSlot
-
-_MIB = 1 << 20
-_POISON = 0xEE
-
-
-def open_seam() -> CudaDevice:
-    return CudaDevice(current_device())
-
-
-def _source(arena: PinnedArena, value: int, nbytes: int, at: int = 0) -> torch.Tensor:
-    tensor = torch.frombuffer(arena.native.view(at, nbytes), dtype=torch.uint8)
-    tensor.fill_(value)
-    return tensor
-
-
-def _poison(nbytes: int) -> None:
-    """Leave memory that the next allocation of this size gets full of a value that no source has."""
-    torch.full((nbytes,), _POISON, dtype=torch.uint8, device=DEVICE)
-    torch.cuda.synchronize()
+from gpu.cuda import DEVICE, Sleeper
+from gpu.seam import MIB, POISON, Seam, group_of
+from infinity.io.arena import Lease
+from infinity.tiers.downloads import Landing
+from infinity.tiers.slots import SlabSlot
 
 
 def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
     """Whether an upload ends while a kernel sleeps that was queued before it, or after it."""
-    seam = open_seam()
-    arena = pinned_arena(64 * _MIB)
-    source = _source(arena, 7, 64 * _MIB)
-    seam.upload(source, lambda: None)  # memory of this size is at hand from here on
-    seam.reclaim(wait=True)
-    torch.cuda.synchronize()
+    seam = Seam(slots=64 * MIB, host=64 * MIB)
+    home = seam.home(7, 64 * MIB)
     slept = torch.cuda.Event()
     if queued_before:
         sleeper.sleep(300)
         slept.record()
-    slot = seam.upload(source, lambda: None)
+    slot = seam.upload(home)
     if not queued_before:
         sleeper.sleep(300)
         slept.record()
-    seam.reclaim(wait=True)
+    seam.up.synchronize()
     overlapped = not slept.query()
-    torch.cuda.synchronize()
-    return {"overlapped": overlapped, "right": bool((slot.tensor == 7).all())}
+    slot.wait()
+    right = bool((slot.tensor == 7).all())
+    seam.close()
+    return {"overlapped": overlapped, "right": right}
 
 
 def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
     """The canary: with a late copy, a read that does not wait sees what was there before, and one that waits does
     not. Where the first is right as well, none of the other checks means anything."""
-    seam = open_seam()
-    arena = pinned_arena(16 * _MIB)
-    source = _source(arena, 7, 16 * _MIB)
-    _poison(16 * _MIB)
-    with torch.cuda.stream(_upload_stream(seam)):
+    seam = Seam(slots=16 * MIB)
+    home = seam.home(7, 16 * MIB)
+    with torch.cuda.stream(seam.up):
         sleeper.sleep(100)
-    slot = seam.upload(source, lambda: None)
+    slot = seam.upload(home)
     unwaited = slot.tensor.clone()
     slot.wait()
     waited = slot.tensor.clone()
     torch.cuda.synchronize()
+    seam.close()
     return {"unwaited is stale": not bool((unwaited == 7).any()), "waited is right": bool((waited == 7).all())}
 
 
-def _upload_stream(seam: CudaDevice) -> torch.cuda.Stream:
-    return seam._up
+def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
+    """The canary of reuse: weights are uploaded into a slot that a kernel which has not begun will read. With the
+    slot's last uses the upload waits for the kernel. Without them the kernel reads what came later."""
+    found = {}
+    for kept in (True, False):
+        seam = Seam(slots=16 * MIB, host=32 * MIB)
+        first, second = seam.home(7, 16 * MIB), seam.home(8, 16 * MIB)
+        slot = seam.upload(first)
+        slot.wait()
+        torch.cuda.synchronize()
+        sleeper.sleep(100)
+        seen = slot.tensor.clone()
+        seam.slots.give_back(slot._leased, slot._uses.events() if kept else [])
+        again = seam.upload(second)
+        again.wait()
+        later = again.tensor.clone()
+        torch.cuda.synchronize()
+        if kept:
+            found["with the last use both are right"] = bool((seen == 7).all()) and bool((later == 8).all())
+        else:
+            found["without it the kernel reads what came later"] = bool((seen == 8).all())
+        seam.close()
+    return found
 
 
 def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) -> dict[str, int]:
     """A slot is given up, and others are uploaded, while the kernel that reads it has not begun."""
-    seam = open_seam()
-    nbytes = 4 * _MIB
-    arena = pinned_arena(nbytes * 8)
-    sources = [_source(arena, 10 + index, nbytes, index * nbytes) for index in range(8)]
+    nbytes, count = 4 * MIB, 8
+    seam = Seam(slots=2 * nbytes, host=count * nbytes)  # so each upload reuses the bytes of the one before the last
+    homes = [seam.home(10 + index, nbytes) for index in range(count)]
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
     wrong = 0
     for _ in range(rounds):
-        _poison(nbytes)
-        slot: CudaSlot | None = seam.upload(sources[0], lambda: None)
-        if slot is None:
-            raise AssertionError("no slot")
-        with torch.cuda.stream(stream):
-            slot.wait()
-            sleeper.sleep(5)
-            seen = slot.tensor.clone()
-        slot.free()
-        slot = None
-        others = [seam.upload(source, lambda: None) for source in sources[1:]]
+        seen: list[torch.Tensor] = []
+        for home in homes:
+            slot = seam.upload(home)
+            with torch.cuda.stream(stream):
+                slot.wait()
+                sleeper.sleep(1)
+                seen.append(slot.tensor.clone())
+            slot.free()
         torch.cuda.synchronize()
-        wrong += int(not bool((seen == 10).all()))
-        wrong += sum(int(not bool((other.tensor == 11 + at).all())) for at, other in enumerate(others))
-        seam.reclaim(wait=True)
-        del others
+        wrong += sum(int(not bool((each == 10 + index).all())) for index, each in enumerate(seen))
+    seam.close()
     return {"rounds": rounds, "wrong": wrong}
 
 
@@ -110,35 +105,41 @@ def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) 
 class _Schedule:
     """One random order of uploads, uses, evictions, gradients and sleeps, and what must be true at its end."""
 
-    seam: CudaDevice
-    sources: list[torch.Tensor]
-    landing: list[torch.Tensor]
+    seam: Seam
+    homes: list[Lease]
+    targets: list[Lease]
     sleeper: Sleeper
     number: int
     random: random.Random
-    side: torch.cuda.Stream
-    slots: dict[int, CudaSlot] = field(default_factory=dict)
+    slots: dict[int, SlabSlot] = field(default_factory=dict)
     seen: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    gradients: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    gradients: list[tuple[Landing, Lease, int]] = field(default_factory=list)
 
     def run(self, operations: int, streams: list[torch.cuda.Stream]) -> int:
         """Returns how many values were wrong."""
-        for index, source in enumerate(self.sources):  # other values than the schedule before: what is left of it shows
-            source.fill_(self._value(index))
-        for landing in self.landing:
-            landing.fill_(_POISON)
+        for index, home in enumerate(self.homes):  # other values than the schedule before: what is left of it shows
+            home.tensor().fill_(self._value(index))
+        for target in self.targets:
+            target.tensor().fill_(POISON)
         for _ in range(operations):
             self.random.choice((self._upload, self._use, self._use, self._evict, self._gradient, self._sleep))(streams)
-        self.seam.synchronize_downloads()
-        wrong = sum(int(not bool((landed == value).all())) for landed, value in self.gradients)
+        wrong = sum(int(not self._landed(*each)) for each in self.gradients)
         torch.cuda.synchronize()
-        self.seam.reclaim(wait=True)
+        for slot in self.slots.values():
+            slot.free()
+        self.seam.uploads.synchronize()
         return wrong + sum(int(not bool((seen == value).all())) for seen, value in self.seen)
 
     def _upload(self, streams: list[torch.cuda.Stream]) -> None:
-        index = self.random.randrange(len(self.sources))
-        self.slots.pop(index, None)
-        self.slots[index] = self.seam.upload(self.sources[index], lambda: None)
+        index = self.random.randrange(len(self.homes))
+        while index in self.slots or self.seam.slots.free_bytes < self.homes[index].nbytes:
+            if not self.slots:
+                return
+            self._evict(streams)
+        try:
+            self.slots[index] = self.seam.upload(self.homes[index])
+        except AssertionError:  # what is free is in pieces
+            self._evict(streams)
 
     def _use(self, streams: list[torch.cuda.Stream]) -> None:
         if not self.slots:
@@ -148,21 +149,27 @@ class _Schedule:
         self.seen.append((self.slots[index].tensor.clone(), self._value(index)))
 
     def _value(self, index: int) -> int:
-        """Of source `index` in this schedule; never _POISON."""
-        return (self.number * len(self.sources) + index) % _POISON
+        """Of home `index` in this schedule; never POISON."""
+        return (self.number * len(self.homes) + index) % POISON
 
     def _evict(self, streams: list[torch.cuda.Stream]) -> None:
         if self.slots:
             self.slots.pop(self.random.choice(sorted(self.slots))).free()
 
     def _gradient(self, streams: list[torch.cuda.Stream]) -> None:
-        if len(self.gradients) == len(self.landing):
+        if len(self.gradients) == len(self.targets):
             return
-        into = self.landing[len(self.gradients)]
-        value = 100 + len(self.gradients)
-        gradient = torch.full((into.numel(),), value, dtype=torch.uint8, device=DEVICE)
-        self.seam.download(gradient, into)
-        self.gradients.append((into, value))
+        target, value = self.targets[len(self.gradients)], self.number % 64 + len(self.gradients) + 1
+        group = group_of(str(len(self.gradients)), target.nbytes // 2)
+        packed = self.seam.gradients.begin(group, target.view(), torch.bfloat16)
+        gradient = torch.full((group.numel,), value, dtype=torch.bfloat16, device=DEVICE)
+        self.seam.gradients.pack(packed, group.specs[0], gradient, add=False)
+        self.gradients.append((self.seam.gradients.send(packed), target, value))
+
+    def _landed(self, landing: Landing, target: Lease, value: int) -> bool:
+        numel = target.nbytes // 2
+        sums = landing.sums()
+        return bool((target.tensor().view(torch.bfloat16) == value).all()) and set(sums.values()) == {numel * value**2}
 
     def _sleep(self, streams: list[torch.cuda.Stream]) -> None:
         with torch.cuda.stream(self.random.choice(streams)):
@@ -171,22 +178,18 @@ class _Schedule:
 
 def random_schedules(sleeper: Sleeper, count: int, left_s: Any = None) -> dict[str, Any]:
     """Schedules from seeds 0, 1, …; `left_s` says how many seconds there are."""
-    sizes = [4096 * (1 << index % 6) + 512 * index for index in range(8)]
-    landing_bytes = 64 << 10
-    arena = pinned_arena(4 * _MIB)
-    sources, at = [], 0
-    for index, size in enumerate(sizes):
-        sources.append(_source(arena, index + 1, size, at))
-        at += (size + 4095) // 4096 * 4096
-    landing = [_source(arena, 0, landing_bytes, at + index * landing_bytes) for index in range(8)]
-    side, failed, done = torch.cuda.Stream(), [], 0
+    sizes = [4096 * (1 << index % 6) for index in range(8)]
+    gradient_bytes = 64 << 10
+    seam = Seam(slots=sum(sizes) // 2, ring=2 * gradient_bytes, host=4 * MIB, piece=gradient_bytes)
+    homes = [seam.home(0, size) for size in sizes]
+    targets = [seam.home(0, gradient_bytes) for _ in range(8)]
+    failed, done = [], 0
     for seed in range(count):
         if left_s is not None and left_s() < 10:
             break
-        seam = open_seam()
-        schedule = _Schedule(seam, sources, landing, sleeper, seed, random.Random(seed), side)
-        main = torch.cuda.current_stream()
-        if schedule.run(40, [main, _upload_stream(seam), seam._down]):
+        schedule = _Schedule(seam, homes, targets, sleeper, seed, random.Random(seed))
+        if schedule.run(40, [torch.cuda.current_stream(), seam.up, seam.down]):
             failed.append(seed)
         done += 1
+    seam.close()
     return {"schedules": done, "wrong seeds": failed[:20]}

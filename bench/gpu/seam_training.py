@@ -1,4 +1,4 @@
-"""Training on the GPU beside the seam's promises: memory, events, threads, torch's own race detector.
+"""Training on the GPU beside the seam's promises: memory, events, threads, updates, torch's own race detector.
 
 python -m gpu.seam_training sanitizer        three steps; run with TORCH_CUDA_SANITIZER=1
 """
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from infinity.coordinator import registry
 
 _MIB = 1 << 20
 _WIDTH, _WIDE = 512, 4096
-_BLOCKS = 12
+BLOCKS = 12
 _BATCH = 8
+_EXACT_WIDTH = 128
 
 
 class Block(nn.Module):
@@ -44,7 +46,7 @@ class Blocks(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(_BLOCKS))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -118,6 +120,153 @@ def threads_and_tiers(steps: int = 4) -> dict[str, Any]:
     return found
 
 
+class Scale(nn.Module):
+    """One matrix, whose gradient is the factors that the forward is given, times the gradient behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width).bfloat16())
+
+    def forward(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return x + (self.weight * factors).sum().float()
+
+
+class Exact(nn.Module):
+    """A chain of blocks whose gradients are the factors themselves: the same bits on any device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scale(_EXACT_WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, factors: torch.Tensor) -> torch.Tensor:
+        x = factors.new_zeros((), dtype=torch.float32)
+        for index, block in enumerate(self.blocks):
+            x = block(x, factors + index)
+        return x
+
+
+def overlap_modes(steps: int = 4) -> dict[str, Any]:
+    """Weights after some steps in every overlap mode, with and without clipping, beside those of the CPU."""
+    different, early = [], 0
+    for tier in ("host", "nvme"):
+        for max_norm in (None, 1.0):
+            expected, _ = _exact_weights(tier, max_norm, "off", steps, device="cpu")
+            for overlap in ("auto", "during_backward", "before_forward", "off"):
+                found, begun = _exact_weights(tier, max_norm, overlap, steps, device=DEVICE)
+                early += begun
+                if any(not torch.equal(found[name], weight) for name, weight in expected.items()):
+                    different.append(f"{tier}, {overlap}, {'clipped' if max_norm else 'not clipped'}")
+    return {"other bits": different, "early updates": early}
+
+
+def _exact_weights(
+    tier: str, max_norm: float | None, overlap: str, steps: int, *, device: str
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights at the end, and how many updates were early and right."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
+        config = {
+            "weights": tier,
+            "optimizer": tier,
+            "overlap": overlap,
+            "memory": {"device": "1MiB", "host": "256MiB"},
+        }
+        config |= {"nvme": {"paths": [swap]}, "commit_every": 0, "activations": "keep"}
+        model = infinity.offload(Exact(), config, device=device)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=max_norm)
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step)
+            factors = torch.randint(-8, 9, (_EXACT_WIDTH, _EXACT_WIDTH), generator=generator)
+            model(factors.bfloat16().to(device)).backward()
+            optim.step()
+            optim.zero_grad()
+        infinity.synchronize(model)
+        early = infinity.statistics(model).updates.early
+        coordinator, found = registry.coordinator_of(model), {}
+        for unit in coordinator.units:
+            with coordinator.taking([unit.unit.index]):
+                found |= {name: parameter.detach().cpu().clone() for name, parameter in unit.parameters.items()}
+        infinity.close(model)
+    return found, early
+
+
+def host_waits(steps: int = 3) -> dict[str, float]:
+    """How often the host waits for the GPU: the seam by its own calls, torch by its warnings of them."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
+        model, optim, batch = offloaded(Path(swap))
+        train(model, optim, batch, 2, aside=False)
+        infinity.synchronize(model)
+        torch.cuda.synchronize()
+        device: Any = registry.coordinator_of(model).resources.device
+        waits = _Waits(device.accelerator)
+        with waits, torch.no_grad():
+            for _ in range(steps):
+                model(batch)
+        evaluated = waits.take() / steps
+        with waits:
+            for _ in range(steps):
+                model(batch).backward()
+                optim.step()
+                optim.zero_grad()
+        stepped = waits.take() / steps
+        units = len(registry.coordinator_of(model).units)
+        infinity.close(model)
+    return {"in evaluation": evaluated, "in a step": stepped, "units": units}
+
+
+class _Waits:
+    """Counts the host's waits while it is entered."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._count = 0
+        self._warned: list[warnings.WarningMessage] = []
+        synchronize = accelerator.synchronize
+
+        def counted(event: Any) -> None:
+            self._count += 1
+            synchronize(event)
+
+        accelerator.synchronize = counted
+        self._catching = warnings.catch_warnings(record=True)
+
+    def __enter__(self) -> None:
+        self._count = 0
+        self._catching = warnings.catch_warnings(record=True)
+        self._warned = self._catching.__enter__() or []
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode(1)
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.cuda.set_sync_debug_mode(0)
+        self._catching.__exit__(*raised)
+
+    def take(self) -> int:
+        """Since it was entered."""
+        return self._count + sum("synchronizing" in str(each.message) for each in self._warned)
+
+
+def bytes_per_parameter(steps: int = 4) -> dict[str, float]:
+    """Read from NVMe and written there in a step, with all states there and little RAM."""
+    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
+        model, optim, batch = offloaded(
+            Path(swap), weights="nvme", optimizer="nvme", memory={"device": "5MiB", "host": "72MiB"}
+        )
+        train(model, optim, batch, 2, aside=False)
+        infinity.synchronize(model)
+        before = infinity.statistics(model)
+        train(model, optim, batch, steps, aside=False)
+        infinity.synchronize(model)
+        after = infinity.statistics(model)
+        infinity.close(model)
+    moved = steps * after.numel
+    return {
+        "read": round((after.read_bytes - before.read_bytes) / moved, 2),
+        "of it weights": round((after.weight_bytes_read - before.weight_bytes_read) / moved, 2),
+        "written": round((after.written_bytes - before.written_bytes) / moved, 2),
+        "in RAM": round(after.cached_bytes / after.numel, 2),
+    }
+
+
 def reserved_memory(steps: int = 6) -> dict[str, float]:
     """Bytes that torch reserved at most while training, beside memory.device: slots for four of twelve blocks of
     64 MiB, so that the 20 MiB in which torch takes memory and cuBLAS's workspace are little beside them."""
@@ -141,7 +290,7 @@ def reserved_memory(steps: int = 6) -> dict[str, float]:
 
 
 def events_in_evaluation(passes: int = 60) -> dict[str, int]:
-    """Uploads that the seam still keeps an event for, after few and after many passes without a step."""
+    """Events of uploads and of slots' last uses that are kept after few and after many passes without a step."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, _, batch = offloaded(Path(swap))
         device: Any = registry.coordinator_of(model).resources.device
@@ -151,7 +300,7 @@ def events_in_evaluation(passes: int = 60) -> dict[str, int]:
                 model(batch)
                 if number in (passes // 6, passes):
                     torch.cuda.synchronize()
-                    found[f"after {number}"] = len(device._pending)
+                    found[f"after {number}"] = len(device.uploads._reading) + len(device.slots._left)
         infinity.close(model)
     return found
 

@@ -57,7 +57,7 @@ def stage(record: Record, options: Options) -> None:
     """Settings: `large`, bytes of the largest copy."""
     large = int(options.settings.get("large", _LARGE))
     arena = pinned_arena(2 * large)
-    host = torch.frombuffer(arena.native.view(0, 2 * large), dtype=torch.uint8)
+    host = torch.frombuffer(arena.memory.view(0, 2 * large), dtype=torch.uint8)
     host.fill_(1)
     ours = Copies(host[:large], host[large:])
     record.measure("h2d by size", "noted: GB/s of one copy after the other", lambda: _by_size(ours, large, up=True))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu.cuda import DEVICE, current_device
+from gpu.cuda import DEVICE, accelerator
 from gpu.record import Options, Record, run
 from infinity.io.arena import PinnedArena
 from infinity.plan.machine import available_host_bytes, usable_cores
@@ -62,8 +62,8 @@ def _first_kernel() -> float:
 
 def _after_refusal() -> dict[str, Any]:
     arena = PinnedArena(64 << 20)
-    first = arena.register_with_cuda(current_device())
-    found: dict[str, Any] = {"first": first, "refused": arena.register_with_cuda(current_device())}
+    first = arena.pin(accelerator())
+    found: dict[str, Any] = {"first": first, "refused": arena.pin(accelerator())}
     found["kernel"] = torch.ones(1024, device=DEVICE).sum().item()
     torch.cuda.synchronize()
     return found
@@ -72,16 +72,16 @@ def _after_refusal() -> dict[str, Any]:
 def register(nbytes: int, *, touched: bool) -> dict[str, Any]:
     """Seconds to touch, register and unregister an arena."""
     arena = PinnedArena(nbytes)
-    found: dict[str, Any] = {"huge_pages": arena.native.huge_pages}
+    found: dict[str, Any] = {"huge_pages": arena.memory.huge_pages}
     if touched:
         began = time.perf_counter()
-        flat = np.frombuffer(arena.native.view(0, nbytes), np.uint8)
+        flat = np.frombuffer(arena.memory.view(0, nbytes), np.uint8)
         with ThreadPoolExecutor(usable_cores()) as pool:
             list(pool.map(lambda part: part[::4096].fill(1), np.array_split(flat, usable_cores())))
         found["touch_s"] = round(time.perf_counter() - began, 2)
         del flat
     began = time.perf_counter()
-    refused = arena.register_with_cuda(current_device())
+    refused = arena.pin(accelerator())
     seconds = time.perf_counter() - began
     if refused:
         raise RuntimeError(refused)

@@ -19,7 +19,7 @@ from peers.protocol import Contender, serve
 from peers.workload import Job, Workload
 
 import infinity
-from infinity.tiers import accelerator as seam
+from infinity.tiers.slots import SlabSlot
 
 _TRACE_BYTES_MAX = 10 << 20
 
@@ -55,20 +55,19 @@ class SlotWaits:
 
     @classmethod
     def install(cls) -> SlotWaits | None:
-        """None where the seam has no such wait."""
-        slot_class = getattr(seam, "CudaSlot", None)
-        if slot_class is None or not torch.cuda.is_available():
+        """None where there is no GPU."""
+        if not torch.cuda.is_available():
             return None
-        waits, wait = cls([]), slot_class.wait
+        waits, wait = cls([]), SlabSlot.wait
 
-        def timed(slot: Any) -> None:
+        def timed(slot: SlabSlot) -> None:
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
             wait(slot)
             after.record()
             waits.pairs.append((before, after))
 
-        slot_class.wait = timed
+        SlabSlot.wait = timed  # type: ignore[method-assign]
         return waits
 
     def take_seconds(self) -> float:

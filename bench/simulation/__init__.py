@@ -6,13 +6,13 @@ the rates of a machine say.
 | real: imported from infinity                                   | imitated here                                   |
 |----------------------------------------------------------------|-------------------------------------------------|
 | plan/ (make_plan)                                              | the disks' free bytes (planning.py)             |
-| units/room, weights, unit, updates, update, read_ahead,        | parameters, views of slots, the timeline's      |
-| shadows, trace, speculation, arrivals                          | clock (rooms.py)                                |
-| coordinator/speculator                                         | the coordinator around it (training.py)         |
-| tiers/slots (HostSlots), tiers/home                            | leases, extents, reads of weights (memory.py);  |
-|                                                                | a GPU's slots, streams and rings (gpu.py)       |
-|                                                                | the driver of csrc/update (pipeline.py)         |
-|                                                                | the queue of csrc/aio (disk.py)                 |
+| units/: all but parameters                                     | parameters, the timeline's clock (rooms.py)     |
+| coordinator/speculator, progress                               | hooks and coordinator around them (training.py) |
+| tiers/: all, with arena, slab, slots, queues, window, homes    | an accelerator: streams and copies (gpu.py)     |
+| io/arena, store                                                | the store's files (resources.py)                |
+|                                                                | csrc/device, the thread pool (native.py)        |
+|                                                                | csrc/update's driver (pipeline.py)              |
+|                                                                | csrc/aio's queue (disk.py)                      |
 
 The rooms run as they are. Where they wait for a future, simulated time goes on until the future is done (clock.py), so
 there is one thread and every run gives the same figures. What is moved or computed is a fluid (fluid.py): it has a rate

@@ -41,11 +41,12 @@ class Clock:
 
 
 class Future:
-    """As _native.IOFuture. Whoever waits lets time go on."""
+    """As _native.IOFuture. Whoever waits lets time go on. Attributes: at: when it was done."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._done = False
+        self.at = 0.0
         self._failure: Any = None
         self._then: list[Callable[[], None]] = []
 
@@ -71,7 +72,7 @@ class Future:
     def complete(self, failure: Any = None) -> None:
         if self._done:
             return
-        self._done, self._failure = True, failure
+        self._done, self._failure, self.at = True, failure, self._clock.now
         actions, self._then = self._then, []
         for action in actions:
             action()

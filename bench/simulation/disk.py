@@ -21,10 +21,10 @@ CLASSES = ("weights", "activations", "states", "writeback")
 
 
 class Disk:
-    """Attributes: read_bytes, written_bytes: so far."""
+    """As _native.IOEngine. Attributes: read_bytes, written_bytes: so far."""
 
     def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
-        self._clock = clock
+        self.clock = clock
         self._fluid = fluid
         self._machine = machine
         self._queues: dict[str, deque[tuple[bool, float, Future]]] = {name: deque() for name in CLASSES}
@@ -33,14 +33,21 @@ class Disk:
         self.read_bytes = 0.0
         self.written_bytes = 0.0
 
-    def read(self, io_class: str, nbytes: float, after: Sequence[Future] = ()) -> Future:
-        return self._submit(io_class, nbytes, after, reads=True)
+    def read(
+        self, file: object, offset: int, into: memoryview, io_class: str, *, verify: bool, after: Future | None
+    ) -> Future:
+        return self.transfer(io_class, into.nbytes, () if after is None else (after,), reads=True)
 
-    def write(self, io_class: str, nbytes: float) -> Future:
-        return self._submit(io_class, nbytes, (), reads=False)
+    def write(
+        self, file: object, offset: int, data: memoryview, io_class: str, *, after: Future | None = None
+    ) -> Future:
+        return self.transfer(io_class, data.nbytes, () if after is None else (after,), reads=False)
 
-    def _submit(self, io_class: str, nbytes: float, after: Sequence[Future], *, reads: bool) -> Future:
-        future = Future(self._clock)
+    def register_memory(self, memory: memoryview) -> str:
+        return ""
+
+    def transfer(self, io_class: str, nbytes: float, after: Sequence[Future] = (), *, reads: bool) -> Future:
+        future = Future(self.clock)
         if reads:
             self.read_bytes += nbytes
         else:
@@ -70,6 +77,6 @@ class Disk:
         self._fluid.start(Activity(nbytes, rate, takes, TRANSFER), lambda: self._ended(future))
 
     def _ended(self, future: Future) -> None:
-        self._clock.after(self._machine.disk_latency_s, future.complete)
+        self.clock.after(self._machine.disk_latency_s, future.complete)
         self._busy = False
         self._next()

@@ -14,9 +14,9 @@ from infinity import _native
 from infinity.plan.budgets import Staging
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
-from simulation.fluid import TRANSFER, Activity, Fluid
+from simulation.fluid import Activity, Fluid
 from simulation.machine import ADAM_BYTES, Machine
-from simulation.memory import Stream
+from simulation.native import Stream
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq", "grad")
 CANCELED = SimpleNamespace(
@@ -41,7 +41,7 @@ class UpdateFuture(Future):
 
 
 class Job:
-    """Attributes: phase: ahead, queued, begun, ending or done. Others as in csrc/update/job.hpp."""
+    """Attributes: phase: held, ahead, queued, begun, ending or done. Others as in csrc/update/job.hpp."""
 
     def __init__(self, clock: Clock, given: dict[str, Any], phase: str) -> None:
         self.numel: int = given["numel"]
@@ -89,6 +89,7 @@ class Pipeline:
         self._loans: dict[int, int] = {}  # buffers of each loan that has not ended
         self._ending: dict[int, tuple[int, Future]] = {}
         self._loan_of: dict[int, int] = {}
+        self._held: dict[UpdateFuture, tuple[Job, UpdateFuture | None]] = {}
         self._jobs: deque[Job] = deque()
         self._jobs_ahead: list[Job] = []
         self._reading: deque[Tile] = deque()
@@ -100,18 +101,34 @@ class Pipeline:
 
     # -- what callers ask -----------------------------------------------------------------------------------------
 
-    def submit(self, *, speculative: bool = False, ahead: UpdateFuture | None = None, **given: Any) -> UpdateFuture:
-        job = Job(self._clock, given, "queued")
+    def submit(
+        self,
+        *,
+        speculative: bool = False,
+        ahead: UpdateFuture | None = None,
+        after: Sequence[Future] = (),
+        **given: Any,
+    ) -> UpdateFuture:
+        job = Job(self._clock, given, "held")
+        self._held[job.future] = job, ahead
+        when_all(after, lambda: self._arrived(job, speculative=speculative))
+        return job.future
+
+    def _arrived(self, job: Job, *, speculative: bool) -> None:
+        if job.phase == "held":
+            _, ahead = self._held.pop(job.future)
+            job.phase = "queued"
+            still_ahead = any(each.future is ahead for each in self._jobs_ahead)
+            self._enter(job, speculative=speculative, ahead=ahead if still_ahead else None)
+
+    def _enter(self, job: Job, *, speculative: bool, ahead: UpdateFuture | None) -> None:
         if ahead is not None:
             self._take_over(ahead, job)
         begun = bool(self._jobs) and self._jobs[0].phase == "begun"
         self._jobs.insert((1 if begun else 0) if speculative else len(self._jobs), job)
         self._pump_soon()
-        return job.future
 
     def read_ahead(self, **given: Any) -> UpdateFuture:
-        if self._machine.is_gpu:
-            given["weight"] = None  # they are in their slot; units/update.py reads them ahead, too
         job = Job(self._clock, given, "ahead")
         self._jobs_ahead.append(job)
         self._pump_soon()
@@ -121,6 +138,13 @@ class Pipeline:
         return [self._withdraw(future) for future in futures]
 
     def _withdraw(self, future: UpdateFuture) -> bool:
+        if future in self._held:
+            job, ahead = self._held.pop(future)
+            job.failure = CANCELED
+            self._finish(job)
+            if ahead is not None:
+                self._withdraw(ahead)
+            return True
         for queue in (self._jobs_ahead, self._jobs):
             job = next((job for job in queue if job.future is future), None)
             if job is None:
@@ -244,22 +268,9 @@ class Pipeline:
         missing = [name for name in job.streams if name not in tile.there]
         tile.there.update(missing)
         from_file = sum(job.item[name] for name in missing if job.streams[name].read_from_file) * tile.numel
-        from_device = sum(job.item[name] for name in missing if job.streams[name].on_device) * tile.numel
-        futures = []
         if from_file:
-            futures.append(self._disk.read("states", from_file))
-        if from_device:
-            futures.append(self._copy_down(from_device))
-        tile.pending += len(futures)
-        for future in futures:
-            future.then(lambda: self._transferred(tile))
-
-    def _copy_down(self, nbytes: float) -> Future:
-        """Weights of a tile, from their slot."""
-        future = Future(self._clock)
-        takes = {"down": 1.0, "link": 1.0, "dram": 1.0}
-        self._fluid.start(Activity(nbytes, self._machine.down, takes, TRANSFER), future.complete)
-        return future
+            tile.pending += 1
+            self._disk.transfer("states", from_file, reads=True).then(lambda: self._transferred(tile))
 
     def _compute(self, tile: Tile) -> None:
         job, machine = tile.job, self._machine
@@ -281,9 +292,11 @@ class Pipeline:
         job.uncomputed -= 1
         weights = tile.numel * job.item["weight"] if job.written("weight") else 0.0
         others = [name for name in job.streams if name != "weight" and job.written(name)]
-        writes = [self._disk.write("weights", weights)] if weights else []
+        writes = [self._disk.transfer("weights", weights, reads=False)] if weights else []
         if others:
-            writes.append(self._disk.write("writeback", tile.numel * sum(job.item[name] for name in others)))
+            writes.append(
+                self._disk.transfer("writeback", tile.numel * sum(job.item[name] for name in others), reads=False)
+            )
         if weights:
             job.weight_writes += 1
             writes[0].then(lambda: self._weights_written(job))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,15 +11,13 @@ import torch
 from infinity.config import SwapConfig
 from infinity.plan import planner, speculation
 from infinity.plan.plan import Plan
-from infinity.plan.planner import make_plan
-from infinity.plan.problem import Problem
-from simulation.gpu import RING
+from infinity.plan.planner import HOST_SHARE, make_plan
+from infinity.sizes import PAGE_BYTES
 from simulation.machine import Machine
 from simulation.shapes import Task
 
 DEVICE_SHARE = 0.9
-HOST_SHARE = 0.8
-"""What infinity takes of free memory where the config does not say (plan/planner.py)."""
+"""What infinity takes of free device memory where the config does not say (plan/planner.py)."""
 _SYSTEM_BYTES = 6 << 30
 """Of RAM: the system, and a process with torch and a GPU's context."""
 
@@ -30,9 +27,10 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
 
     Raises:
         PlanError: the machine is too small.
+        ValueError: the plan leaves too little device memory for activations.
     """
     host = config.pop("host", None) or int((machine.host_bytes - _SYSTEM_BYTES) * HOST_SHARE)
-    device = config.pop("device", None) or int(machine.device_bytes * DEVICE_SHARE)
+    device = config.pop("device", None) or _device_bytes(machine, task)
     given = SwapConfig(
         memory={"host": host, "device": device},  # type: ignore[arg-type]
         nvme={"paths": [f"/simulated/{number}" for number in range(machine.disks)]},  # type: ignore[arg-type]
@@ -44,30 +42,25 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
     with ExitStack() as patches:
         for module in (planner, speculation):
             patches.enter_context(mock.patch.object(module, "room_bytes", return_value=machine.disk_bytes))
-        if machine.is_gpu:
-            patches.enter_context(mock.patch.object(planner, "reserve", _as_on_a_cpu(speculation.reserve)))
-            patches.enter_context(mock.patch.object(planner, "shadow_wanted", _as_on_a_cpu(speculation.shadow_wanted)))
         plan = make_plan(task.units, given, kind, can_recompute=True, accumulation_steps=1, sites=task.sites)
-    return _with_slab(plan, task) if machine.is_gpu else plan
+    if machine.is_gpu:
+        _require_activations(machine, task, plan)
+    return plan
 
 
-def _as_on_a_cpu(rule: Any) -> Any:
-    """What updates that begin during backward need, which is the same on a GPU. The planner reserves it on CPUs."""
+def _device_bytes(machine: Machine, task: Task) -> int:
+    """memory.device as somebody would set it who knows what activations need: the planner gives weights and gradients
+    half of it, and more only where two modules need more."""
+    usual = int(machine.device_bytes * DEVICE_SHARE)
+    half = (usual - task.activation_bytes) // PAGE_BYTES * PAGE_BYTES
+    return min(usual, max(2 * half, 1)) if machine.is_gpu else usual
 
-    def ask(problem: Problem, *args: Any) -> Any:
-        return rule(replace(problem, limits=replace(problem.limits, shares_memory=True)), *args)
 
-    return ask
-
-
-def _with_slab(plan: Plan, task: Task) -> Plan:
-    """The slots have what activations and the ring of gradients leave. Raises ValueError where that is too little."""
-    largest = max(unit.weight_bytes for unit in task.units)
-    room = plan.budgets.limits.device - task.activation_bytes - RING * largest
-    needed = 2 * largest + sum(unit.weight_bytes for unit in task.units if unit.stays)
-    if room < needed:
+def _require_activations(machine: Machine, task: Task, plan: Plan) -> None:
+    planned = plan.budgets.slot_bytes + plan.budgets.ring_bytes
+    room = machine.device_bytes * DEVICE_SHARE - planned
+    if room < task.activation_bytes:
         raise ValueError(
-            f"device memory: {room / 2**30:.1f} GiB are left beside {task.activation_bytes / 2**30:.1f} GiB of "
-            f"activations and the ring; two of the largest units need {needed / 2**30:.1f} GiB"
+            f"device memory: {room / 2**30:.1f} GiB are left beside {planned / 2**30:.1f} GiB for weights and "
+            f"gradients; activations need {task.activation_bytes / 2**30:.1f} GiB"
         )
-    return replace(plan, budgets=replace(plan.budgets, slot_bytes=min(room, plan.layout.weight_bytes)))

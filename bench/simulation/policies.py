@@ -57,14 +57,13 @@ class BesideTheDisk(Pipeline):
         super().__init__(*args)
         self._in_memory: deque[Job] = deque()
 
-    def submit(self, *, speculative: bool = False, ahead: UpdateFuture | None = None, **given: Any) -> UpdateFuture:
-        job = Job(self._clock, given, "queued")
+    def _enter(self, job: Job, *, speculative: bool, ahead: UpdateFuture | None) -> None:
         if ahead is not None or any(stream.file is not None for stream in job.streams.values()):
-            return super().submit(speculative=speculative, ahead=ahead, **given)
+            super()._enter(job, speculative=speculative, ahead=ahead)
+            return
         begun = bool(self._in_memory) and self._in_memory[0].phase == "begun"
         self._in_memory.insert((1 if begun else 0) if speculative else len(self._in_memory), job)
         self._pump_soon()
-        return job.future
 
     def _withdraw(self, future: UpdateFuture) -> bool:
         job = next((job for job in self._in_memory if job.future is future), None)

@@ -7,9 +7,9 @@ from typing import Any
 
 from infinity.errors import InfinityError
 from infinity.plan.plan import Plan
+from simulation import native
 from simulation.machine import Machine
 from simulation.planning import plan_for
-from simulation.rooms import streams_of_no_content
 from simulation.shapes import Task
 from simulation.training import Figures, Training
 
@@ -37,7 +37,7 @@ def simulate(machine: Machine, task: Task, *, clipped: bool, **config: Any) -> O
         plan = plan_for(machine, task, **config)
     except (InfinityError, ValueError) as error:
         return Outcome(refused=str(error))
-    with streams_of_no_content():
+    with native.imitated():
         training = Training(machine, task, plan, clipped=clipped)
         for _ in range(_WARMUP["clipped" if clipped else "unclipped"]):
             training.step()

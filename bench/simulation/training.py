@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import torch
+
 from infinity.plan.plan import Plan
 from infinity.units.unit import OffloadedUnit
 from simulation.clock import Future
 from simulation.fluid import Activity
-from simulation.gpu import RING, RUN_AHEAD, Gpu
 from simulation.machine import Machine
-from simulation.memory import Pool
 from simulation.rooms import Optimizer, Rooms
 from simulation.shapes import Task
 
 _CLIPPING = 0.5  # anything but 1: what a step that clips multiplies gradients by
-_LANDING_BYTES = {True: 2, False: 6}  # of DRAM per parameter: a GPU's copy is there and read; a CPU's is made as well
+_RUN_AHEAD = 8
+"""Visits of units that the host is ahead of the GPU at most: a queue of some 1,000 launches, about 100 to a block."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,7 @@ class Training:
         self._optimizer = Optimizer(list(task.units))
         self._steps = 0
         self._in_step = 0.0
-        self._ring = Pool(RING)
-        self._window = Window(self.rooms, plan.budgets.landing_bytes)
-        self._landing: list[Future] = []
+        self._gradient = torch.empty(0, dtype=getattr(torch, task.work.dtype))
         self._queued: deque[Future] = deque()
         self._order = [unit for unit in self.rooms.units if not unit.unit.stays]
         self._staying = [unit for unit in self.rooms.units if unit.unit.stays]
@@ -90,6 +89,7 @@ class Training:
         with self.rooms.timeline.stall("step"):
             self._step()
         self._in_step += self.rooms.clock.now - began
+        self._zero_grad()
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -101,10 +101,10 @@ class Training:
             self._acquire(unit)
         for unit in self._order:
             self._acquire(unit)
-            self._compute(unit, self._task.forward[unit.index])
-            unit.weights.unuse()
+            self._compute(self._task.forward[unit.index])
+            rooms.room.unuse(unit)
         for unit in self._staying:
-            unit.weights.unuse()
+            rooms.room.unuse(unit)
 
     def _acquire(self, unit: OffloadedUnit) -> None:
         unit.weights.use()
@@ -112,25 +112,25 @@ class Training:
         self.rooms.room.bring(unit)
 
     def _backward(self) -> None:
+        rooms = self.rooms
         head, *others = reversed(self._order)
         for number, unit in enumerate([head, *self._staying, *others]):
             self._hold(unit)
-            ring = self._ring.take(Future(self.rooms.clock)) if self.rooms.gpu is not None else None
-            done = self._compute(unit, self._task.backward[unit.index], ring)
+            self._compute(self._task.backward[unit.index])
             if number == 0:
                 self._begin_backward()
-            if self.rooms.gpu is None:
-                self._land(unit)
-            else:
-                self._land_from(self.rooms.gpu, unit, done)
-        if self.rooms.gpu is None:
-            self.rooms.passes.end()
-        self.rooms.room.hold(())
+            self._land(unit)
+        rooms.passes.end()
+        rooms.room.hold(())
+        rooms.gradients.send()
+        rooms.gradients.backward_begins((), ())
 
     def _hold(self, unit: OffloadedUnit) -> None:
         rooms = self.rooms
         rooms.progress.carry_on()
         rooms.room.hold([unit.index])
+        rooms.gradients.backward_begins([unit.index], [each.index for each in self._staying])
+        rooms.progress.carry_on()
         rooms.room.bring(unit)
 
     def _begin_backward(self) -> None:
@@ -139,59 +139,35 @@ class Training:
         rooms.progress.carry_on()
         rooms.speculator.backward_begins(rooms.room.order, self._optimizer, self._steps + 1)
 
-    def _compute(self, unit: OffloadedUnit, flops: float, ring: Future | None = None) -> Future:
+    def _compute(self, flops: float) -> None:
         """On the CPU it is done when this returns; a GPU has it in its queue."""
         machine, gpu = self._machine, self.rooms.gpu
         if gpu is None:
             self._busy(Activity(machine.visit_s, 1.0, {"cores": 1.0}))
             takes = {"cores": machine.compute_cores / machine.flops}
-            return self._busy(Activity(flops, machine.flops, takes, weight=machine.compute_cores))
+            self._busy(Activity(flops, machine.flops, takes, weight=machine.compute_cores))
+            return
         self.rooms.clock.sleep(machine.visit_s)
-        slot: object = unit.weights.slot
-        after = [("weights", slot.ready)]  # type: ignore[attr-defined]
-        if ring is not None:
-            after.append(("the ring", ring))
-        done = gpu.compute.run(Activity(flops, machine.flops, {"device": 1 / machine.flops}), after)
-        slot.last_use = done  # type: ignore[attr-defined]
-        self._queued.append(done)
-        while len(self._queued) > RUN_AHEAD:
+        self._queued.append(gpu.compute.run(Activity(flops, machine.flops, {"device": 1 / machine.flops})))
+        while len(self._queued) > _RUN_AHEAD:
             self._queued.popleft().wait()
-        return done
 
-    def _busy(self, activity: Activity) -> Future:
+    def _busy(self, activity: Activity) -> None:
         future = Future(self.rooms.clock)
         self.rooms.fluid.start(activity, future.complete)
         future.wait()
-        return future
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
 
     def _land(self, unit: OffloadedUnit) -> None:
-        if not unit.gradients.in_ram:
-            self._window.lease(unit).wait()
-        self._busy(self._landing_of(unit))
-        self._landed(unit)
-
-    def _land_from(self, gpu: Gpu, unit: OffloadedUnit, computed: Future) -> None:
-        """One copy down, then the sum of its squares: a native thread does both, and tells."""
-        landed = Future(self.rooms.clock)
-        room = [] if unit.gradients.in_ram else [self._window.lease(unit)]
-        copied = gpu.download(2.0 * unit.unit.numel, [computed, *room])
-        copied.then(self._ring.give_back)
-        copied.then(lambda: self.rooms.fluid.start(self._landing_of(unit), landed.complete))
-        landed.then(lambda: self._landed(unit))
-        self._landing.append(landed)
-
-    def _landing_of(self, unit: OffloadedUnit) -> Activity:
-        machine = self._machine
-        takes = {"cores": machine.cores / machine.land, "dram": float(_LANDING_BYTES[machine.is_gpu])}
-        return Activity(unit.unit.numel, machine.land, takes, weight=machine.cores)
-
-    def _landed(self, unit: OffloadedUnit) -> None:
-        if not unit.gradients.in_ram:
-            self._window.leave(unit)
-        names = [spec.name for group in unit.unit.trainable_groups for spec in group.specs]
-        if [unit.gradients.arrivals.came(name) for name in names][-1]:
+        """Coordinator.arrive, parameter by parameter, and complete."""
+        complete = False
+        unit.apply_update()
+        for index, group in unit.gradients.groups.items():
+            for spec in unit.unit.groups[index].specs:
+                with self.rooms.timeline.stall("gradient"):
+                    group.land(spec, self._gradient, accumulate=False)
+                complete = unit.gradients.arrivals.came(spec.name)
+        if complete:
+            unit.gradients.send()
             self.rooms.speculator.complete(unit, self._optimizer, self._steps + 1)
 
     # -- the step -----------------------------------------------------------------------------------------------------
@@ -200,16 +176,13 @@ class Training:
         """Coordinator.begin_step, update and end_step."""
         rooms = self.rooms
         with rooms.timeline.stall("gradient"):
-            for landed in self._landing:
-                landed.wait()
-            self._window.clear()
-        if rooms.gpu is not None:
-            rooms.passes.end()  # the host was here long before the last gradient
-        self._landing.clear()
+            rooms.resources.idle.begins()
+            rooms.gradients.synchronize()
         rooms.progress.finish_updates()
+        rooms.progress.make_way()
         rooms.room.hold(())
         rooms.room.finish_fetches()
-        rooms.resources.device.synchronize_uploads()
+        rooms.resources.synchronize_uploads()
         requests = self._optimizer.requests(self._scale)
         wrong = rooms.speculator.wrong(requests)
         rooms.room.end_iteration()
@@ -223,41 +196,9 @@ class Training:
         if rooms.speculation.mode == "off":
             rooms.progress.finish_updates()
         rooms.room.prefetch()
+        rooms.resources.idle.ends()
 
-
-class Window:
-    """Where gradients land that do not stay in RAM, as tiers/window.py."""
-
-    def __init__(self, rooms: Rooms, nbytes: int) -> None:
-        self._rooms = rooms
-        self._free = float(nbytes)
-        self._waiting: deque[tuple[float, Future]] = deque()
-        self._leaving: list[Future] = []
-
-    def lease(self, unit: OffloadedUnit) -> Future:
-        future = Future(self._rooms.clock)
-        self._waiting.append((2.0 * unit.unit.numel, future))
-        self._grant()
-        return future
-
-    def _grant(self) -> None:
-        while self._waiting and self._waiting[0][0] <= self._free:
-            nbytes, future = self._waiting.popleft()
-            self._free -= nbytes
-            future.complete()
-
-    def leave(self, unit: OffloadedUnit) -> None:
-        nbytes = 2.0 * unit.unit.numel
-        written = self._rooms.disk.write("states", nbytes)
-        self._leaving.append(written)
-
-        def gone() -> None:
-            self._free += nbytes
-            self._grant()
-
-        written.then(gone)
-
-    def clear(self) -> None:
-        for each in self._leaving:
-            each.wait()
-        self._leaving.clear()
+    def _zero_grad(self) -> None:
+        for unit in self.rooms.units:
+            for group in unit.gradients.groups.values():
+                group.forget()

@@ -20,7 +20,7 @@
 namespace infinity {
 namespace {
 
-void check(const EngineOptions& options) {
+void check_options(const EngineOptions& options) {
   if (options.engine != "auto" && options.engine != "io_uring" && options.engine != "threads") {
     throw std::invalid_argument("unknown engine '" + options.engine + "'; use auto, io_uring or threads");
   }
@@ -30,28 +30,6 @@ void check(const EngineOptions& options) {
   require(options.deadline > std::chrono::nanoseconds(0), "the deadline must be positive");
   require(options.block_bytes > 0 && options.block_bytes % kPageBytes == 0 && options.block_bytes <= (1u << 30),
           "block must be a positive multiple of 4 KiB, at most 1 GiB");
-}
-
-void check(const IoRequest& request) {
-  if (request.kind == OpKind::sync) return;
-  require(request.file != nullptr && request.data != nullptr && request.nbytes > 0,
-          "a request needs a file, memory and at least one byte");
-  const auto address = reinterpret_cast<std::uintptr_t>(request.data);
-  const ChecksumTable* sums = request.file->checksums();
-  if ((request.file->direct() && address % kPageBytes != 0) ||
-      ((request.file->direct() || sums != nullptr) &&
-       (request.offset % kPageBytes != 0 || request.nbytes % kPageBytes != 0))) {
-    throw std::invalid_argument("direct I/O needs memory, offset and length in multiples of 4 KiB; got address " +
-                                std::to_string(address % kPageBytes) + " past one, offset " +
-                                std::to_string(request.offset) + ", length " + std::to_string(request.nbytes));
-  }
-  const auto end =
-      sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
-  if (request.offset > end || request.nbytes > end - request.offset) {
-    // Beyond that range a number may mean something else: to the kernel, -1 is "the current position".
-    throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
-                                std::to_string(request.nbytes) + " bytes on");
-  }
 }
 
 LaneOptions lane_options(const EngineOptions& options) {
@@ -174,13 +152,35 @@ struct IoEngine::Impl {
 };
 
 IoEngine::IoEngine(EngineOptions options) {
-  check(options);
+  check_options(options);
   impl_ = std::make_unique<Impl>(options);
 }
 
 IoEngine::~IoEngine() {
   // In a forked child the threads do not exist: neither join them nor destroy what they hold.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
+}
+
+void IoEngine::check(const IoRequest& request) {
+  if (request.kind == OpKind::sync) return;
+  require(request.file != nullptr && request.data != nullptr && request.nbytes > 0,
+          "a request needs a file, memory and at least one byte");
+  const auto address = reinterpret_cast<std::uintptr_t>(request.data);
+  const ChecksumTable* sums = request.file->checksums();
+  if ((request.file->direct() && address % kPageBytes != 0) ||
+      ((request.file->direct() || sums != nullptr) &&
+       (request.offset % kPageBytes != 0 || request.nbytes % kPageBytes != 0))) {
+    throw std::invalid_argument("direct I/O needs memory, offset and length in multiples of 4 KiB; got address " +
+                                std::to_string(address % kPageBytes) + " past one, offset " +
+                                std::to_string(request.offset) + ", length " + std::to_string(request.nbytes));
+  }
+  const auto end =
+      sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  if (request.offset > end || request.nbytes > end - request.offset) {
+    // Beyond that range a number may mean something else: to the kernel, -1 is "the current position".
+    throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
+                                std::to_string(request.nbytes) + " bytes on");
+  }
 }
 
 Future IoEngine::submit(const IoRequest& request) {

@@ -35,7 +35,10 @@ class IoEngine {
   IoEngine(const IoEngine&) = delete;
   IoEngine& operator=(const IoEngine&) = delete;
 
-  // Throws std::invalid_argument for misaligned or empty requests. Never waits for a device.
+  // Throws std::invalid_argument for misaligned or empty requests.
+  static void check(const IoRequest& request);
+
+  // Throws as `check`. Never waits for a device.
   Future submit(const IoRequest& request);
 
   // The same once `first` is done, without a thread that waits for it; a failure of `first` is the result.

@@ -202,8 +202,11 @@ void bind_aio(py::module_& module) {
       .def(
           "write",
           [](const PyEngine& engine, const PyFile& file, std::uint64_t offset, const py::object& data,
-             const std::string& io_class) { return submit(engine, OpKind::write, file, offset, data, io_class); },
-          py::arg("file"), py::arg("offset"), py::arg("data"), py::arg("io_class") = "weights")
+             const std::string& io_class, const PyFuture* after) {
+            return submit(engine, OpKind::write, file, offset, data, io_class, true, after);
+          },
+          py::arg("file"), py::arg("offset"), py::arg("data"), py::arg("io_class") = "weights", py::kw_only(),
+          py::arg("after") = nullptr)
       .def(
           "sync",
           [](const PyEngine& engine, const PyFile& file) {

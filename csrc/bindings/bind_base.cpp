@@ -107,6 +107,15 @@ std::optional<Failure> PyFuture::failure() const {
   return future_->failure();
 }
 
+std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures) {
+  std::vector<Future> result;
+  for (const PyFuture* future : futures) {
+    if (future == nullptr) throw py::value_error("a future is missing: None is not one");
+    result.push_back(future->get());
+  }
+  return result;
+}
+
 namespace {
 
 // Exports a range of the arena through the buffer protocol and keeps the arena alive.

@@ -18,6 +18,11 @@ Isa isa_from(const std::optional<std::string>& name) {
   throw py::value_error("this processor has no " + isa_name(isa));
 }
 
+std::size_t numel_of(const Memory& memory, std::size_t item, const char* name) {
+  if (memory.nbytes % item != 0) throw py::value_error(std::string(name) + " is not a whole number of elements");
+  return memory.nbytes / item;
+}
+
 namespace {
 
 Memory values(const py::object& buffer, std::size_t numel, std::size_t item, bool writable, const char* name) {
@@ -26,9 +31,7 @@ Memory values(const py::object& buffer, std::size_t numel, std::size_t item, boo
 }
 
 std::size_t numel_of(const py::object& buffer, std::size_t item, const char* name) {
-  const std::size_t nbytes = memory_from(buffer, false, name).nbytes;
-  if (nbytes % item != 0) throw py::value_error(std::string(name) + " is not a whole number of elements");
-  return nbytes / item;
+  return numel_of(memory_from(buffer, false, name), item, name);
 }
 
 Memory moment(const py::object& buffer, Moments moments, std::size_t numel, bool writable, const char* name) {

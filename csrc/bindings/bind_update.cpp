@@ -121,7 +121,8 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, bool whole, bool arithmetic, const PyStream& weight,
                                  const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
-                                 const py::object& grad, std::uint64_t tag, bool speculative, const PyUpdate* ahead) {
+                                 const py::object& grad, std::uint64_t tag, bool speculative, const PyUpdate* ahead,
+                                 const std::vector<const PyFuture*>& after) {
   require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
@@ -161,8 +162,9 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   require_apart(used);
   auto not_finite = job.not_finite;
   const Future taken = ahead != nullptr ? ahead->get() : nullptr;
-  auto future =
-      without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), speculative, taken); });
+  const std::vector<Future> awaited = futures_of(after);
+  auto future = without_gil(
+      self, [&](UpdatePipeline& pipeline) { return pipeline.submit(std::move(job), speculative, taken, awaited); });
   return std::make_unique<PyUpdate>(std::move(future), std::move(kept), std::move(not_finite));
 }
 
@@ -233,7 +235,7 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("whole") = false,
            py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
            py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0, py::arg("speculative") = false,
-           py::arg("ahead") = nullptr)
+           py::arg("ahead") = nullptr, py::arg("after") = std::vector<const PyFuture*>{})
       .def("read_ahead", &read_ahead, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
@@ -246,11 +248,7 @@ void bind_update(py::module_& module) {
       .def(
           "withdraw",
           [](const PyPipeline& self, const std::vector<const PyUpdate*>& updates) {
-            std::vector<Future> jobs;
-            for (const PyUpdate* update : updates) {
-              if (update == nullptr) throw py::value_error("an update is missing");
-              jobs.push_back(update->get());
-            }
+            const std::vector<Future> jobs = futures_of({updates.begin(), updates.end()});
             return without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.withdraw(jobs); });
           },
           py::arg("updates"))

@@ -16,6 +16,7 @@
 #include "base/future.hpp"
 #include "base/thread_pool.hpp"
 #include "cpu_adam/optimizer.hpp"
+#include "device/gate.hpp"
 
 namespace infinity::bindings {
 
@@ -37,6 +38,9 @@ void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignmen
 
 // The same, checked: at least `nbytes` long and aligned to `alignment`. ValueError otherwise.
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
+
+// Elements of `item` bytes. ValueError when the last is not whole.
+std::size_t numel_of(const Memory& memory, std::size_t item, const char* name);
 
 // ValueError when two of them share a byte.
 void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
@@ -81,6 +85,9 @@ class PyFuture {
   std::vector<Memory> kept_;
   int pid_;
 };
+
+// ValueError when one is missing.
+std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures);
 
 // An object that Python may close before it is collected. Using it afterwards raises ValueError.
 template <class T>
@@ -129,6 +136,12 @@ using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
+// A gate, and what its functions need. Who uses the gate keeps this object.
+struct PyGate {
+  std::shared_ptr<const DeviceGate> gate;
+  py::object keep;
+};
+
 // Sets OSError(errno, message, path), which every std::system_error becomes; its path is empty unless it is set here.
 void set_os_error(const std::system_error& error, const std::string& path);
 
@@ -136,5 +149,6 @@ void bind_base(py::module_& module);
 void bind_aio(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_update(py::module_& module);
+void bind_device(py::module_& module);
 
 }  // namespace infinity::bindings

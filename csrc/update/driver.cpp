@@ -41,19 +41,79 @@ void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ah
   jobs_.insert(speculative ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
 }
 
-void Driver::take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by) {
+// The job that reads ahead, checked: `by` may take it over, and no job that is held will.
+std::shared_ptr<Job> Driver::require_ahead(const Future& ahead, const Job& by) {
   const auto found = find(jobs_ahead_, ahead);
   require(found != jobs_ahead_.end(), "the job to take over does not read ahead");
-  const auto from = *found;
-  require(same_form(from->given, by->given), "the job to take over has another form");
-  jobs_ahead_.erase(found);
+  require(std::none_of(held_.begin(), held_.end(), [&](const Held& held) { return held.ahead == ahead; }),
+          "the job to take over belongs to another job");
+  require(same_form((*found)->given, by.given), "the job to take over has another form");
+  return *found;
+}
+
+void Driver::take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by) {
+  const auto from = require_ahead(ahead, *by);
+  jobs_ahead_.erase(find(jobs_ahead_, ahead));
   by->failure = from->failure;
   if (from->phase != JobPhase::ahead) return;  // it failed: its tiles are dropped, and its future is or will be done
   if (!take_over(*from, by, tile_numel_, tile_bytes_)) drop_ahead(*from);
   finish(*from);
 }
 
+// Jobs that are held.
+
+void Driver::hold(const std::shared_ptr<Job>& job, bool speculative, const Future& ahead,
+                  const std::vector<Future>& after) {
+  if (ahead != nullptr && !abandoned_) static_cast<void>(require_ahead(ahead, *job));
+  job->phase = JobPhase::held;
+  job->awaited = after.size();
+  held_.push_back({job, speculative, ahead});
+  for (const Future& each : after) {
+    // The callback must not own the future that owns it.
+    each->then([this, inbox = inbox_, job, raw = each.get()] {
+      inbox->post([this, job, failure = raw->failure()] { arrived(job, failure); });
+    });
+  }
+}
+
+void Driver::arrived(const std::shared_ptr<Job>& job, const std::optional<Failure>& failure) {
+  if (job->phase != JobPhase::held) return;
+  if (failure) {
+    drop_held(take_held(job->future), *failure);
+  } else if (--job->awaited == 0) {
+    enter(take_held(job->future));
+  }
+}
+
+void Driver::enter(const Held& held) {
+  held.job->go(JobPhase::queued);
+  // The job that read ahead may have been withdrawn since.
+  const bool still_ahead = held.ahead != nullptr && find(jobs_ahead_, held.ahead) != jobs_ahead_.end();
+  submit(held.job, held.speculative, still_ahead ? held.ahead : nullptr);
+}
+
+// The job fails, and what was read ahead for it is dropped.
+void Driver::drop_held(const Held& held, const Failure& why) {
+  held.job->failure = why;
+  finish(*held.job);
+  if (held.ahead != nullptr) static_cast<void>(withdraw(held.ahead));
+}
+
+// The job is not held any more. Nothing where it was not.
+Driver::Held Driver::take_held(const Future& future) {
+  const auto found =
+      std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.job->future == future; });
+  if (found == held_.end()) return {};
+  Held held = std::move(*found);
+  held_.erase(found);
+  return held;
+}
+
 bool Driver::withdraw(const Future& future) {
+  if (const Held held = take_held(future); held.job != nullptr) {
+    drop_held(held, canceled("the update was taken back"));
+    return true;
+  }
   for (Queue* queue : {&jobs_ahead_, &jobs_}) {
     const auto found = find(*queue, future);
     if (found == queue->end()) continue;
@@ -292,6 +352,10 @@ void Driver::give_up(const std::shared_ptr<Job>& job) {
 
 // Jobs whose tiles are not all started fail. Tiles that were started go on.
 void Driver::give_up_all(const Failure& why) {
+  for (const Held& held : std::exchange(held_, {})) {
+    held.job->failure = why;
+    finish(*held.job);
+  }
   for (Queue* queue : {&jobs_, &jobs_ahead_}) {
     while (!queue->empty()) {
       const auto job = queue->front();

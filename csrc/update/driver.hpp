@@ -35,6 +35,7 @@ class Driver {
 
   // As in UpdatePipeline.
   void submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead);
+  void hold(const std::shared_ptr<Job>& job, bool speculative, const Future& ahead, const std::vector<Future>& after);
   void read_ahead(std::shared_ptr<Job> job) { jobs_ahead_.push_back(std::move(job)); }
   bool withdraw(const Future& future);
   void cancel(const Future& future);
@@ -53,8 +54,20 @@ class Driver {
  private:
   using Queue = std::deque<std::shared_ptr<Job>>;
 
+  // A job that is held, and how it is to be submitted.
+  struct Held {
+    std::shared_ptr<Job> job;
+    bool speculative;
+    Future ahead;
+  };
+
   static Queue::iterator find(Queue& queue, const Future& future);
+  std::shared_ptr<Job> require_ahead(const Future& ahead, const Job& by);
   void take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by);
+  void arrived(const std::shared_ptr<Job>& job, const std::optional<Failure>& failure);
+  void enter(const Held& held);
+  void drop_held(const Held& held, const Failure& why);
+  Held take_held(const Future& future);
 
   bool start_next_tile();
   bool read_next_ahead();
@@ -92,6 +105,7 @@ class Driver {
   TileLog log_;
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
+  std::vector<Held> held_;                      // in the order in which they were submitted
   Queue jobs_;                                  // queued or begun, in the order in which they are done
   Queue jobs_ahead_;                            // that read ahead: neither taken over nor withdrawn
   std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute

@@ -32,6 +32,8 @@ void check_tiles(const UpdateJob& job, std::size_t tile_numel) {
 
 bool may_go(JobPhase from, JobPhase to) {
   switch (from) {
+    case JobPhase::held:
+      return to == JobPhase::queued || to == JobPhase::done;
     case JobPhase::ahead:
       return to == JobPhase::ending || to == JobPhase::done;
     case JobPhase::queued:

@@ -35,6 +35,8 @@ class PerState {
 
 struct Tile;
 
+//   held   ──▶ queued  what it waits for is done
+//   held   ──▶ done    something of that failed, or it is withdrawn or given up
 //   ahead  ──▶ ending  it failed
 //   ahead  ──▶ done    another job takes it over, or it is withdrawn; tiles that are still being read are dropped
 //   queued ──▶ begun   its first tile was started, or passed over because nothing is to be done to it
@@ -43,6 +45,7 @@ struct Tile;
 //   begun  ──▶ ending  its last tile was started or passed over, or it failed
 //   ending ──▶ done    none of its tiles is in the staging any more
 enum class JobPhase : std::uint8_t {
+  held,    // its inputs are not there yet
   ahead,   // reads ahead; computes and writes nothing
   queued,  // nothing of it was begun, but for what it took over from a job that read ahead
   begun,
@@ -61,6 +64,7 @@ struct Job {
   unsigned tiles = 0;            // in the staging
   unsigned uncomputed = 0;       // of those that were started
   unsigned weight_writes = 0;    // under way
+  std::size_t awaited = 0;       // futures that it waits for
   // Tiles that this job read ahead, or took over from a job that did; in order, from `next` on.
   std::deque<std::shared_ptr<Tile>> ahead;
   std::optional<Failure> failure;

@@ -68,12 +68,20 @@ UpdatePipeline::~UpdatePipeline() {
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
-UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Future& ahead) {
+UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Future& ahead,
+                                    const std::vector<Future>& after) {
   const auto made = make_job(std::move(job), impl_->tile_numel, impl_->tile_bytes);
+  const auto begin = [driver = &impl_->driver, made, speculative, ahead, after] {
+    if (after.empty()) {
+      driver->submit(made, speculative, ahead);
+    } else {
+      driver->hold(made, speculative, ahead, after);
+    }
+  };
   if (ahead != nullptr) {
-    impl_->ask([&] { impl_->driver.submit(made, speculative, ahead); });
+    impl_->ask(begin);  // the driver may refuse it
   } else {
-    impl_->post([driver = &impl_->driver, made, speculative] { driver->submit(made, speculative, nullptr); });
+    impl_->post(begin);
   }
   return made->future;
 }

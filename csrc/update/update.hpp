@@ -120,7 +120,7 @@ class UpdatePipeline {
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
                  std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t ahead_tiles_max,
                  Isa isa);
-  // Waits for what is in flight. Jobs whose tiles are not all started fail with ECANCELED.
+  // Waits for what is in flight. Jobs that are held, or whose tiles are not all started, fail with ECANCELED.
   ~UpdatePipeline();
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
@@ -128,7 +128,12 @@ class UpdatePipeline {
   // A speculative job comes before those that were not begun. With `ahead` it takes that job over, which is then done
   // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
   // not fit the staging.
-  UpdateFuture submit(UpdateJob job, bool speculative = false, const Future& ahead = nullptr);
+  //
+  // With `after` the job is held until these futures are done, and then submitted: a speculative job that was submitted
+  // meanwhile comes after it. It fails as the first of them that fails. `ahead` goes on reading while the job is held,
+  // and is withdrawn when the job fails before it is submitted.
+  UpdateFuture submit(UpdateJob job, bool speculative = false, const Future& ahead = nullptr,
+                      const std::vector<Future>& after = {});
   // Begins to read a job's tiles ahead; see [Note: reading ahead]. Of `job` only the format, numel, tag and the states
   // that are given matter. Each of these states is in a file, where nothing may change it until the job is taken over
   // or withdrawn. Throws as submit.
@@ -142,8 +147,8 @@ class UpdatePipeline {
   // that read ahead and have tiles there are taken over or withdrawn. False when a device was given up that may
   // still use the memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Takes back each job that reads ahead, or of which no tile was started: it fails with ECANCELED and has written
-  // nothing. Returns false for a job that was begun; it goes on.
+  // Takes back each job that is held, reads ahead, or of which no tile was started: it fails with ECANCELED and has
+  // written nothing. Returns false for a job that was begun; it goes on.
   std::vector<bool> withdraw(const std::vector<Future>& jobs);
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless all its tiles were
   // started before.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.base.accelerator import resolve
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
@@ -27,7 +28,7 @@ from infinity.io.directory import generations_in
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
-from infinity.runtime.offload import move_buffers, offload, resolve_device
+from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.offload import resume as continue_run
 from infinity.runtime.pins import generation_of
 from infinity.state.moments import OptimizerName
@@ -134,7 +135,7 @@ def _deferred(
     scratch = ExitStack()
     model, source = on_meta(model_class, path, dtype, scratch.enter_context(scratch_directory(config)), kwargs)
     weakref.finalize(model, scratch.close)
-    target = resolve_device(device)
+    target = resolve(device)
     defer_values(model, source, target)
     move_buffers(model, target)
     model.train()

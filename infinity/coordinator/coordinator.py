@@ -97,7 +97,7 @@ class Coordinator(Parts):
     @transition
     def release(self, index: int) -> None:
         """The forward ended, well or not."""
-        self.units[index].weights.unuse()
+        self.room.unuse(self.units[index])
 
     @transition
     def reset(self) -> None:
@@ -190,7 +190,8 @@ class Coordinator(Parts):
 
     @transition
     def complete(self, index: int) -> None:
-        """The gradients of unit `index` are complete, as far as can be told: its update may begin."""
+        """Unit `index` has all its gradients, as far as can be told: they leave the device, its update may begin."""
+        self.units[index].gradients.send()
         self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
@@ -199,6 +200,7 @@ class Coordinator(Parts):
         if outermost:
             self.passes.end()
         self.room.hold(())
+        self.gradients.send()
         with self.health.failing(SwapTimeoutError):
             self.gradients.backward_begins((), ())
         if outermost:
@@ -222,9 +224,8 @@ class Coordinator(Parts):
     def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
         """Forget gradients, and what was begun with them; `.grad` becomes None."""
         if self.updates.speculative:
-            self._speculator.undo(
-                "the gradients were dropped without a step", "Set overlap: before_forward if that is usual."
-            )
+            advice = "Set overlap: before_forward if that is usual."
+            self._speculator.undo("the gradients were dropped without a step", advice)
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
             for parameter, place in parameters:
                 if place.group.trainable:
@@ -253,7 +254,7 @@ class Coordinator(Parts):
         self._close_if_nobody_reads()
         self.room.require_untouched()
         with self.health.failing(SwapTimeoutError), self.timeline.stall("gradient"):
-            self.resources.device.idle_begins()
+            self.resources.idle.begins()
             self.gradients.synchronize()
         self._rest_for_step()
 
@@ -265,7 +266,7 @@ class Coordinator(Parts):
         with self.health.failing(SwapTimeoutError):
             self.room.hold(())
             self.room.finish_fetches()
-            self.resources.device.synchronize_uploads()
+            self.resources.synchronize_uploads()
 
     @transition
     def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
@@ -330,7 +331,7 @@ class Coordinator(Parts):
         self.timeline.end_step(self.steps)
         with self.health.failing(SwapTimeoutError):
             self.room.prefetch()
-        self.resources.device.idle_ends()
+        self.resources.idle.ends()
 
     @property
     def run(self) -> str:

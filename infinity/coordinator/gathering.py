@@ -25,7 +25,7 @@ from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.unit import Group
-from infinity.tiers.accelerator import Slot
+from infinity.tiers.slots import Slot
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
@@ -123,7 +123,7 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
 
 
 def _require_memory(coordinator: Coordinator, wanted: Named) -> None:
-    device = coordinator.resources.device.device
+    device = coordinator.resources.torch_device
     nbytes = 0
     for index, names in wanted.items():
         found = [coordinator.units[index].unit.find(name) for name in names]

@@ -74,12 +74,12 @@ class GradientHandle(torch.Tensor):
 
     @property
     def finite(self) -> bool:
-        return self._landed().sum_squares_landed(self._spec) < float("inf")
+        return self._landed().sum_squares(self._spec) < float("inf")
 
     @property
     def l2_norm(self) -> float:
         """Of the gradient unscaled and clipped as far as was asked; not finite where an element is not."""
-        return math.sqrt(self._landed().sum_squares_landed(self._spec)) * abs(self.inverse_scale * self.clip_factor)
+        return math.sqrt(self._landed().sum_squares(self._spec)) * abs(self.inverse_scale * self.clip_factor)
 
     def _landed(self) -> GroupGradients:
         gradients = self._gradients()

@@ -42,7 +42,7 @@ def ingest(coordinator: Coordinator, source: Source | None) -> None:
     """
     for unit in coordinator.units:
         _ingest_unit(coordinator, unit, source)
-        unit.views.adopt(coordinator.resources.device.device)
+        unit.views.adopt(coordinator.resources.torch_device)
 
 
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None) -> None:

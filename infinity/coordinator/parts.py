@@ -69,7 +69,7 @@ class Parts(Lender):
         self._staying = frozenset(unit.index for unit in units if unit.stays)
         released, shadows = released_class(self), _open_shadows(units, resources)
         gradients = [UnitGradients(unit, open_gradients(unit, resources)) for unit in units]
-        self.gradients = Gradients(gradients, resources.landing, resources.device)
+        self.gradients = Gradients(gradients, resources.landing)
         self.units = [
             OffloadedUnit(unit, named, homes, of_unit, released, self.timeline, self.health, shadows)
             for unit, named, homes, of_unit in zip(units, parameters, resources.units, gradients, strict=True)

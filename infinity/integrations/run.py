@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
@@ -96,9 +97,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where models compute."""
-        if self.wishes.device is not None:
-            return self.wishes.device
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return current_device() if self.wishes.device is None else self.wishes.device
 
     def scratch(self) -> str:
         """A directory on the swap disk that is gone when the run ends."""

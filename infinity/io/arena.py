@@ -5,13 +5,12 @@ from __future__ import annotations
 import bisect
 import threading
 import weakref
-from typing import Any
 
 import torch
 
 from infinity import _native
+from infinity.base.accelerator import Accelerator
 from infinity.errors import PlanError
-from infinity.io import cuda_error
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 
@@ -28,7 +27,7 @@ class Lease:
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise AssertionError(f"view [{offset}, {offset + nbytes}) outside a lease of {self.nbytes} bytes")
-        return self._space.native.view(self.offset + offset, nbytes)
+        return self._space.memory.view(self.offset + offset, nbytes)
 
     def tensor(self) -> torch.Tensor:
         """uint8 [nbytes], sharing the lease's memory. Every call makes a new storage, so that its views can be
@@ -40,20 +39,29 @@ class Lease:
 
     def space(self) -> Space:
         """A space of the lease's bytes, to cut it into leases in turn."""
-        return Space(self._space.native, self.offset, self.nbytes)
+        return Space(self._space.memory, self.offset, self.nbytes)
 
 
 class Space:
     """Bytes [offset, offset + nbytes) of the arena, cut first-fit into leases; free neighbours merge.
 
     Invariant: leases never overlap.
+
+    Args:
+        native: None for memory of a device, whose leases have no views here.
     """
 
-    def __init__(self, native: _native.Arena, offset: int, nbytes: int) -> None:
-        self.native = native
+    def __init__(self, native: _native.Arena | None, offset: int, nbytes: int) -> None:
+        self._native = native
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._free: list[tuple[int, int]] = [(offset, nbytes)] if nbytes else []  # (offset, nbytes), sorted
+
+    @property
+    def memory(self) -> _native.Arena:
+        if self._native is None:
+            raise AssertionError("the memory of a device has no view in host memory")
+        return self._native
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
@@ -106,7 +114,7 @@ class Space:
     def free_views(self) -> list[memoryview]:
         """The pieces that are not leased now."""
         with self._lock:
-            return [self.native.view(offset, nbytes) for offset, nbytes in self._free]
+            return [self.memory.view(offset, nbytes) for offset, nbytes in self._free]
 
     @property
     def free_bytes(self) -> int:
@@ -121,29 +129,16 @@ class PinnedArena(Space):
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
         super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
-        self._registered = False
+        self._pinned = False
 
-    def register_with_cuda(self, device: torch.device) -> str:
-        """Pin the pages for DMA by the GPU. Returns '', or why the runtime refused: copies are then slower, and right.
-
-        Args:
-            device: the GPU, with its index. Without an index the runtime would open a context on GPU 0.
-        """
-        with torch.cuda.device(device):
-            runtime = torch.cuda.cudart()
-            error = int(runtime.cudaHostRegister(self.native.address, self.nbytes, 0))
-            if error != 0:
-                cuda_error.forget(device)
-                return f"cudaHostRegister refused {format_bytes(self.nbytes)} (error {error})"
-        self._registered = True
-        weakref.finalize(self, _unregister, runtime, self.native.address, device)
-        return ""
+    def pin(self, accelerator: Accelerator) -> str:
+        """Pin the pages for copies. Returns '', or why the runtime refused: copies are then slower, and right."""
+        refused = accelerator.pin(self.memory.address, self.nbytes)
+        if not refused:
+            self._pinned = True
+            weakref.finalize(self, accelerator.unpin, self.memory.address)
+        return refused
 
     @property
     def pinned(self) -> bool:
-        return self._registered
-
-
-def _unregister(runtime: Any, address: int, device: torch.device) -> None:
-    if int(runtime.cudaHostUnregister(address)) != 0:
-        cuda_error.forget(device)
+        return self._pinned

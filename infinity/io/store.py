@@ -306,10 +306,9 @@ class SwapStore:
             SwapCorruptionError: a page differs from what was written there.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
-        offset = extent.offset if copy is None else extent.offsets[copy]
+        file, offset = self.place(extent, copy)
         first = None if after is None else after.future
-        future = self.engine.read(self.file, offset + at, into, io_class, verify=verify, after=first)
-        return Transfer(future, extent.unit, extent.state, self._step)
+        return self.transfer(self.engine.read(file, offset + at, into, io_class, verify=verify, after=first), extent)
 
     def write(
         self,
@@ -319,10 +318,22 @@ class SwapStore:
         at: int = 0,
         io_class: _native.IOClassName = "weights",
         copy: int | None = None,
+        after: _native.IOFuture | None = None,
     ) -> Transfer:
-        """Start writing into `copy`, by default over the newest values. Arguments and errors are those of `read`."""
-        offset = extent.offset if copy is None else extent.offsets[copy]
-        future = self.engine.write(self.file, offset + at, data, io_class)
+        """Start writing into `copy`, by default over the newest values. Arguments and errors are those of `read`.
+
+        Args:
+            after: begin when this is done, with what `data` holds then; fail with its error if it fails.
+        """
+        file, offset = self.place(extent, copy)
+        return self.transfer(self.engine.write(file, offset + at, data, io_class, after=after), extent)
+
+    def place(self, extent: Extent, copy: int | None) -> tuple[_native.File, int]:
+        """Where a copy of an extent begins, for native code that reads or writes it; None: its newest values."""
+        return self.file, extent.offset if copy is None else extent.offsets[copy]
+
+    def transfer(self, future: _native.IOFuture, extent: Extent) -> Transfer:
+        """What native code moves of an extent, with errors that name it."""
         return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:

@@ -12,7 +12,7 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.machine import usable_cores
-from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
+from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Limits, Problem
 from infinity.sizes import PAGE_BYTES, exact_bytes, format_bytes, round_up
 from infinity.state.discover import HookSite
@@ -25,6 +25,8 @@ _STAGING_SHARE_OF_HOST = 1 / 8
 _TILES_MIN, _TILES_MAX = 3, 32
 _TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
+_PIECE_BYTES = 64 << 20
+_COPIES_MAX = 4  # units whose updates wait or run, and have a copy of their weights
 _NAMED_MAX = 6  # units in a message
 
 
@@ -56,7 +58,10 @@ class Budgets:
 
     Attributes:
         slot_bytes: device memory for fetched weights.
-        upload_bytes: host memory that weights are read into before they are copied to a GPU.
+        ring_bytes: device memory for gradients on their way to the host; 0 where they need not move.
+        upload_bytes: host memory that weights are read into before they are copied to the device.
+        bounce_bytes: host memory that gradients are copied to before they are added to others.
+        copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
         shadow_bytes: host memory for the new weights of updates that speculate, where weights rest in RAM; lent to the
             staging while none speculates.
@@ -64,10 +69,18 @@ class Budgets:
 
     limits: Limits
     slot_bytes: int
+    ring_bytes: int
     upload_bytes: int
+    bounce_bytes: int
+    copies_bytes: int
     landing_bytes: int
     shadow_bytes: int
     staging: Staging
+
+    @property
+    def piece_bytes(self) -> int:
+        """Of weights on their way from NVMe to the device, what is read at once."""
+        return min(_PIECE_BYTES, self.upload_bytes // PIECES_MIN)
 
 
 def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Staging:
@@ -120,36 +133,69 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
     )
 
 
-def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> int:
-    """Device memory for fetched weights. Where the device shares host memory, weights in RAM are used where they are.
+def ring_bytes(problem: Problem) -> int:
+    """Device memory for gradients on their way to the host: those of the two largest units, so that the next unit's
+    come while the last one's are copied; of one where memory.device is less than four times that."""
+    if problem.limits.in_place:
+        return 0
+    sizes = sorted(sum(round_up(group.gradient_native, PAGE_BYTES) for group in unit.groups) for unit in problem.units)
+    two = sum(sizes[-2:])
+    return two if 4 * two <= problem.limits.device else sizes[-1]
+
+
+def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
+    """Host memory for weights on NVMe that updates take from the device, where they are anyway: of a few units, as
+    updates give it back one after the other.
+
+    Args:
+        room: bytes of host memory that nothing else wants.
+    """
+    if problem.limits.in_place:
+        return 0
+    sizes = [unit.weight for unit in problem.units if unit.state and unit.index not in weights.in_ram]
+    largest = max(sizes, default=0)
+    return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
+
+
+def slot_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting, ring: int) -> int:
+    """Device memory for fetched weights. Where the device has no memory of its own, weights in RAM are used where they
+    are.
+
+    Args:
+        ring: device memory for gradients.
 
     Raises:
         PlanError: memory.device is too small for what is needed at once.
     """
     limits = problem.limits
-    if weights.tier == "device" or (limits.shares_memory and weights.tier == "host"):
-        if weights.tier == "device" and problem.weight > limits.device:
+    if weights.tier == "device" or (limits.in_place and weights.tier == "host"):
+        if weights.tier == "device" and problem.weight + ring > limits.device:
             raise PlanError(
-                f"weights: device needs {format_bytes(problem.weight)}; memory.device is "
-                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(problem.weight)} plus what activations need, "
-                "or set weights: host or nvme."
+                f"weights: device needs {format_bytes(problem.weight)}{_and_for_gradients(ring)}; memory.device is "
+                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(problem.weight + ring)} plus what "
+                "activations need, or set weights: host or nvme."
             )
         return problem.weight
-    fetched = problem.every - weights.in_ram if limits.shares_memory else problem.every
+    fetched = problem.every - weights.in_ram if limits.in_place else problem.every
     needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
-    slots = min(max(int(limits.device * WEIGHT_SHARE_OF_DEVICE), nbytes), problem.weight_of(fetched))
-    if slots > limits.device:
+    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring
+    slots = min(max(share, nbytes), problem.weight_of(fetched))
+    if slots + ring > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         raise PlanError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
-            f"(together {names}{more}); memory.device is {format_bytes(limits.device)}. Raise memory.device to "
-            f"{exact_bytes(nbytes)} plus what activations need."
+            f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}. "
+            f"Raise memory.device to {exact_bytes(nbytes + ring)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES)
+
+
+def _and_for_gradients(ring: int) -> str:
+    return f" and {format_bytes(ring)} for gradients" if ring else ""
 
 
 def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:

@@ -110,7 +110,9 @@ class ArenaBytes:
         shadows: for the new weights of updates that speculate.
         landing: for the window that gradients land in.
         staging: for the update's tiles, those that are read ahead included.
-        transfers: not leased for good: weights are fetched into it, or read into it on their way to a GPU.
+        transfers: not leased for good: weights are fetched into it, or read into it on their way to the device.
+        bounce: for gradients from the device on their way to others that they are added to.
+        copies: for weights from the device, which updates read.
     """
 
     weights: int
@@ -120,6 +122,8 @@ class ArenaBytes:
     landing: int
     staging: int
     transfers: int
+    bounce: int
+    copies: int
 
     @property
     def weights_and_shadows(self) -> int:
@@ -130,7 +134,7 @@ class ArenaBytes:
     def nbytes(self) -> int:
         """Exact size of the one pinned allocation."""
         resting = self.weights_and_shadows + self.states + self.gradients
-        return resting + self.landing + self.staging + self.transfers
+        return resting + self.landing + self.staging + self.transfers + self.bounce + self.copies
 
 
 @dataclass(frozen=True)
@@ -239,7 +243,7 @@ def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _Swa
 
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
-    slots_are_here = budgets.limits.shares_memory and placement.weights.tier == "nvme"
+    slots_are_here = budgets.limits.in_place and placement.weights.tier == "nvme"
     weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
         weights=weights,
@@ -249,6 +253,8 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: B
         landing=budgets.landing_bytes,
         staging=budgets.staging.nbytes + budgets.staging.ahead_bytes,
         transfers=budgets.slot_bytes if slots_are_here else budgets.upload_bytes,
+        bounce=budgets.bounce_bytes,
+        copies=budgets.copies_bytes,
     )
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from infinity.base.accelerator import free_bytes
+
 _CGROUP_LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -29,7 +31,7 @@ def available_host_bytes() -> int:
 
 def available_device_bytes(device: torch.device) -> int:
     """Free memory of a GPU; on the CPU, see available_host_bytes."""
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_host_bytes()
+    return available_host_bytes() if device.type == "cpu" else free_bytes(device)
 
 
 def usable_cores() -> int:

@@ -26,8 +26,11 @@ import torch
 from infinity import _native
 from infinity.plan.frequency import Frequency
 from infinity.plan.problem import GroupBytes, Problem, UnitBytes, as_far_as
+from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.moments import Moment
 
+PIECES_MIN = 4
+"""So many pieces of weights are on their way from NVMe to the device at once, or more."""
 WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
 
 Overlap = Literal["auto", "during_backward", "before_forward", "off"]
@@ -117,13 +120,15 @@ class Placed:
     """Where weights and states rest, and what it takes.
 
     Attributes:
-        upload_bytes: host memory that weights are read into before they are copied to a GPU.
+        upload_bytes: host memory that weights are read into before they are copied to the device.
+        bounce_bytes: host memory that gradients are copied to from the device before they are added to others.
         host_bytes: host memory for all this, checksums included.
     """
 
     weights: Resting
     optimizer: Resting
     upload_bytes: int
+    bounce_bytes: int
     host_bytes: int
 
 
@@ -132,11 +137,13 @@ def place(problem: Problem, room: int) -> Placed:
     memory together with what the config fixes; without nvme.paths all of them go to RAM."""
     fixed = problem.trained if problem.config.optimizer == "host" else frozenset[int]()
     weights = _place_weights(problem, room, fixed)
-    upload = _upload_bytes(problem, weights.in_ram)
+    upload, bounce = _upload_bytes(problem, weights.in_ram), _bounce_bytes(problem)
+    transfers = upload + bounce
     optimizer = Resting(problem.config.optimizer, fixed)
     if problem.config.optimizer == "auto":
-        optimizer = _place_states(problem, room - _host_bytes(problem, weights, fixed) - upload)
-    return Placed(weights, optimizer, upload, upload + _host_bytes(problem, weights, optimizer.in_ram))
+        optimizer = _place_states(problem, room - _host_bytes(problem, weights, fixed) - transfers)
+    host = transfers + _host_bytes(problem, weights, optimizer.in_ram)
+    return Placed(weights, optimizer, upload, bounce, host)
 
 
 def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -> Resting:
@@ -144,9 +151,9 @@ def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -
     none = Resting("nvme", frozenset())
     if config.weights != "auto":
         return none if config.weights == "nvme" else Resting(config.weights, problem.every)
-    room -= _host_bytes(problem, none, states_in_ram)
+    room -= _host_bytes(problem, none, states_in_ram) + _bounce_bytes(problem)
     if problem.cost(problem.weight) <= room or not config.nvme.paths:
-        on_device = not limits.shares_memory and problem.weight <= limits.device * WEIGHT_SHARE_OF_DEVICE
+        on_device = not limits.in_place and problem.weight <= limits.device * WEIGHT_SHARE_OF_DEVICE
         return Resting("device" if on_device else "host", problem.every)
     room -= _upload_bytes(problem, none.in_ram)
     return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
@@ -160,14 +167,22 @@ def _place_states(problem: Problem, room: int) -> Resting:
 
 
 def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
-    """Room to read the largest unit on NVMe twice at the same time."""
-    if problem.limits.shares_memory:
+    """Room for the largest unit on NVMe, in pieces: one is read while others are copied."""
+    if problem.limits.in_place:
         return 0
-    return 2 * max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
+    largest = max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
+    return round_up(largest, PIECES_MIN * PAGE_BYTES)
+
+
+def _bounce_bytes(problem: Problem) -> int:
+    """Room for the gradients of the largest group on their way from the device to others that they are added to."""
+    if problem.limits.in_place:
+        return 0
+    return max((group.gradient_native for unit in problem.units for group in unit.groups), default=0)
 
 
 def _host_bytes(problem: Problem, weights: Resting, states_in_ram: frozenset[int]) -> int:
-    of_device = weights.tier == "device" and problem.limits.shares_memory  # RAM of the other budget
+    of_device = weights.tier == "device" and problem.limits.in_place  # RAM of the other budget
     held = 0 if of_device else problem.weight_of(weights.in_ram)
     swap = problem.swap_bytes(weights.in_ram, states_in_ram)
     return held + problem.state_of(states_in_ram) + problem.checksum_bytes(swap)

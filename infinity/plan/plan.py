@@ -71,16 +71,16 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """What the plan takes of the device's budget. Where the device shares host memory, weights in RAM are used
-        where they are."""
-        used_in_place = self.budgets.limits.shares_memory and self.placement.weights.tier == "host"
-        return 0 if used_in_place else self.budgets.slot_bytes
+        """What the plan takes of the device's budget. Where the device has no memory of its own, weights in RAM are
+        used where they are."""
+        used_in_place = self.budgets.limits.in_place and self.placement.weights.tier == "host"
+        return 0 if used_in_place else self.budgets.slot_bytes + self.budgets.ring_bytes
 
     @property
     def host_bytes(self) -> int:
         """What the plan takes of the host's budget: the arena, but for what is of the device's budget, and the
         checksums of the swap file."""
-        of_device = self.device_bytes if self.budgets.limits.shares_memory else 0
+        of_device = self.device_bytes if self.budgets.limits.in_place else 0
         return self.layout.arena.nbytes - of_device + self.layout.checksum_bytes
 
     def describe(self) -> str:
@@ -102,8 +102,8 @@ class Plan:
                 f"{states_share if optimizer.tier == 'nvme' else ''}",
                 f"  gradients    {_gradients(placement, self.budgets, layout)}",
                 f"  activations  {placement.activations}",
-                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights, the "
-                "rest for activations",
+                f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights"
+                f"{' and gradients under way' if self.budgets.ring_bytes else ''}, the rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
                 f"  swap file     {_swap(layout.swap, placement)}; one step moves about "
                 f"{format_bytes(forecast.step_bytes)} ({per_parameter:.1f} B per trained parameter{predicted})",
@@ -120,8 +120,8 @@ def forecast(problem: Problem, placement: Placement, layout: Layout) -> Forecast
     """Count what a step moves while no slot outlives a pass (design §4, with the weights read once more where the
     update is a phase of its own)."""
     passes, read, written, committed = problem.passes, 0, 0, 0
-    # The first of several gradients comes as autograd gives it to a GPU's window; on the CPU in fp32, as the others.
-    widens = passes == 1 or not problem.limits.shares_memory
+    # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
+    widens = passes == 1 or not problem.limits.in_place
     for unit in problem.units:
         if unit.index in placement.weights.in_ram:
             committed += unit.trained_weight

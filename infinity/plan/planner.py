@@ -9,7 +9,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
-from infinity.plan.budgets import Budgets, Staging, plan_staging, slot_bytes
+from infinity.plan.budgets import Budgets, Staging, copies_bytes, plan_staging, ring_bytes, slot_bytes
 from infinity.plan.disk import room_bytes
 from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
@@ -108,7 +108,8 @@ def _plan(
     _require_paths(problem, placed, gradients)
     host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes
     reserved = reserve(problem, placed, gradients, problem.limits.host - host_bytes)
-    host_bytes += reserved.host_bytes
+    copies = copies_bytes(problem, placed.weights, problem.limits.host - host_bytes - reserved.host_bytes)
+    host_bytes += reserved.host_bytes + copies
     room = problem.limits.host - host_bytes
     ahead = ahead_bytes(problem, placed, staging.tile_bytes, room, reserved.shadow_bytes)
     placement = Placement(
@@ -122,10 +123,14 @@ def _plan(
         keep=config.keep,
         pins=config.pins,
     )
+    ring = ring_bytes(problem)
     budgets = Budgets(
         limits=problem.limits,
-        slot_bytes=slot_bytes(problem, sites, placed.weights),
+        slot_bytes=slot_bytes(problem, sites, placed.weights, ring),
+        ring_bytes=ring,
         upload_bytes=placed.upload_bytes,
+        bounce_bytes=placed.bounce_bytes,
+        copies_bytes=copies,
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
@@ -139,11 +144,11 @@ def _plan(
 
 def limits_of(config: SwapConfig, device: torch.device) -> Limits:
     """The two budgets: those of the config, or a share of what is available now."""
-    shares_memory = device.type == "cpu"
+    in_place = device.type == "cpu"
     return Limits(
-        device=config.memory.device or int(available_device_bytes(device) * (0.4 if shares_memory else 0.9)),
+        device=config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9)),
         host=config.memory.host or int(available_host_bytes() * HOST_SHARE),
-        shares_memory=shares_memory,
+        in_place=in_place,
     )
 
 

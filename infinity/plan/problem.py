@@ -27,12 +27,13 @@ class Limits:
     Attributes:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that is kept or staged there.
-        shares_memory: the device computes in host memory, so both budgets are RAM.
+        in_place: weights that rest in RAM are used where they are: the device has no memory of its own, and both
+            budgets are RAM.
     """
 
     device: int
     host: int
-    shares_memory: bool
+    in_place: bool
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Reserved:
 
 def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
     """Reserve what updates need to speculate. Updates of units whose gradients spill do not speculate: they would wait
-    for the gradients' way to the store and back. On a GPU none does: its updates begin with the step.
+    for the gradients' way to the store and back.
 
     Args:
         room: bytes of host memory that nothing else wants.
@@ -42,8 +42,6 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     config = problem.config
     if config.overlap in ("off", "before_forward"):
         return Reserved(UpdateTiming(config.overlap))
-    if not problem.limits.shares_memory:
-        return _none("on a GPU updates do not begin during backward yet")
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
@@ -86,8 +84,6 @@ def shadow_wanted(problem: Problem, placed: Placed) -> int:
     """Host memory for shadows that comes before more states are cached there; 0 where the two do not compete."""
     config = problem.config
     if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer.tier != "nvme":
-        return 0
-    if not problem.limits.shares_memory:
         return 0
     weights = [unit.weight for unit in _moved(problem, placed) if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.base.accelerator import resolve
 from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
@@ -167,7 +168,7 @@ def _offload(
     require_accumulation_steps(accumulation_steps)
     resolved = load_config(config)
     _require_offloadable(model, resolved, optimizer, resumes=resumes)
-    target = resolve_device(device)
+    target = resolve(device)
     if placeless:
         _leave_meta(model, target)
     coordinator, found = open_coordinator(
@@ -186,7 +187,7 @@ def _offload(
 
     limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
     memory = resolved.memory.model_copy(
-        update={"host": limits.host} if limits.shares_memory else {"host": limits.host, "device": limits.device}
+        update={"host": limits.host} if limits.in_place else {"host": limits.host, "device": limits.device}
     )
     same = resolved.model_copy(update={"memory": memory})
 
@@ -284,21 +285,6 @@ def _recompute(model: Any) -> None:
     for module in model.modules():
         if module not in before and getattr(module, "gradient_checkpointing", None) is True:
             module.gradient_checkpointing = _WhereGraphsAreMade()
-
-
-def resolve_device(device: torch.device | str | None) -> torch.device:
-    """With its index: "cuda" is the GPU that is current now, whichever is current later."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    resolved = torch.device(device)
-    if resolved.type == "cpu":
-        return torch.device("cpu")  # cpu:0 is the same one
-    if resolved.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigError(
-            f"device {resolved}: this torch ({torch.__version__}) finds no such device that infinity can use. Leave "
-            "device= out, which takes the GPU where there is one, or install a torch for it."
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

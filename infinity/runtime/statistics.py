@@ -88,7 +88,7 @@ def statistics(model: nn.Module) -> Statistics:
         weight_bytes_read=moved["read_bytes_weights"],
         io_busy_s=moved["busy_ns"] / 1e9,
         stall_s={cause: stalled / 1e9 for cause, stalled in coordinator.timeline.stalled_ns().items()},
-        device_idle_s=resources.device.idle_s,
+        device_idle_s=resources.idle.seconds,
         adam_s=update["adam_ns"] / 1e9,
         steps=coordinator.steps,
         updates=replace(coordinator.speculation.counts),
@@ -98,6 +98,6 @@ def statistics(model: nn.Module) -> Statistics:
         arena_bytes=resources.arena.nbytes,
         slot_bytes=plan.budgets.slot_bytes,
         engine=resources.engine.name,
-        device=resources.device.device.type,
+        device=resources.torch_device.type,
         plan=plan,
     )

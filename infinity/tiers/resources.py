@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from infinity import _native
+from infinity.base.accelerator import open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
 from infinity.io.arena import Lease, PinnedArena
@@ -19,15 +20,21 @@ from infinity.io.store import Extent, Mode, SwapStore
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.state.unit import Unit
-from infinity.tiers.accelerator import Device, open_device, pin
+from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
-from infinity.tiers.window import Landing
+from infinity.tiers.idle import IdleClock
+from infinity.tiers.window import LandingWindow
 
 logger = logging.getLogger(__name__)
 
 
 class Resources:
-    """Opened in order: engine → store → arena → homes. Closed in reverse.
+    """Opened in order: engine → store → arena → homes → threads → device. Closed in reverse.
+
+    Attributes:
+        torch_device: where models compute.
+        device: None where they compute in host memory.
+        idle: what the device idles.
 
     Raises:
         SwapIOError, StoreLockedError, StoreNotEmptyError, ConfigError: the swap file cannot be made; nothing is left
@@ -45,7 +52,10 @@ class Resources:
         resume: bool = False,
     ) -> None:
         self.plan = plan
-        self.device: Device = open_device(device)
+        accelerator = open_accelerator(device)
+        self.torch_device = torch_device(accelerator)
+        self.device: DeviceTier | None = None
+        self.idle = IdleClock(accelerator)
         self.engine = open_engine(nvme, faults)
         self.store: SwapStore | None = None
         self.generations: Generations | None = None
@@ -55,9 +65,6 @@ class Resources:
                 self.store = self._open_store(nvme, resume=resume)
             node = -1 if self.store is None else self.store.numa_node
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
-            refused = pin(self.arena, self.device)
-            if refused:
-                logger.warning("%s; copies to and from the GPU are slower, results are the same", refused)
             # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
             # the memory for fetched weights must not be broken up.
             self.weights_ram = self.arena.lease(arena.weights_and_shadows, "weights in RAM").space()
@@ -65,13 +72,14 @@ class Resources:
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
                 self.generations = Generations(self.store, extents, plan.placement.keep, plan.placement.pins)
-            self.landing: Landing | None = None
+            self.landing: LandingWindow | None = None
             if arena.landing:
                 lease = self.arena.lease(arena.landing, "gradients on their way to the store")
-                self.landing = Landing(lease.space(), self.require_store())
+                self.landing = LandingWindow(lease.space(), self.require_store())
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
-            self._register()
             self.pool = _open_pool(staging.threads, node)
+            self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
+            self._register()
             self.pipeline = _native.UpdatePipeline(
                 self.engine,
                 self.pool,
@@ -100,6 +108,11 @@ class Resources:
             for states in unit.states.values():
                 if states.spilled is not None:
                     yield states.spilled
+
+    def synchronize_uploads(self) -> None:
+        """Wait until no copy to the device reads weights in RAM: somebody is about to change them."""
+        if self.device is not None:
+            self.device.uploads.synchronize()
 
     def destination(self, extent: Extent) -> int:
         """The copy that new values of a state go to."""
@@ -189,11 +202,12 @@ class Resources:
         """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
         Idempotent."""
         self.pipeline.close()
-        self.pool.close()
-        self.engine.close()
         try:
-            self.device.close()
+            if self.device is not None:
+                self.device.close()
         finally:
+            self.pool.close()
+            self.engine.close()
             if self.store is not None:
                 self.store.close(discard=discard)
 

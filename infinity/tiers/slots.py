@@ -1,21 +1,123 @@
-"""Device memory for fetched weights: one interface and one byte budget, wherever they come from and go."""
+"""Memory for fetched weights: one interface, wherever they come from and go."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import torch
+
+from infinity.base.accelerator import Accelerator, Event
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
-from infinity.tiers.accelerator import CpuDevice, CudaDevice, CudaSlot, HostSlot, Slot
+from infinity.tiers.downloads import WeightsCopy, WeightsQueue
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
+from infinity.tiers.slab import Slab, SlabLease, Uses
+from infinity.tiers.uploads import StoredRange, UploadQueue
 
 Written = Mapping[int, tuple[int | None, Transfer]]
 """Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
+
+
+def _references(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class Slot(ABC):
+    """A piece of memory that a unit's weights occupy where they are computed with. torch counts the references to it.
+
+    Args:
+        tensor: uint8 [weight_bytes], on the device; its storage is the slot's own.
+        lease: the host memory it is, where an update may work in it; None: the home of the weights in RAM, or memory of
+            a device.
+
+    Attributes:
+        at_home: what is computed with is what the update works on, or beside.
+    """
+
+    at_home = True
+
+    def __init__(self, tensor: torch.Tensor, lease: Lease | None) -> None:
+        self.tensor = tensor
+        self.lease = lease
+        self._own = self._expected = _references(tensor)
+
+    @abstractmethod
+    def wait(self) -> None:
+        """What this thread computes from now on finds the weights there."""
+
+    def rest(self) -> bool:
+        """Nobody computes with the weights until `wait` is called again: nothing but parameters refers to them, and the
+        parameters may not be read. False where that makes no difference: then they may be read."""
+        return False
+
+    def copy_down(self) -> WeightsCopy | None:
+        """Start copying the weights to host memory, where an update finds them. None where it finds them without, or
+        where there is no memory for them."""
+        return None
+
+    def outstanding(self) -> bool:
+        """Whether anything but the slot and the parameter views that are expected refers to the memory."""
+        return _references(self.tensor) > self._expected
+
+    def expect(self, views: int) -> None:
+        """So many references count for nothing: the parameters' own views."""
+        self._expected = self._own + views
+
+    @abstractmethod
+    def free(self) -> None: ...
+
+
+class HostSlot(Slot):
+    """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
+
+    def wait(self) -> None:
+        return
+
+    def free(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
+
+
+class SlabSlot(Slot):
+    """Weights copied to a device.
+
+    Args:
+        ready: the copy is complete.
+    """
+
+    at_home = False
+
+    def __init__(
+        self, slab: Slab, lease: SlabLease, ready: Event, accelerator: Accelerator, down: WeightsQueue
+    ) -> None:
+        super().__init__(lease.tensor(), None)
+        self._down = down
+        self._slab = slab
+        self._leased = lease
+        self._ready = ready
+        self._uses = Uses(accelerator, lambda: [ready])
+
+    def wait(self) -> None:
+        self._uses.begin()
+
+    def rest(self) -> bool:
+        self._uses.end()
+        return True
+
+    def copy_down(self) -> WeightsCopy | None:
+        copy = self._down.copy(self._leased.memory, self._ready)
+        if copy is not None:
+            self._uses.also(copy.event)
+        return copy
+
+    def free(self) -> None:
+        self._slab.give_back(self._leased, self._uses.events())  # the next upload is behind this slot's, on one stream
 
 
 class Fetch(ABC):
@@ -28,9 +130,6 @@ class Fetch(ABC):
         """Until finish() would wait no more. May be interrupted."""
         for transfer in self._transfers:
             transfer.wait()
-
-    def advance(self) -> None:  # noqa: B027 (mostly there is nothing)
-        """Start what can be started now, without waiting."""
 
     @abstractmethod
     def finish(self) -> Slot: ...
@@ -105,86 +204,88 @@ class _LeaseFetch(Fetch):
         return HostSlot(self._lease.tensor(), self._lease)
 
 
-class CudaSlots:
-    """Weights on a GPU, copied from pinned RAM, or from NVMe through a lease."""
+class SlabSlots:
+    """Weights on a device, copied from pinned RAM, or from NVMe through a landing memory.
 
-    def __init__(self, resources: Resources, device: CudaDevice) -> None:
+    Units of the size that most have come from the low end of the slab, the others from the high end: so units that are
+    alike get the same addresses again and again, and do not break up each other's space.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        accelerator: Accelerator,
+        slab: Slab,
+        uploads: UploadQueue,
+        down: WeightsQueue,
+    ) -> None:
         self._resources = resources
-        self._device = device
-        self._free_bytes = resources.plan.budgets.slot_bytes
+        self._down = down
+        self._accelerator = accelerator
+        self._slab = slab
+        self._uploads = uploads
+        sizes = Counter(unit.weights.nbytes for unit in resources.units)
+        self._usual_bytes = max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
-        if home.nbytes > self._free_bytes:
-            return None
-        if home.lease is not None:
-            slot = self._device.upload(home.lease.tensor(), lambda: None)
-            self._free_bytes -= home.nbytes
-            return _There(slot)
-        lease = self._lease(home.nbytes)
+        lease = self._slab.try_lease(home.nbytes, from_top=home.nbytes != self._usual_bytes)
         if lease is None:
             return None
-        self._free_bytes -= home.nbytes
-        return _UploadFetch(self, self._device, lease, _read(self._resources.require_store(), home, lease, after))
+        try:
+            if home.lease is not None:
+                return _There(self.slot(lease, self._uploads.from_ram(lease, home.lease)))
+            store = self._resources.require_store()
+            transfer, ready = self._uploads.from_store(lease, _ranges(home, after), store)
+        except BaseException:
+            self._slab.give_back(lease, lease.after)
+            raise
+        return _SlabFetch(self, lease, transfer, ready)
 
-    def _lease(self, nbytes: int) -> Lease | None:
-        arena = self._resources.arena
-        for wait in (False, True):
-            self._device.reclaim(wait=wait)
-            lease = arena.try_lease(nbytes)
-            if lease is not None:
-                return lease
-        return None
+    def slot(self, lease: SlabLease, ready: Event) -> SlabSlot:
+        return SlabSlot(self._slab, lease, ready, self._accelerator, self._down)
+
+    def give_up(self, lease: SlabLease) -> None:
+        """Nothing is on its way there any more."""
+        self._slab.give_back(lease, lease.after)
 
     def counts(self, home: WeightsHome) -> bool:
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        self._free_bytes += nbytes
-
     def free(self, slot: Slot) -> None:
-        self.give_back(slot.tensor.numel())
         slot.free()
 
 
-class _UploadFetch(Fetch):
-    def __init__(self, pool: CudaSlots, device: CudaDevice, lease: Lease, transfers: Sequence[Transfer]) -> None:
-        super().__init__(transfers)
-        self._pool = pool
-        self._device = device
-        self._lease = lease
-        self._slot: CudaSlot | None = None
-        self._failure: Exception | None = None  # for finish() to tell
+def _ranges(home: WeightsHome, after: Written) -> list[StoredRange]:
+    ranges = []
+    for index, group in enumerate(home.groups):
+        copy, written = after.get(index, (None, None))
+        ranges.append(StoredRange(group.stored(), group.start, group.nbytes, copy, written))
+    return ranges
 
-    def advance(self) -> None:
-        if self._slot is None and self._failure is None and all(each.done() for each in self._transfers):
-            self._start_upload()
+
+class _SlabFetch(Fetch):
+    def __init__(self, pool: SlabSlots, lease: SlabLease, transfer: Transfer, ready: Event) -> None:
+        super().__init__([transfer])
+        self._pool = pool
+        self._lease = lease
+        self._ready = ready
 
     def finish(self) -> Slot:
-        if self._slot is None and self._failure is None:
-            self._start_upload()
-        if self._failure is not None:
-            raise self._failure
-        if self._slot is None:
-            raise AssertionError("an upload that neither began nor failed")
-        return self._slot
-
-    def _start_upload(self) -> None:
         try:
             wait_all(self._transfers)
-            self._slot = self._device.upload(self._lease.tensor(), self._lease.release)
-        except SwapTimeoutError as error:
-            self._failure = error  # the device may still write to the lease
-        except Exception as error:
-            self._failure = error
-            self._pool.give_back(self._lease.nbytes)
-            self._lease.release()
+        except SwapTimeoutError:
+            raise  # the disk was given up
+        except Exception:
+            self._pool.give_up(self._lease)
+            raise
+        return self._pool.slot(self._lease, self._ready)
 
 
 def open_slots(resources: Resources) -> SlotPool:
     """The pool that fits the device."""
     device = resources.device
-    if isinstance(device, CudaDevice):
-        return CudaSlots(resources, device)
-    if not isinstance(device, CpuDevice):
-        raise AssertionError(f"no slots for {device}")
-    return HostSlots(resources)
+    return (
+        HostSlots(resources)
+        if device is None
+        else SlabSlots(resources, device.accelerator, device.slots, device.uploads, device.weights)
+    )

@@ -32,7 +32,7 @@ class _Where(enum.Enum):
     COMING = "being read"
 
 
-class Landing:
+class LandingWindow:
     """The window.
 
     Invariant: `_here` are the spills that are HERE or COMING, `_leaving` those that are LEAVING, oldest first.
@@ -95,13 +95,18 @@ class Spill:
     """The place in the store of one group's gradients, and its part of the window.
 
     Args:
-        settle: called before they leave: everything has landed when it returns; gives the bytes in use.
+        leaving: called before they leave: gives the bytes in use, and what the write has to wait for.
     """
 
-    def __init__(self, extent: Extent, landing: Landing, settle: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        extent: Extent,
+        landing: LandingWindow,
+        leaving: Callable[[], tuple[int, _native.IOFuture | None]],
+    ) -> None:
         self._extent = extent
         self._landing = landing
-        self._settle = settle
+        self._leaving = leaving
         self._where = _Where.EMPTY
         self._lease: Lease | None = None
         self._transfer: Transfer | None = None
@@ -153,9 +158,9 @@ class Spill:
             self._wait()
             self._release(_Where.AWAY)
         elif self._where is _Where.HERE and self._lease is not None:
-            self._stored_bytes = self._settle()
+            self._stored_bytes, landed = self._leaving()
             view = self._lease.view(0, self._stored_bytes)
-            self._transfer = self._landing.store.write(self._extent, view, io_class="states")
+            self._transfer = self._landing.store.write(self._extent, view, io_class="states", after=landed)
             self._move(_Where.LEAVING)
 
     def gone(self) -> None:

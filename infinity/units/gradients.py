@@ -10,7 +10,9 @@ accumulated in one step begins the next in fp32.
 Gradients without room in RAM, or without room there to be widened, land in a window of RAM and wait in the store
 (tiers/window.py). They are written when the backward of another unit begins.
 
-The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own.
+The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own. From
+a device with memory of its own gradients come through a queue (tiers/downloads.py), and land while the host goes on:
+what reads them is chained to that, or asks `settle`.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ from infinity.io.store import Extent
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec, Place, Unit
-from infinity.tiers.accelerator import Device
+from infinity.tiers.downloads import GradientQueue, Landing, Packed
 from infinity.tiers.resources import Resources
-from infinity.tiers.window import Landing, Spill
+from infinity.tiers.window import LandingWindow, Spill
 from infinity.units.arrivals import Arrivals
 
 
@@ -36,11 +38,12 @@ class GroupGradients:
     """The gradients of one trainable group.
 
     Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
-    in `present`, but for what came from a GPU and may not have landed.
+    in `present`, but for what is in `_packed` or `_on_way`, which may not have landed.
 
     Args:
         home: RAM they wait in; None: they spill.
-        extent, landing: their place in the store and the way there; None: they always have room in RAM.
+        extent, window: their place in the store and the way there; None: they always have room in RAM.
+        queue: the way from a device; None: they are in host memory when they come.
     """
 
     def __init__(
@@ -49,17 +52,19 @@ class GroupGradients:
         group: Group,
         home: Lease | None,
         extent: Extent | None,
-        landing: Landing | None,
-        device: Device,
+        window: LandingWindow | None,
+        queue: GradientQueue | None,
         pool: _native.ThreadPool,
     ) -> None:
         self._unit = unit
         self._group = group
         self._home = home
-        self._spill = None if extent is None or landing is None else Spill(extent, landing, self._settle)
+        self._spill = None if extent is None or window is None else Spill(extent, window, self._leaving)
         self._spilled = home is None
-        self._device = device
+        self._queue = queue
         self._pool = pool
+        self._packed: Packed | None = None  # what came last, in the queue's ring
+        self._on_way: list[Landing] = []  # what was sent before, in that order
         self.dtype = group.dtype
         self.present: set[str] = set()
         self._sums: dict[str, float] = {}
@@ -115,17 +120,15 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            wide = self._accumulates and self._device.shares_memory and self._room_bytes >= self._fp32_bytes
+            wide = self._accumulates and self._queue is None and self._room_bytes >= self._fp32_bytes
             self.dtype = torch.float32 if wide else self._group.dtype
             self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
             self._accumulates = False
         self.present.add(spec.name)
-        if not adds and not self._device.shares_memory:
-            self._sums.pop(spec.name, None)
-            if spec.numel:
-                self._device.download(gradient.detach(), torch.frombuffer(self._range(spec), dtype=self.dtype))
+        if self._queue is not None:
+            self._pack(self._queue, spec, gradient.detach(), add=adds)
             return
-        flat = self._device.download_now(gradient).detach()
+        flat = gradient.detach().reshape(-1).contiguous()
         if self.dtype not in (torch.float32, flat.dtype):
             flat = flat.to(self.dtype)
         self._sums[spec.name] = _native.land_gradient(
@@ -136,6 +139,42 @@ class GroupGradients:
             add=adds,
             pool=self._pool,
         )
+
+    def _pack(self, queue: GradientQueue, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
+        if not spec.numel:
+            self._sums.pop(spec.name, None)
+            return
+        if self._packed is not None and (self._packed.landing is not None or spec in self._packed.specs):
+            self.send()
+        if not add and any(spec.name in landing.names for landing in self._on_way):
+            self.settle()  # the native thread may still read the one that this one takes the place of
+        self._sums.pop(spec.name, None)
+        if self._packed is None:
+            self._packed = queue.begin(self._group, self._view(), self.dtype)
+        queue.pack(self._packed, spec, gradient, add=add)
+
+    def send(self) -> None:
+        """Start the way of what came from the device."""
+        if self._packed is not None and self._queue is not None:
+            packed, self._packed = self._packed, None
+            self._on_way.append(self._queue.send(packed))
+
+    def on_their_way(self) -> list[_native.IOFuture]:
+        """What an update that reads them has to wait for."""
+        self.send()
+        return [landing.future for landing in self._on_way]
+
+    def settle(self) -> None:
+        """Wait until everything has landed.
+
+        Raises:
+            DeviceError: it was lost on its way.
+        """
+        self.send()
+        while self._on_way:
+            sums = self._on_way[0].sums()
+            self._sums.update({name: part for name, part in sums.items() if name in self.present})
+            del self._on_way[0]
 
     @property
     def _fp32_bytes(self) -> int:
@@ -156,7 +195,7 @@ class GroupGradients:
                 "only. Raise memory.host until the plan says 'any number of micro-batches', set gradients: nvme, or "
                 "step after every backward pass."
             )
-        self._device.synchronize_downloads()
+        self.settle()
         if not self._spilled and self._home is not None and self._home.nbytes < self._fp32_bytes:
             nbytes = self._group.numel * self.dtype.itemsize
             there = self._home.view(0, nbytes)
@@ -165,13 +204,10 @@ class GroupGradients:
         _native.widen_in_place(self._view(), native_name(self.dtype), self._group.numel)
         self.dtype = torch.float32
 
-    def _settle(self) -> int:
-        """Everything has landed and its sums are taken; returns the bytes in use."""
-        self._device.synchronize_downloads()
-        for spec in self._group.specs:
-            if spec.name in self.present:
-                self.sum_squares(spec)
-        return self._group.state_bytes(self.dtype.itemsize)
+    def _leaving(self) -> tuple[int, _native.IOFuture | None]:
+        """They leave for the store: the bytes in use, and what has to be waited for."""
+        landings = self.on_their_way()
+        return self._group.state_bytes(self.dtype.itemsize), landings[-1] if landings else None
 
     def backward_begins(self) -> None:
         """The unit's backward is next: if some are in the store, they will be added to."""
@@ -190,9 +226,13 @@ class GroupGradients:
         self._forget()
 
     def _forget(self) -> None:
+        if self._packed is not None and self._queue is not None:
+            packed, self._packed = self._packed, None
+            self._queue.drop(packed)
+        while self._on_way:  # what comes next must not be overtaken in the same memory
+            self._on_way[0].wait()
+            del self._on_way[0]
         if self._spill is not None:
-            if self._spill.in_window:
-                self._device.synchronize_downloads()
             self._spill.forget()
 
     def leave(self) -> None:
@@ -201,19 +241,13 @@ class GroupGradients:
             self._spill.leave()
 
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """Σ g² in double, the same for any number of threads; not finite when any element is not.
-
-        Copies from the device must have landed.
-        """
+        """Σ g² in double, the same for any number of threads; not finite when any element is not. Waits until the
+        gradient has landed, and raises as `settle`."""
+        if spec.name not in self._sums:
+            self.settle()
         if spec.name not in self._sums:
             self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
         return self._sums[spec.name]
-
-    def sum_squares_landed(self, spec: ParameterSpec) -> float:
-        """As `sum_squares`, once the gradient has landed."""
-        if spec.name not in self._sums:
-            self._device.synchronize_downloads()
-        return self.sum_squares(spec)
 
     def drop(self, name: str) -> None:
         self.present.discard(name)
@@ -231,7 +265,7 @@ def open_gradients(unit: Unit, resources: Resources) -> dict[int, GroupGradients
             states.gradient,
             states.spilled,
             resources.landing,
-            resources.device,
+            None if resources.device is None else resources.device.gradients,
             resources.pool,
         )
         for index, states in resources.units[unit.index].states.items()
@@ -255,6 +289,11 @@ class UnitGradients:
         """Whether all that were summed up are."""
         return all(group.finite for group in self.groups.values())
 
+    def send(self) -> None:
+        """Start the way of what came from the device."""
+        for group in self.groups.values():
+            group.send()
+
     @property
     def in_ram(self) -> bool:
         """Whether an update can read them at once."""
@@ -276,13 +315,12 @@ class Gradients:
 
     Args:
         units: in the order of their indices.
-        landing: the window that some land in, where some spill.
+        window: that some land in, where some spill.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], landing: Landing | None, device: Device) -> None:
+    def __init__(self, units: Sequence[UnitGradients], window: LandingWindow | None) -> None:
         self._units = units
-        self._landing = landing
-        self._device = device
+        self._window = window
 
     def of(self, place: Place) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
@@ -292,7 +330,7 @@ class Gradients:
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
-        if self._landing is None:
+        if self._window is None:
             return
         for index, unit in enumerate(self._units):
             if index not in units and index not in staying:
@@ -300,15 +338,22 @@ class Gradients:
         for index in units:
             self._units[index].backward_begins()
 
+    def send(self) -> None:
+        """The backward is over: start the way of everything that came from the device."""
+        for unit in self._units:
+            unit.send()
+
     def synchronize(self) -> None:
-        """Wait for copies from the device, and for what is on its way to the store.
+        """Wait for what is on its way from the device, and to the store.
 
         Raises:
-            SwapIOError: gradients were lost.
+            DeviceError, SwapIOError: gradients were lost.
         """
-        self._device.synchronize_downloads()
-        if self._landing is not None:
-            self._landing.clear()
+        for unit in self._units:
+            for group in unit.groups.values():
+                group.settle()
+        if self._window is not None:
+            self._window.clear()
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
         """The sum over `places`, in their order, and the first name whose part is not finite ('' when all are)."""

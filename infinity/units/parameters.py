@@ -14,7 +14,7 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 from infinity.state.unit import Group, Unit
-from infinity.tiers.accelerator import Slot
+from infinity.tiers.slots import Slot
 
 _TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
 

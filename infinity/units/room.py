@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from infinity.base.timeline import Timeline
 from infinity.errors import PlanError
 from infinity.sizes import format_bytes
-from infinity.tiers.accelerator import Slot
+from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import SlotPool, open_slots
+from infinity.tiers.slots import Slot, SlotPool, open_slots
 from infinity.units.trace import Trace, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
@@ -72,11 +72,20 @@ class Room:
 
     def hold(self, indices: Collection[int]) -> None:
         """These units are kept, and no others."""
-        for unit in self._held:
+        before = self._held
+        for unit in before:
             unit.weights.hold(False)
         self._held = [self.units[index] for index in indices]
         for unit in self._held:
             unit.weights.hold(True)
+        for unit in before:
+            unit.weights.rest()
+
+    def unuse(self, unit: OffloadedUnit) -> None:
+        """A forward ended, well or not."""
+        unit.weights.unuse()
+        if not in_backward():  # what is recomputed there is used on
+            unit.weights.rest()
 
     def forget_uses(self) -> None:
         """Of a forward or backward that an exception ended."""
@@ -106,7 +115,7 @@ class Room:
         """When this returns the parameters of the unit have their values."""
         if not unit.unit.stays:
             self._trace.visit(unit.index)
-        self._resources.device.idle_begins()
+        self._resources.idle.begins()
         self._take_back(unit)
         if unit.weights.residency is Residency.RELEASED:
             with self._timeline.stall("room", unit.name):
@@ -117,7 +126,7 @@ class Room:
                 self._finish(unit)
         unit.weights.require_slot().wait()
         unit.views.open_up()
-        self._resources.device.idle_ends()
+        self._resources.idle.ends()
 
     def _take_back(self, unit: OffloadedUnit) -> None:
         """Before a unit is used: its update must be computed, this one only."""
@@ -129,8 +138,6 @@ class Room:
 
     def prefetch(self) -> None:
         """Fetch ahead as far as there is room."""
-        for unit in self._fetching.values():
-            unit.weights.advance_fetch()
         if len(self._present) == len(self.units):
             return
         upcoming = to_prefetch(
@@ -180,7 +187,7 @@ class Room:
         if self._start(unit, None):
             return
         busy = [other for other in self._in_order() if self._takes_room(other)]
-        if self._resources.device.shares_memory and self._move_others(unit):
+        if self._move_others(unit):
             return
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
         raise PlanError(
@@ -277,7 +284,7 @@ class Room:
         moves = update.place.shadow is not None
         if moves and self._is_viewed(slot):
             update.keep_memory()
-        if moves or not self._resources.device.shares_memory:
+        if moves or not slot.at_home:
             self._evict(unit)
         else:
             unit.weights.begin_update(writes_slot=not update.place.speculative)
@@ -290,4 +297,4 @@ class Room:
     def adopt(self) -> None:
         """Take the parameters over, whose values are at home now: from here on they are placeholders."""
         for unit in self.units:
-            unit.views.adopt(self._resources.device.device)
+            unit.views.adopt(self._resources.torch_device)

@@ -127,6 +127,8 @@ class OffloadedUnit:
                 transfer.finish()
             if update.viewed and update.place.shadow is not None:
                 self._shadows.give_back(update.place.shadow)
+            if update.place.copy is not None:
+                update.place.copy.release()
             update.to(UpdateState.FINISHED)
             self.update = None
         return update
@@ -140,6 +142,8 @@ class OffloadedUnit:
         self.update = None
         if update.place.shadow is not None:
             self._shadows.give_back(update.place.shadow)
+        if update.place.copy is not None:
+            update.place.copy.release()
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
         with self._health.failing(SwapIOError), self._timeline.stall("update", self.name):

@@ -34,6 +34,7 @@ from infinity.io.engine import Transfer
 from infinity.state.dtypes import native_name
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Unit
+from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home, UnitHomes, WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Written
@@ -48,11 +49,23 @@ class WeightsPlace:
         slot: the memory they were fetched to, where the update may use it; else None.
         speculative: what is current must stay as it is.
         shadow: host memory for the new ones of a unit that lives in RAM, where what is current must stay.
+        copy: of what is current, in host memory of the update's own, for a unit that lives in the store.
     """
 
     slot: Lease | None = None
     speculative: bool = False
     shadow: Lease | None = None
+    copy: WeightsCopy | None = None
+
+    @property
+    def memory(self) -> Lease | None:
+        """Host memory with the current weights, beside their home."""
+        return self.slot if self.copy is None else self.copy.lease
+
+    @property
+    def on_their_way(self) -> list[_native.IOFuture]:
+        """What an update that reads them has to wait for."""
+        return [] if self.copy is None else [self.copy.landed]
 
 
 Milestone = Literal["computed", "weights", "written"]
@@ -238,6 +251,7 @@ def submit_update(
         tag=JobTag(step, unit.index, group_index).pack(),
         speculative=weights.speculative,
         ahead=ahead,
+        after=[*gradients.on_their_way(), *weights.on_their_way],
     )
     moves = tuple(streams.moves)
     return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)
@@ -256,14 +270,10 @@ def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
 def read_update_ahead(
     resources: Resources, unit: Unit, homes: UnitHomes, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
-    """Begin to read what a group's update will read, whatever is decided. Its states are in the store.
-
-    Weights only for a GPU: elsewhere the update finds them where they were fetched to, if they still are there.
+    """Begin to read what a group's update will read, whatever is decided. Its states are in the store. Weights are not
+    read ahead: the update finds them where they were fetched to, if they still are there.
     """
     group, states = unit.groups[group_index], homes.states[group_index]
-    weight: Home | None = homes.weights.groups[group_index]
-    if resources.device.shares_memory or (weight is not None and weight.in_memory):
-        weight = None
 
     def stream(home: Home | None) -> _native.StateStream | None:
         if home is None:
@@ -275,7 +285,6 @@ def read_update_ahead(
         weight_dtype=native_name(group.dtype),
         master=states.master,
         moments=group.moments,
-        weight=stream(weight),
         residual=stream(states.residual),
         exp_avg=stream(states.exp_avg),
         exp_avg_sq=stream(states.exp_avg_sq),
@@ -316,7 +325,7 @@ class _Streams:
         return self._stream(home, memory, None)
 
     def weight(self, home: Home, place: WeightsPlace) -> _native.StateStream:
-        slot = None if place.slot is None else place.slot.view(home.start, home.nbytes)
+        slot = None if place.memory is None else place.memory.view(home.start, home.nbytes)
         if not place.speculative:
             return self.of(home, slot)
         if not home.in_memory:

@@ -73,7 +73,8 @@ class Updates:
         part of its weights would be new in other memory."""
         place = WeightsPlace(speculative=True)
         if unit.homes.weights.lease is None:
-            place = replace(place, slot=unit.weights.host_memory() if self._may_keep_slot(unit) else None)
+            slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
+            place = replace(place, slot=slot, copy=unit.weights.copy_down())
         else:
             if len(wanted) < len(unit.unit.groups):
                 return False  # the other memory would have nothing of a group without gradients
@@ -158,7 +159,9 @@ class Updates:
         self.ahead.drop(but=requests)
         for unit in order:
             if unit.index in requests and unit.update is None:
-                place = WeightsPlace(slot=unit.weights.host_memory())
+                at_home = unit.homes.weights.lease is not None
+                copy = None if at_home else unit.weights.copy_down()
+                place = WeightsPlace(slot=unit.weights.host_memory(), copy=copy)
                 self._submit(unit, requests[unit.index], place, step, committed=committed)
         return self.decided
 

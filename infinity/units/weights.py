@@ -25,8 +25,8 @@ from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.state.released import ordinary_tensors
 from infinity.state.unit import Unit
-from infinity.tiers.accelerator import HostSlot, Slot
-from infinity.tiers.slots import Fetch
+from infinity.tiers.downloads import WeightsCopy
+from infinity.tiers.slots import Fetch, Slot
 from infinity.units.parameters import ParameterViews
 
 
@@ -79,11 +79,6 @@ class Weights:
         self._to(Residency.FETCHING)
         self.fetch = fetch
         self._timeline.begin("fetch", self._name)
-
-    def advance_fetch(self) -> None:
-        """Start what can be started of a fetch, without waiting."""
-        if self.fetch is not None:
-            self.fetch.advance()
 
     def finish_fetch(self) -> Slot:
         """Wait until the weights are there. Returns their slot.
@@ -150,6 +145,12 @@ class Weights:
         """Of a forward or backward that an exception ended."""
         self.uses, self.held = 0, False
 
+    def rest(self) -> None:
+        """Nobody uses the weights until they are brought again, if that can be told."""
+        rests = self.residency is Residency.RESIDENT and not self.in_use and not self.referred_to()
+        if rests and self.require_slot().rest():
+            self._views.close()
+
     @property
     def in_use(self) -> bool:
         return self.uses > 0 or self.held
@@ -163,8 +164,11 @@ class Weights:
         """Whether anything but the parameters refers to the slot, or autograd saved parameters themselves."""
         return self.slot is not None and (self.slot.outstanding() or self._views.saved_by_autograd())
 
+    def copy_down(self) -> WeightsCopy | None:
+        """Host memory with the newest weights, for an update that would read them from the store; None where there is
+        none."""
+        return None if self.slot is None or self.residency is not Residency.RESIDENT else self.slot.copy_down()
+
     def host_memory(self) -> Lease | None:
         """The host memory of the slot, where it is used there and has the newest weights; else None."""
-        if isinstance(self.slot, HostSlot) and self.residency is not Residency.STALE:
-            return self.slot.lease
-        return None
+        return None if self.slot is None or self.residency is Residency.STALE else self.slot.lease

@@ -54,7 +54,7 @@ def test_what_is_no_such_state_is_an_error(name: str) -> None:
 
 
 def test_gpus_that_are_not_here_are_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, logger="infinity"):
         rng.restore(rng.snapshot() | {"cuda": [torch.zeros(1), torch.zeros(1)]})
     assert "drew random numbers on 2 GPUs, and 0 are here" in caplog.text

@@ -1,4 +1,4 @@
-"""What the GPU tests share: the device, which is imitated where there is none, and arithmetic that repeats itself."""
+"""What the GPU tests share: the device, which is simulated where there is none, and arithmetic that repeats itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.imitation import imitate
+from tests.sim.fixtures import Simulate, simulate
+from tests.sim.queues import EAGER
+
+__all__ = ["simulate"]
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used for the first time
 
@@ -21,11 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The GPU; the CPU, taken for one, where there is none (`pytest -m gpu` there runs the tests' own code)."""
+def gpu(simulate: Simulate) -> torch.device:
+    """The GPU; the CPU, whose models take a device's way, where there is none (`pytest -m gpu` there runs the tests'
+    own code). Ask for it before `offload`, so that the models are closed when the simulation ends."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    imitate(monkeypatch)
+    simulate(EAGER)
     return torch.device("cpu")
 
 

@@ -126,8 +126,8 @@ OF_TRAINING = [
     Mutant(
         "an update does not begin with weights that are stale",
         "infinity/units/weights.py",
-        " and self.residency is not Residency.STALE:\n",
-        ":\n",
+        " or self.residency is Residency.STALE else",
+        " else",
         (_OVERLAP, "-k", "second_step"),
     ),
     Mutant(

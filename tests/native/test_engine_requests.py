@@ -372,3 +372,27 @@ def test_a_read_can_wait_for_what_comes_before_it_and_fails_as_that_does(tmp_pat
         assert failure is not None
         assert failure.operation == "write"
         file.close()
+
+
+def test_a_write_can_wait_for_what_it_writes_and_fails_as_that_does(tmp_path: Path) -> None:
+    arena = _native.Arena(1 << 20, huge_pages=False)
+    data, landing, back = arena.view(0, 8192), arena.view(8192, 8192), arena.view(16384, 8192)
+    data[:] = bytes(range(256)) * 32
+    faults = [_native.Fault(0, "delay", operation="read"), _native.Fault(4, "error", 5, operation="read")]
+    with closing(_native.IOEngine("threads", block_bytes=4096, faults=faults)) as engine:
+        file = _native.File(str(tmp_path / "swap"), create=True)
+        file.preallocate(1 << 20)
+        file.keep_checksums(1 << 20)
+        succeed(engine.write(file, 0, data))
+        write = engine.write(file, 65536, landing, after=engine.read(file, 0, landing))
+        succeed(write)
+        succeed(engine.read(file, 65536, back))
+        assert bytes(back) == bytes(data)
+        written = engine.counters()["write_bytes_weights"]
+        write = engine.write(file, 0, back, after=engine.read(file, 0, landing))
+        assert write.wait(60)
+        failure = write.failure()
+        assert failure is not None
+        assert (failure.operation, failure.errno) == ("read", 5)
+        assert engine.counters()["write_bytes_weights"] == written
+        file.close()

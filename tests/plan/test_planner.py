@@ -146,22 +146,27 @@ def test_memory_nothing_else_wants_reads_states_ahead(overlap: str) -> None:
 
 @pytest.mark.parametrize("overlap", ["auto", "during_backward"])
 @pytest.mark.parametrize("commit_every", [0, 1])
-def test_nothing_is_reserved_for_speculative_updates_that_a_gpu_does_not_make(overlap: str, commit_every: int) -> None:
+def test_updates_speculate_on_a_device_as_on_the_cpu(overlap: str, commit_every: int) -> None:
     memory = {"device": "64MiB", "host": "1GiB"}
     config = {"weights": "host", "optimizer": "nvme", "memory": memory, "commit_every": commit_every}
-    made = plan(device="cuda", overlap=overlap, **config)
-    assert made.placement.updates.overlap == "before_forward"
-    assert "GPU" in made.placement.updates.reason
-    assert made.budgets.shadow_bytes == 0
-    assert made.placement.updates.spare_units == frozenset()
-    assert made.layout.swap.nbytes == plan(device="cuda", overlap="off", **config).layout.swap.nbytes
-    assert plan(overlap=overlap, **config).budgets.shadow_bytes > 0
+    on_gpu, on_cpu = (plan(device=device, overlap=overlap, **config) for device in ("cuda", "cpu"))
+    assert on_gpu.placement.updates == on_cpu.placement.updates
+    assert on_gpu.budgets.shadow_bytes == on_cpu.budgets.shadow_bytes > 0
+    assert on_gpu.layout.swap.nbytes == on_cpu.layout.swap.nbytes
 
 
-def test_states_in_ram_take_the_room_that_speculative_updates_would_want_on_the_cpu() -> None:
-    config = {"weights": "host", "optimizer": "auto", "memory": {"device": "64MiB", "host": "220MiB"}}
-    on_gpu, on_cpu = plan(device="cuda", overlap="auto", **config), plan(overlap="auto", **config)
-    assert on_gpu.layout.arena.states > on_cpu.layout.arena.states
+def test_slots_and_gradients_under_way_fit_the_device() -> None:
+    for device in range(4, 64, 4):
+        try:
+            made = plan(device="cuda", weights="host", memory={"device": f"{device}MiB", "host": "1GiB"})
+        except PlanError as error:
+            assert "for gradients" in str(error)
+            continue
+        budgets = made.budgets
+        largest = max(sum(gradient.nbytes // 2 for gradient in unit.gradients) for unit in made.layout.units)
+        assert budgets.ring_bytes >= largest
+        assert made.device_bytes == budgets.slot_bytes + budgets.ring_bytes <= device << 20
+    assert plan().budgets.ring_bytes == 0
 
 
 def test_a_plan_says_that_host_memory_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ _memory = PinnedArena(64 * PAGE_BYTES)
 
 def pages(count: int) -> Space:
     """A space of its own; of the same memory as that of any test before."""
-    return Space(_memory.native, 0, count * PAGE_BYTES)
+    return Space(_memory.memory, 0, count * PAGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,12 @@ class Store:
 
         return self._start(extent, act)
 
-    def write(self, extent: Extent, data: memoryview, *, io_class: str, copy: int | None = None) -> Transfer:
+    def write(
+        self, extent: Extent, data: memoryview, *, io_class: str, copy: int | None = None, after: Any = None
+    ) -> Transfer:
         def act() -> None:
+            if after is not None:
+                after.wait()
             self.stored[self._key(extent, copy)] = bytes(data)
 
         return self._start(extent, act)

@@ -1,21 +1,27 @@
-"""Slots in host memory: fetches come and go in any order, and what is free of the arena is the budget."""
+"""Slots: fetches come and go in any order, and what is free of the arena, or of a device's slab, is the budget."""
 
 from __future__ import annotations
 
+import errno
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from infinity import _native
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.accelerator import Slot
 from infinity.tiers.home import WeightsHome
-from infinity.tiers.slots import Fetch, HostSlots
+from infinity.tiers.slots import Fetch, HostSlots, SlabSlots, Slot
+from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, few, pages, transfer
+from tests.tiers.rig import Rig
 from tests.units.fakes import homes_of, unit_of
 
 PAGES = 8
@@ -60,7 +66,6 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data: Any) -> None:
         index, fetch = self.fetches.pop(data.draw(st.integers(0, len(self.fetches) - 1)))
-        fetch.advance()
         fetch.wait()
         try:
             slot = fetch.finish()
@@ -153,3 +158,143 @@ def test_new_weights_are_read_from_where_they_go_once_they_are_there() -> None:
     assert fetch is not None
     assert set(fetch.finish().tensor.tolist()) == {2}
     assert written.done()
+
+
+# -- slots of a device -------------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """SlabSlots over the slab of a simulated device, for units of so many pages each, whose weights rest in RAM or in
+    the store."""
+
+    def __init__(self, rig: Rig, folder: Path | None, sizes: tuple[int, ...], faults: tuple[Any, ...] = ()) -> None:
+        self.rig = rig
+        store = None if folder is None else rig.open_store(folder, faults)
+        space = None if store is not None else rig.arena.lease(sum(sizes) * PAGE_BYTES, "weights").space()
+        self.homes = [homes_of(unit_of(index, (count,)), space).weights for index, count in enumerate(sizes)]
+        for index, home in enumerate(self.homes):
+            if home.lease is not None:
+                home.lease.tensor().fill_(index + 1)
+        below: Any = SimpleNamespace(
+            units=[SimpleNamespace(weights=home) for home in self.homes], require_store=lambda: store
+        )
+        self.pool = SlabSlots(below, rig.sim, rig.slab, rig.uploads(), rig.weights())
+
+    def bring(self, index: int) -> Slot:
+        fetch = self.pool.start(self.homes[index], {})
+        assert fetch is not None
+        fetch.wait()
+        return fetch.finish()
+
+    def offset(self, slot: Slot) -> int:
+        return (slot.tensor.data_ptr() - self.rig.slab._memory.data_ptr()) // PAGE_BYTES
+
+
+def test_units_of_the_usual_size_get_the_same_addresses_and_others_come_from_the_top(rig: Callable[..., Rig]) -> None:
+    device = OnDevice(rig(), None, (2, 2, 2, 3, 1))
+    usual = [device.bring(index) for index in (0, 1)]
+    others = [device.bring(index) for index in (3, 4)]
+    assert [device.offset(slot) for slot in usual] == [0, 2]
+    assert [device.offset(slot) for slot in others] == [5, 4]
+    assert device.pool.start(device.homes[2], {}) is None
+    for slot in [*others, *usual]:
+        device.pool.free(slot)
+    assert [device.offset(device.bring(index)) for index in (1, 2, 0)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_slot_that_is_given_back_is_reused_only_behind_its_last_uses(
+    rig: Callable[..., Rig], tmp_path: Path, policy: Policy, stored: bool
+) -> None:
+    """The checker finds it where nothing orders the upload behind the streams that read the slot."""
+    device = OnDevice(rig(policy), tmp_path if stored else None, (8, 8))
+    side = device.rig.sim.stream("side")
+    for index in (0, 1, 0):
+        slot = device.bring(index)
+        slot.wait()
+        found = slot.tensor.clone()
+        with device.rig.sim.on(side):
+            slot.wait()
+            assert torch.equal(slot.tensor.clone(), found)
+        expected = device.rig.store.bytes[: 8 * PAGE_BYTES] if device.rig.store else torch.full_like(found, index + 1)
+        assert torch.equal(found, expected)
+        device.pool.free(slot)
+
+
+def test_a_stream_waits_for_an_upload_once_and_another_stream_waits_too(rig: Callable[..., Rig]) -> None:
+    device = OnDevice(rig(), None, (1,))
+    sim, slot = device.rig.sim, device.bring(0)
+    for _ in range(2):
+        slot.wait()
+        assert slot.rest()
+    side = sim.stream()
+    with sim.on(side):
+        slot.wait()
+        slot.wait()
+    assert [stream for stream, _ in device.rig.waits] == [sim.current(), side]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_copy_without_memory_leaks_nothing(rig: Callable[..., Rig], tmp_path: Path, stored: bool, at: int) -> None:
+    device = OnDevice(rig(), tmp_path if stored else None, (2, 2))
+    device.rig.sim.out_of_memory_at = 1 + at  # the first was the slab
+    failed = 0
+    for _ in range(4):
+        try:
+            slot = device.bring(0)
+        except (torch.OutOfMemoryError, SwapIOError):
+            failed += 1
+        else:
+            slot.wait()
+            device.pool.free(slot)
+        assert device.rig.slab.free_bytes == device.rig.slab.nbytes
+    assert failed == 1
+
+
+def test_weights_that_cannot_be_read_give_the_slot_back_with_its_last_uses(
+    rig: Callable[..., Rig], tmp_path: Path
+) -> None:
+    """The upload that fails has waited for nobody, so the next one in these bytes has to."""
+    fault = _native.Fault(8, "error", errno.EIO, operation="read")  # behind the pages of the first
+    device = OnDevice(rig(), tmp_path, (8,), (fault,))
+    slot = device.bring(0)
+    slot.wait()
+    slot.tensor.clone()
+    device.pool.free(slot)
+    with pytest.raises(SwapIOError, match="weight of unit '0'"):
+        device.bring(0)
+    assert device.rig.slab.free_bytes == device.rig.slab.nbytes
+    slot = device.bring(0)
+    slot.wait()
+    assert torch.equal(slot.tensor, device.rig.store.bytes[: 8 * PAGE_BYTES])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)
+def test_weights_that_go_down_are_the_slots_though_it_is_given_back_at_once(
+    rig: Callable[..., Rig], policy: Policy
+) -> None:
+    device = OnDevice(rig(policy), None, (8, 8))
+    slot = device.bring(0)
+    slot.wait()
+    copy = slot.copy_down()
+    assert copy is not None
+    assert slot.copy_down() is None  # there is memory for one
+    device.pool.free(slot)
+    device.bring(1).wait()
+    copy.landed.wait()
+    assert (copy.lease.tensor() == 1).all()
+    copy.release()
+
+
+def test_references_to_a_slot_are_counted(rig: Callable[..., Rig]) -> None:
+    device = OnDevice(rig(), None, (1,))
+    slot = device.bring(0)
+    assert not slot.outstanding()
+    view = slot.tensor[:8]
+    assert slot.outstanding()
+    slot.expect(1)
+    assert not slot.outstanding()
+    del view
+    assert device.pool.counts(device.homes[0])

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.window import Landing, Spill, _Where
+from infinity.tiers.window import LandingWindow, Spill, _Where
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, Stream, extent, few, imitate_streams, pages
 
 SIZES = (1, 2, 1, 2)
@@ -31,13 +31,15 @@ class WindowMachine(RuleBasedStateMachine):
         native: Any = self.store
         self.nbytes = count * PAGE_BYTES
         self.space = pages(count)
-        self.landing = Landing(self.space, native)
+        self.landing = LandingWindow(self.space, native)
         self.spills = [self._spill(index, count) for index, count in enumerate(SIZES)]
         self.content: dict[int, int] = {}  # what was written to a spill's memory last
         self.lost: set[int] = set()
 
     def _spill(self, index: int, count: int) -> Spill:
-        return Spill(extent(str(index), "grad", count=count, copies=1), self.landing, lambda: count * PAGE_BYTES)
+        return Spill(
+            extent(str(index), "grad", count=count, copies=1), self.landing, lambda: (count * PAGE_BYTES, None)
+        )
 
     def _ended(self, extent: Any, failure: Failure | None) -> None:
         if failure is not None:
@@ -165,12 +167,12 @@ TestWindow = WindowMachine.TestCase
 TestWindow.settings = few
 
 
-def window(count: int, *sizes: int) -> tuple[Landing, Store, list[Spill]]:
+def window(count: int, *sizes: int) -> tuple[LandingWindow, Store, list[Spill]]:
     store = Store()
     native: Any = store
-    landing = Landing(pages(count), native)
+    landing = LandingWindow(pages(count), native)
     spills = [
-        Spill(extent(str(index), "grad", count=size, copies=1), landing, lambda size=size: size * PAGE_BYTES)
+        Spill(extent(str(index), "grad", count=size, copies=1), landing, lambda size=size: (size * PAGE_BYTES, None))
         for index, size in enumerate(sizes)
     ]
     return landing, store, spills

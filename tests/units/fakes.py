@@ -100,7 +100,11 @@ class Gradients:
         self.finite = True
         self.arrivals = Arrivals([spec.name for group in unit.groups for spec in group.specs])
         self.groups = {
-            index: SimpleNamespace(dtype=torch.float32, stream=lambda index=index: f"gradients of {unit.name}.{index}")
+            index: SimpleNamespace(
+                dtype=torch.float32,
+                stream=lambda index=index: f"gradients of {unit.name}.{index}",
+                on_their_way=lambda: [],
+            )
             for index in range(len(unit.groups))
         }
 
@@ -151,29 +155,26 @@ class Pipeline:
         return [job for job in self.jobs if not job.done()]
 
 
-class Device:
-    """As CpuDevice, or one with memory of its own."""
+class Idle:
+    """As IdleClock."""
 
-    device = torch.device("cpu")
-
-    def __init__(self, *, shares_memory: bool = True) -> None:
-        self.shares_memory = shares_memory
-
-    def idle_begins(self) -> None:
+    def begins(self) -> None:
         return
 
-    def idle_ends(self) -> None:
+    def ends(self) -> None:
         return
 
 
-def resources(*, slot_pages: int = 8, shares_memory: bool = True) -> Any:
+def resources(*, slot_pages: int = 8, in_place: bool = True) -> Any:
     """Without generations: every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
             budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL))
         ),
         pipeline=Pipeline(),
-        device=Device(shares_memory=shares_memory),
+        device=None if in_place else object(),
+        torch_device=torch.device("cpu"),
+        idle=Idle(),
         store=Store(),
         require_store=Store,
         generations=None,
@@ -208,21 +209,37 @@ def under_way(future: UpdateFuture, moves: Sequence[tuple[Home, int | None]] = (
     return UpdateTransfer(native, "a unit", "optimizer states", 1, None, tuple(moves))
 
 
-def slot_of(content: float, nbytes: int) -> Slot:
-    return Slot(torch.full((nbytes // 4,), content).view(torch.uint8))
+def slot_of(content: float, nbytes: int, *, at_home: bool = True) -> Slot:
+    return Slot(torch.full((nbytes // 4,), content).view(torch.uint8), at_home=at_home)
 
 
 class Slot:
-    """As HostSlot, of memory of its own. Attributes: viewed: somebody holds views of it."""
+    """Memory of a device, or as HostSlot with memory of its own.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    Attributes:
+        viewed: somebody holds views of it.
+        rests: nobody uses it.
+    """
+
+    lease = None
+
+    def __init__(self, tensor: torch.Tensor, *, at_home: bool = True) -> None:
         self.tensor = tensor
+        self.at_home = at_home
+        self.rests = False
         self.viewed = False
         self.expected: int | None = None
         self.freed = False
 
     def wait(self) -> None:
-        return
+        self.rests = False
+
+    def copy_down(self) -> None:
+        return None
+
+    def rest(self) -> bool:
+        self.rests = True
+        return not self.at_home
 
     def outstanding(self) -> bool:
         return self.viewed
@@ -242,13 +259,9 @@ class Fetch:
         self.slot = slot
         self.fate: BaseException | None = None
         self.waits = 0
-        self.advanced = 0
 
     def wait(self) -> None:
         self.waits += 1
-
-    def advance(self) -> None:
-        self.advanced += 1
 
     def finish(self) -> Slot:
         if self.fate is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,16 +15,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity import _native
-from infinity.errors import PlanError
+from infinity.errors import DeviceError, PlanError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Place, Unit
-from infinity.tiers.accelerator import CpuDevice
-from infinity.tiers.window import Landing
+from infinity.tiers.window import LandingWindow
 from infinity.units.gradients import Gradients, GroupGradients, UnitGradients
+from tests.sim.host import follow_the_host
+from tests.sim.queues import EAGER, LAZY, Policy, random_policy
+from tests.sim.watch import watched
 from tests.tiers.fakes import Failure, Store, extent, few, pages
+from tests.tiers.rig import Rig
 from tests.units.fakes import unit_of
 
 INFINITE = float("inf")
+SOME = random_policy(0)
 
 
 def bf16_unit(index: int = 0) -> Unit:
@@ -50,24 +56,62 @@ def group_of(unit: Unit = UNIT, *, home: int = 0, window: int = 0) -> GroupGradi
     landing, native = None, Store()
     if window:
         store: Any = native
-        landing = Landing(pages(window), store)
+        landing = LandingWindow(pages(window), store)
     lease = pages(home).lease(home * PAGE_BYTES, "gradients") if home else None
     place = extent(unit.name, "grad", count=2, copies=1) if window else None
-    return GroupGradients(unit, unit.groups[0], lease, place, landing, CpuDevice(), pool())
+    return GroupGradients(unit, unit.groups[0], lease, place, landing, None, pool())
 
 
 def gradient(value: float) -> torch.Tensor:
     return torch.full(SPECS[0].shape, value, dtype=torch.bfloat16)
 
 
-class GradientsMachine(RuleBasedStateMachine):
-    """Gradients of two parameters, in RAM, in the window, or grown out of RAM into the window."""
+def queued(rig: Rig, unit: Unit = UNIT, *, home: int = 0, window: int = 0) -> GroupGradients:
+    """As group_of, of gradients that come through a queue from a simulated device."""
+    landing, native = None, Store()
+    if window:
+        store: Any = native
+        landing = LandingWindow(rig.arena.lease(window * PAGE_BYTES, "a window").space(), store)
+    lease = rig.arena.lease(home * PAGE_BYTES, "gradients") if home else None
+    place = extent(unit.name, "grad", count=2, copies=1) if window else None
+    queue = rig.gradients(ring_pages=2)
+    return GroupGradients(unit, unit.groups[0], lease, place, landing, queue, pool())
 
-    @initialize(home=st.integers(0, 2), spills=st.booleans())
-    def open(self, home: int, spills: bool) -> None:
+
+class GradientsMachine(RuleBasedStateMachine):
+    """Gradients of two parameters, in RAM, in the window, or grown out of RAM into the window; from the CPU, or from a
+    device."""
+
+    rig: Rig | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered = ExitStack()
+
+    @initialize(home=st.integers(0, 2), spills=st.booleans(), policy=st.sampled_from([None, LAZY, EAGER, SOME]))
+    def open(self, home: int, spills: bool, policy: Policy | None) -> None:
         self.spills = spills or home < 2  # there is always room to add up
-        self.group = group_of(home=home, window=2 if self.spills else 0)
+        self.rig = None if policy is None else Rig(policy, host_pages=16)
+        if self.rig is not None:
+            follow_the_host(self.entered.enter_context(pytest.MonkeyPatch.context()), self.rig.sim)
+            self.entered.enter_context(watched(self.rig.sim))
+        window = 2 if self.spills else 0
+        self.group = (
+            group_of(home=home, window=window) if self.rig is None else queued(self.rig, home=home, window=window)
+        )
         self.sums: dict[str, float] = {}
+
+    def teardown(self) -> None:
+        with self.entered:
+            if self.rig is not None:
+                self.group.forget()
+                assert all(queue._ring.free_bytes == queue._ring.nbytes for queue in self.rig.downloads)
+                self.rig.close()
+                self.rig.sim.check()
+
+    @rule()
+    def send(self) -> None:
+        self.group.send()
 
     @rule(which=st.integers(0, 1), value=st.sampled_from([1.0, -3.0, 0.00390625]), accumulate=st.booleans())
     def land(self, which: int, value: float, accumulate: bool) -> None:
@@ -98,15 +142,19 @@ class GradientsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sums)
     @rule()
     def the_values_are_there(self) -> None:
+        self.group.settle()
         flat = torch.frombuffer(self.group._view(), dtype=self.group.dtype)
         for spec in SPECS:
             if spec.name in self.sums:
                 assert (flat[spec.offset : spec.offset + spec.numel] == self.sums[spec.name]).all()
 
     @invariant()
-    def what_is_present_and_its_norm_are_known(self) -> None:
+    def what_is_present_is_known(self) -> None:
         assert self.group.present == self.sums.keys()
         assert self.group.finite
+
+    @rule()
+    def the_norm_is_known(self) -> None:
         for spec in SPECS:
             if spec.name in self.sums:
                 assert self.group.sum_squares(spec) == spec.numel * self.sums[spec.name] ** 2
@@ -118,6 +166,100 @@ class GradientsMachine(RuleBasedStateMachine):
 
 TestGradients = GradientsMachine.TestCase
 TestGradients.settings = few
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(LAZY)
+    follow_the_host(monkeypatch, rig.sim)
+    with watched(rig.sim):
+        yield rig
+        rig.close()
+    rig.sim.check()
+
+
+def test_gradients_of_a_unit_go_down_in_one_copy_and_the_host_waits_for_none(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    for index, spec in enumerate(SPECS):
+        group.land(spec, gradient(index + 1.0), accumulate=False)
+    assert rig.sim.counts["copies down"] == 0
+    group.send()
+    assert (rig.sim.counts["copies down"], rig.sim.counts["synchronize"]) == (1, 0)
+    assert [group.sum_squares(spec) for spec in SPECS] == [SPECS[0].numel, 4.0 * SPECS[0].numel]
+
+
+def test_a_second_gradient_of_a_parameter_sends_the_first(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[0], gradient(1.0), accumulate=False)
+    group.land(SPECS[0], gradient(2.0), accumulate=True)
+    group.land(SPECS[0], gradient(3.0), accumulate=True)
+    assert group.sum_squares(SPECS[0]) == 36.0 * SPECS[0].numel
+    assert rig.sim.counts["copies down"] == 3
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_gradient_takes_the_place_of_another_once_that_has_landed(rig: Rig, dropped: bool) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[1], gradient(1.0), accumulate=False)
+    group.land(SPECS[0], gradient(2.0), accumulate=False)
+    group.send()
+    if dropped:
+        group.drop(SPECS[0].name)
+    group.land(SPECS[0], gradient(3.0), accumulate=False)
+    assert [group.sum_squares(spec) for spec in SPECS] == [9.0 * SPECS[0].numel, SPECS[1].numel]
+
+
+def test_what_reads_the_gradients_is_told_what_to_wait_for(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    assert group.on_their_way() == []
+    group.land(SPECS[0], gradient(1.0), accumulate=False)
+    (future,) = group.on_their_way()
+    assert group.on_their_way() == [future]
+    group.settle()
+    assert future.done()
+    assert group.on_their_way() == []
+
+
+def test_a_gradient_that_is_dropped_gives_the_ring_back(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    ring = rig.downloads[0]._ring
+    group.land(SPECS[0], gradient(1.0), accumulate=False)
+    assert ring.free_bytes < ring.nbytes
+    group.drop(SPECS[0].name)
+    assert ring.free_bytes == ring.nbytes
+    assert rig.sim.counts["copies down"] == 0
+
+
+def test_a_gradient_that_was_dropped_on_its_way_counts_for_nothing(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[0], gradient(INFINITE), accumulate=False)
+    group.land(SPECS[1], gradient(1.0), accumulate=False)
+    group.send()
+    group.drop(SPECS[0].name)
+    group.settle()
+    assert group.finite
+
+
+def test_gradients_that_leave_for_the_store_are_written_once_they_have_landed(rig: Rig) -> None:
+    group = queued(rig, window=2)
+    group.land(SPECS[0], gradient(3.0), accumulate=False)
+    group.leave()
+    assert group.spilled
+    group.backward_begins()
+    assert (torch.frombuffer(group._view(), dtype=torch.bfloat16)[: SPECS[0].numel] == 3.0).all()
+
+
+def test_a_lost_gradient_is_named_by_every_question_until_it_is_forgotten(rig: Rig) -> None:
+    rig.refuse_to_wait(719)
+    group = queued(rig, home=2)
+    for spec in SPECS:
+        group.land(spec, gradient(1.0), accumulate=False)
+    names = ", ".join(spec.name for spec in SPECS)
+    for ask in (group.settle, lambda: group.sum_squares(SPECS[0]), group.settle):
+        with pytest.raises(DeviceError, match=f"gradients of {names} were lost .* error 719"):
+            ask()
+    group.forget()
+    group.settle()
 
 
 def test_one_micro_batch_costs_two_bytes_and_the_next_step_begins_in_fp32_after_two() -> None:
@@ -146,9 +288,9 @@ def test_what_is_not_finite_is_named(bad: float) -> None:
     broken = gradient(1.0)
     broken[-1] = bad
     group.land(SPECS[1], broken, accumulate=False)
-    assert [group.sum_squares_landed(spec) < float("inf") for spec in SPECS] == [True, False]
+    assert [group.sum_squares(spec) < float("inf") for spec in SPECS] == [True, False]
     assert not group.finite
-    gradients = Gradients([UnitGradients(UNIT, {0: group})], None, CpuDevice())
+    gradients = Gradients([UnitGradients(UNIT, {0: group})], None)
     places = [Place(UNIT, 0, spec) for spec in SPECS]
     assert gradients.sum_squares(places[:1]) == (SPECS[0].numel, "")
     assert gradients.sum_squares(places)[1] == SPECS[1].name
@@ -163,13 +305,13 @@ def spilling() -> SimpleNamespace:
     """Three units whose gradients land in a window that two of them fill."""
     native = Store()
     store: Any = native
-    landing = Landing(pages(4), store)
+    landing = LandingWindow(pages(4), store)
     units, groups = [bf16_unit(index) for index in range(3)], []
     for unit in units:
         place = extent(unit.name, "grad", count=2, copies=1)
-        groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, CpuDevice(), pool()))
+        groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, None, pool()))
     of_units = [UnitGradients(unit, {0: group}) for unit, group in zip(units, groups, strict=True)]
-    gradients = Gradients(of_units, landing, CpuDevice())
+    gradients = Gradients(of_units, landing)
     return SimpleNamespace(store=native, landing=landing, units=units, groups=groups, all=gradients, of_units=of_units)
 
 

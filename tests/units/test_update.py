@@ -192,12 +192,11 @@ def test_moments_that_no_rule_uses_are_not_moved() -> None:
     assert len(transfer.moves) == 2
 
 
-@pytest.mark.parametrize("shares_memory", [False, True])
-def test_states_are_read_ahead_and_weights_for_a_gpu_alone(shares_memory: bool) -> None:
-    below = resources(shares_memory=shares_memory)
+def test_states_are_read_ahead_and_weights_are_not() -> None:
+    below = resources()
     read_update_ahead(below, UNIT, homes_of(UNIT), 0, step=2)
     pipeline: Pipeline = below.pipeline
     ahead = pipeline.ahead[0].job
-    assert (ahead["weight"] is None) == shares_memory
+    assert "weight" not in ahead
     assert ahead["exp_avg"].file == ahead["exp_avg_sq"].file == Store.file
     assert ahead["residual"] is None

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infinity.errors import SwapIOError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.accelerator import HostSlot
+from infinity.tiers.slots import HostSlot
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.io.arena import PinnedArena
-from infinity.tiers.accelerator import HostSlot
+from infinity.tiers.slots import HostSlot
 from infinity.units.weights import Residency, Weights
 from tests.tiers.fakes import few
 from tests.units.fakes import Fetch, Slot, slot_of, unit_of
@@ -150,8 +150,13 @@ class WeightsMachine(RuleBasedStateMachine):
         self.version += 1
 
     @rule()
-    def advance(self) -> None:
-        self.weights.advance_fetch()
+    def rest(self) -> None:
+        slot: Any = self.weights.slot
+        if slot is not None:
+            slot.rests = False
+        self.weights.rest()
+        if slot is not None:
+            assert slot.rests == (self._is(RESIDENT) and not self.weights.in_use and not self.weights.referred_to())
 
     @invariant()
     def there_is_a_slot_and_a_fetch_where_the_note_has_one(self) -> None:

@@ -1,51 +1,174 @@
-"""What the stages of `make gpu-check` call of `torch.cuda` beside streams and events, where there is no GPU.
+"""What TorchAccelerator and the stages of `make gpu-check` call of `torch.cuda`, where there is no GPU.
 
 Every copy and kernel is done when it is queued, so nothing here says anything of order, lifetimes or speed: it runs the
-stages' code.
+stages' code, and TorchAccelerator's own. Order is proven by tests/sim.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.io import cuda_error
-from tests.imitation import pretend
+from infinity.base import accelerator, c_runtime
 
 _ALREADY_REGISTERED = 712
+_handles = itertools.count(0x1000, 0x10)
 
 
-class Runtime:
+@dataclass(eq=False)
+class Event:
+    """Its time is a count of all records."""
+
+    enable_timing: bool = False
+    blocking: bool = False
+    at: int | None = None
+    cuda_event: int = field(default_factory=lambda: next(_handles))
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at = next(_records)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.at is not None
+        assert end.at is not None
+        assert self.enable_timing
+        assert end.enable_timing
+        return float(end.at - self.at)
+
+
+_records = itertools.count()
+
+
+class Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.cuda_stream = next(_handles)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert event.at is not None
+
+    def wait_stream(self, other: Stream) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class Cudart:
     """The calls of libcudart that torch binds."""
 
     def __init__(self) -> None:
-        self._registered: set[int] = set()
+        self.registered: set[int] = set()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        if address in self._registered:
+        if address in self.registered:
             return _ALREADY_REGISTERED
-        self._registered.add(address)
+        self.registered.add(address)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        self._registered.discard(address)
+        if address not in self.registered:
+            return 1
+        self.registered.discard(address)
         return 0
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    pretend(patch, lag=0)
-    runtime = Runtime()
+class Library:
+    """The runtime's C functions, by the names that c_runtime asks for, and how often each was called."""
+
+    def __init__(self) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self.calls: dict[str, int] = {}
+
+        def function(name: str, *types: Any, act: Any = None) -> Any:
+            def called(*arguments: Any) -> int:
+                self.calls[name] = self.calls.get(name, 0) + 1
+                if act is not None:
+                    act(*arguments)
+                return 0
+
+            return ctypes.CFUNCTYPE(number, *types)(called)
+
+        def copy(to: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+            ctypes.memmove(to, source, nbytes)
+
+        self._functions = {
+            "SetDevice": function("SetDevice", number),
+            "MemcpyAsync": function("MemcpyAsync", pointer, pointer, ctypes.c_size_t, number, pointer, act=copy),
+            "EventRecord": function("EventRecord", pointer, pointer),
+            "StreamWaitEvent": function("StreamWaitEvent", pointer, pointer, ctypes.c_uint),
+            "EventSynchronize": function("EventSynchronize", pointer),
+        }
+
+    def addresses(self, names: Sequence[str]) -> list[int]:
+        return [ctypes.cast(self._functions[name], ctypes.c_void_p).value or 0 for name in names]
+
+
+@dataclass
+class Fake:
+    """What was put in the place of torch.cuda.
+
+    Attributes:
+        streams: the current one, and those that a context made current before.
+        forgotten: errors that were forgotten.
+    """
+
+    cudart: Cudart = field(default_factory=Cudart)
+    library: Library = field(default_factory=Library)
+    streams: list[Stream] = field(default_factory=lambda: [Stream()])
+    forgotten: list[torch.device] = field(default_factory=list)
+
+
+def install(patch: pytest.MonkeyPatch) -> Fake:
+    """Until the test ends the CPU is a device whose module is torch.cuda, and that is what is here."""
+    fake = Fake()
+
+    @contextlib.contextmanager
+    def stream(chosen: Stream) -> Iterator[None]:
+        fake.streams.append(chosen)
+        try:
+            yield
+        finally:
+            fake.streams.pop()
+
     fakes: dict[str, Any] = {
-        "cudart": lambda: runtime,
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: fake.streams[-1],
+        "stream": stream,
+        "current_device": lambda: 0,
+        "device": contextlib.nullcontext,
+        "synchronize": lambda device=None: None,
+        "cudart": lambda: fake.cudart,
         "empty_cache": lambda: None,
         "max_memory_reserved": lambda: 0,
         "memory_reserved": lambda: 0,
         "reset_peak_memory_stats": lambda: None,
+        "set_sync_debug_mode": lambda mode: None,
         "_sleep": lambda _: None,
     }
-    for name, fake in fakes.items():
-        patch.setattr(torch.cuda, name, fake)
-    patch.setattr(cuda_error, "forget", lambda device: None)
+    for name, each in fakes.items():
+        patch.setattr(torch.cuda, name, each)
+    patch.setattr(torch, "get_device_module", lambda device=None: torch.cuda)
+    patch.setitem(accelerator._HANDLES, "cpu", accelerator._HANDLES["cuda"])
+    patch.setitem(accelerator._BLOCKING, "cpu", accelerator._BLOCKING["cuda"])
+    patch.setattr(c_runtime, "addresses", fake.library.addresses)
+    patch.setattr(c_runtime, "forget_error", fake.forgotten.append)
     patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    return fake

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from simulation.clock import Clock
+from simulation.clock import Clock, Future
 from simulation.disk import Disk
 from simulation.fluid import Fluid
-from simulation.memory import FILE, Memory, Stream
+from simulation.native import Stream
 from simulation.pipeline import CANCELED, Pipeline, UpdateFuture
+from simulation.resources import FILE
 
 from infinity.plan.budgets import Staging
 from tests.bench.simulation.machines import CPU
@@ -31,8 +32,8 @@ class World:
         state = Stream(file=FILE)
         return {
             "numel": TILE * tiles, "moments": "fp32", "weight_dtype": "bf16", "grad_dtype": "bf16",
-            "weight": Stream(memory=Memory("host", 0)), "residual": state, "exp_avg": state, "exp_avg_sq": state,
-            "grad": Stream(memory=Memory("host", 0)),
+            "weight": Stream(memory=memoryview(b"")), "residual": state, "exp_avg": state, "exp_avg_sq": state,
+            "grad": Stream(memory=memoryview(b"")),
         }  # fmt: skip
 
     def submit(self, name: str, **given: Any) -> UpdateFuture:
@@ -73,6 +74,30 @@ def test_a_job_that_was_not_begun_is_taken_back_and_one_that_was_goes_on() -> No
     assert world.computed == ["first"]
 
 
+def test_a_job_enters_the_queue_when_its_inputs_are_there() -> None:
+    world = World(tiles=1)
+    landed = Future(world.clock)
+    held, free = world.submit("held", after=[landed]), world.submit("free")
+    free.wait()
+    assert not held.computed.done()
+    landed.complete()
+    held.wait()
+    assert world.computed == ["free", "held"]
+
+
+def test_a_job_that_is_held_is_taken_back_with_what_was_read_for_it() -> None:
+    world = World(tiles=3, ahead=2)
+    ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
+    landed = Future(world.clock)
+    held = world.submit("held", ahead=ahead, after=[landed])
+    assert world.pipeline.withdraw([held]) == [True]
+    assert held.failure() is CANCELED
+    assert ahead.failure() is CANCELED
+    landed.complete()
+    world.submit("next").wait()
+    assert world.computed == ["next"]
+
+
 def test_what_was_read_ahead_is_not_read_again() -> None:
     world = World(tiles=3, ahead=2)
     ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
@@ -84,7 +109,7 @@ def test_what_was_read_ahead_is_not_read_again() -> None:
 
 def test_memory_that_was_lent_comes_back_when_its_tiles_are_written() -> None:
     world = World(tiles=2)
-    lent = Memory("host", 3 * TILE * 20)
+    lent = memoryview(bytearray(3 * TILE * 20))
     world.pipeline.lend(lent)
     assert world.pipeline.ahead_tiles_max == 3
     future = world.submit("it")

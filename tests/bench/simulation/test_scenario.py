@@ -55,13 +55,16 @@ def test_a_step_with_states_on_disk_moves_20_bytes_per_parameter(task: Task) -> 
     assert figures.written_bytes / task.numel == pytest.approx(10, rel=0.01)
 
 
-def test_a_gpus_update_takes_weights_from_their_slot(task: Task) -> None:
-    """Room for all weights: each is read once, for the forward, and not again for its update."""
-    figures = step(GPU, task, weights="nvme", overlap="before_forward").figures
+def test_a_gpus_update_takes_weights_from_their_slot_as_far_as_there_is_memory(task: Task) -> None:
+    """Each unit's weights come from the disk for the forward, and for its update from the slot or the disk."""
+    outcome = step(GPU, task, weights="nvme", overlap="before_forward")
+    figures = outcome.figures
     assert figures is not None
-    assert figures.read_bytes / task.numel == pytest.approx(2 + 10, rel=0.01)
+    assert outcome.plan is not None
+    copied = figures.used["down"] - 2 * task.numel  # beside gradients
+    assert 0.9 * outcome.plan.budgets.copies_bytes < copied <= outcome.plan.budgets.copies_bytes
+    assert figures.read_bytes + copied == pytest.approx((2 + 2 + 10) * task.numel, rel=0.01)
     assert figures.written_bytes / task.numel == pytest.approx(2 + 10, rel=0.01)
-    assert figures.used["down"] / task.numel == pytest.approx(2 + 2, rel=0.01)
 
 
 def test_every_unit_goes_up_once_where_all_fit_the_device(task: Task) -> None:
@@ -84,7 +87,7 @@ def test_two_simulations_give_the_same_figures(task: Task) -> None:
 
 
 def test_weights_in_ram_and_on_disk_side_by_side_never_stop_a_gpu(task: Task) -> None:
-    """[Note: an upload enters its stream when its slot is free]: there are slots for a few units."""
+    """Uploads of both kinds wait in one stream for the last uses of their slots: there are slots for a few units."""
     room = task.activation_bytes + 6 * max(unit.weight_bytes for unit in task.units)
     outcome = step(replace(GPU, device_bytes=int(room / 0.9)), task, weights="auto", host=180_000_000)
     assert outcome.plan is not None

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.io import cuda_error
+from infinity.base import c_runtime
+from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import PinnedArena
 
 GPU = torch.device("cuda", 1)
@@ -37,7 +38,7 @@ class Runtime:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each time an error was forgotten."""
     notes: list[str] = []
-    monkeypatch.setattr(cuda_error, "forget", lambda device: notes.append(str(device)))
+    monkeypatch.setattr(c_runtime, "forget_error", lambda device: notes.append(str(device)))
     return notes
 
 
@@ -73,7 +74,7 @@ def test_the_runtime_that_is_loaded_is_asked(
         return SimpleNamespace(**{function: lambda: asked.append(path)})
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    cuda_error.forget(GPU, maps)
+    c_runtime.forget_error(GPU, maps)
     assert asked == [library]
 
 
@@ -82,7 +83,7 @@ def test_every_runtime_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pyte
     libraries = ["/site/cupy/libcudart.so.12", "/site/torch/libcudart.so.13"]
     maps.write_text("".join(LINE.format(path=path) for path in libraries))
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(cudaGetLastError=lambda: asked.append(path)))
-    cuda_error.forget(GPU, maps)
+    c_runtime.forget_error(GPU, maps)
     assert asked == libraries
 
 
@@ -95,25 +96,39 @@ def test_without_a_runtime_of_its_own_a_kernel_takes_the_error(tmp_path: Path, m
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    cuda_error.forget(GPU, tmp_path / "maps")
+    c_runtime.forget_error(GPU, tmp_path / "maps")
     assert launched == [GPU]
 
 
 def test_a_refused_registration_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
     devices = give(monkeypatch, Runtime(register=2))
     arena = PinnedArena(1 << 16)
-    assert "error 2" in arena.register_with_cuda(GPU)
+    assert "error 2" in arena.pin(TorchAccelerator(GPU))
     assert not arena.pinned
     assert forgotten == ["cuda:1"]
-    assert devices == [GPU]
+    assert devices == [GPU], "a runtime call without a current device would open a context on GPU 0"
+
+
+def test_functions_are_found_by_their_names_in_the_runtime_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(LINE.format(path="/site/torch/libcudart.so.13"))
+    libc = ctypes.CDLL(None)
+    runtime = SimpleNamespace(cudaEventRecord=libc.malloc, cudaSetDevice=libc.free)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: runtime)
+    found = c_runtime.addresses(["EventRecord", "SetDevice"], maps)
+    assert found == [ctypes.cast(each, ctypes.c_void_p).value for each in (libc.malloc, libc.free)]
+    maps.write_text(LINE.format(path="/usr/lib/libc.so.6"))
+    assert c_runtime.addresses(["EventRecord"], maps) is None
 
 
 def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.MonkeyPatch, forgotten: list[str]) -> None:
     runtime = Runtime(unregister=4)
     give(monkeypatch, runtime)
     arena = PinnedArena(1 << 16)
-    address = arena.native.address
-    assert arena.register_with_cuda(GPU) == ""
+    address = arena.memory.address
+    assert arena.pin(TorchAccelerator(GPU)) == ""
     assert arena.pinned
     assert forgotten == []
     del arena

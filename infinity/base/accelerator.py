@@ -1,0 +1,269 @@
+"""The seam to a device with memory of its own: streams, events, copies, pinning. No other file names a vendor.
+
+[Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a place in
+a stream. Work on another stream is ordered behind the event by `wait`; the host is by `synchronize`, which sleeps: its
+cores belong to the update. Whoever writes to memory must be ordered behind everybody who used it before, and whoever
+reads it behind the one who wrote it. Nothing is ordered by itself: `copy` runs behind what is queued on its own stream
+and behind the events it is given, and the memory of a copy must stay as it is until the copy's event.
+
+tests/sim has another Accelerator, whose copies run as late, as early or as randomly as their events allow, and which
+checks that each two uses of the same bytes are ordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from infinity.base import c_runtime
+from infinity.errors import ConfigError
+from infinity.sizes import format_bytes
+
+Stream: TypeAlias = Any
+"""A queue of work on a device, as its accelerator made it."""
+Event: TypeAlias = Any
+"""A place in a stream, as its accelerator made it."""
+
+
+@dataclass(frozen=True)
+class GateTable:
+    """Addresses of C functions for the native core, which copies and waits without Python. Their signatures are those
+    of cudart; each returns 0 or an error code.
+
+    Attributes:
+        enter: cudaSetDevice(int), called by each native thread; 0: nothing is to be called.
+        copy: cudaMemcpyAsync(to, from, nbytes, kind, stream).
+        record: cudaEventRecord(event, stream).
+        wait: cudaStreamWaitEvent(stream, event, flags).
+        synchronize: cudaEventSynchronize(event).
+        keep: what must live as long as the addresses are used.
+    """
+
+    enter: int
+    copy: int
+    record: int
+    wait: int
+    synchronize: int
+    keep: object = None
+
+
+class Accelerator(Protocol):
+    """A device with memory of its own ([Note: streams and events]). Any thread may call it.
+
+    Attributes:
+        device: with its index.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def current(self) -> Stream:
+        """The stream that this thread's kernels are queued on."""
+
+    def record(self, on: Stream, *, timed: bool = False) -> Event:
+        """An event behind everything that is queued on the stream now.
+
+        Args:
+            timed: for `seconds`.
+        """
+
+    def wait(self, on: Stream, event: Event) -> None:
+        """What is queued on the stream from now on runs after the event."""
+
+    def reached(self, event: Event) -> bool:
+        """Whether the event has happened. The host is not kept."""
+
+    def synchronize(self, event: Event) -> None:
+        """Sleep until the event has happened."""
+
+    def seconds(self, began: Event, ended: Event) -> float:
+        """Between two timed events that were reached, by the device's clock."""
+
+    def slab(self, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of device memory, aligned to 4 KiB. Raises torch.OutOfMemoryError."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, *, on: Stream, after: Sequence[Event] = ()) -> Event:
+        """Queue a copy between the host's pinned memory and the device, and return the event behind it.
+
+        Args:
+            into, source: uint8 or of one dtype, contiguous, of equal size. They must stay until the event.
+            after: events that the copy, and whatever is queued on the stream later, waits for.
+        """
+
+    def pin(self, address: int, nbytes: int) -> str:
+        """Pin host memory for copies. Returns '', or why the runtime refused: copies are then slower, and right."""
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin`."""
+
+    def event(self) -> Event:
+        """An event for native code to record: it may be waited for once the native code has recorded it."""
+
+    def handle(self, of: Stream | Event) -> int:
+        """A stream or an event as native code takes it."""
+
+    def gate(self) -> GateTable:
+        """The entry points for native code."""
+
+
+_ALIGNMENT = 4096
+_SUPPORTED = ("cuda", "xpu")  # torch calls ROCm's devices "cuda", too
+_BLOCKING = {"cuda": {"blocking": True}}
+"""Arguments of an event that the host waits for asleep. (torch.Event takes `blocking`, and ignores it.)"""
+_HANDLES = {"cuda": ("cuda_stream", "cuda_event"), "xpu": ("sycl_queue", "sycl_event")}
+"""The attributes of streams and events that are the runtime's own."""
+_FUNCTIONS = ("SetDevice", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventSynchronize")
+
+
+class TorchAccelerator:
+    """A device of torch: CUDA, ROCm, XPU.
+
+    Args:
+        device: with its index: without it the runtime would open a context on the first one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = torch.get_device_module(device)
+
+    def stream(self) -> Stream:
+        return self._module.Stream(self.device)
+
+    def current(self) -> Stream:
+        return self._module.current_stream(self.device)
+
+    def record(self, on: Stream, *, timed: bool = False) -> Event:
+        arguments = {"enable_timing": True} if timed else _BLOCKING.get(self.device.type, {})
+        event = self._module.Event(**arguments)
+        on.record_event(event)
+        return event
+
+    def wait(self, on: Stream, event: Event) -> None:
+        on.wait_event(event)
+
+    def reached(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
+    def seconds(self, began: Event, ended: Event) -> float:
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def slab(self, nbytes: int) -> torch.Tensor:
+        whole = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8, device=self.device)
+        begin = -whole.data_ptr() % _ALIGNMENT
+        return whole[begin : begin + nbytes]
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor, *, on: Stream, after: Sequence[Event] = ()) -> Event:
+        for event in after:
+            self.wait(on, event)
+        with self._module.stream(on):
+            into.copy_(source, non_blocking=True)
+        return self.record(on)
+
+    def pin(self, address: int, nbytes: int) -> str:
+        if not hasattr(self._module, "cudart"):
+            return f"torch has no function that pins memory for {self.device.type}"
+        with self._module.device(self.device):
+            error = int(self._module.cudart().cudaHostRegister(address, nbytes, 0))
+            if error != 0:
+                c_runtime.forget_error(self.device)
+                return f"cudaHostRegister refused {format_bytes(nbytes)} (error {error})"
+        return ""
+
+    def unpin(self, address: int) -> None:
+        if int(self._module.cudart().cudaHostUnregister(address)) != 0:
+            c_runtime.forget_error(self.device)
+
+    def event(self) -> Event:
+        return self.record(self.current())  # torch makes the runtime's event when it is recorded first
+
+    def handle(self, of: Stream | Event) -> int:
+        stream, event = _HANDLES[self.device.type]
+        return int(getattr(of, event if hasattr(of, event) else stream))
+
+    def gate(self) -> GateTable:
+        found = c_runtime.addresses(_FUNCTIONS)
+        if found is None:
+            raise ConfigError(
+                f"the runtime of {self.device} is linked into torch's own libraries, where infinity cannot find its "
+                "functions. Install torch with pip, whose runtime is a library of its own."
+            )
+        enter, copy, record, wait, synchronize = found
+        return GateTable(enter, copy, record, wait, synchronize)
+
+
+def open_accelerator(device: torch.device) -> Accelerator | None:
+    """The device that models compute on; None for the CPU, whose memory is the host's."""
+    return None if device.type == "cpu" else TorchAccelerator(device)
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def current_device() -> torch.device:
+    """The device that torch computes on where none is named: the accelerator that is current now, with its index, or
+    the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type not in _SUPPORTED:
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.get_device_module(kind).current_device())
+
+
+def resolve(device: torch.device | str | None) -> torch.device:
+    """With its index: "cuda" is the GPU that is current now, whichever is current later.
+
+    Raises:
+        ConfigError: torch finds no such device, or it is none that infinity can use.
+    """
+    current = current_device()
+    resolved = current if device is None else torch.device(device)
+    if resolved.type == "cpu":
+        return torch.device("cpu")  # cpu:0 is the same one
+    if resolved.type != current.type:
+        raise ConfigError(
+            f"device {resolved}: this torch ({torch.__version__}) finds no such device that infinity can use. Leave "
+            "device= out, which takes the GPU where there is one, or install a torch for it."
+        )
+    return current if resolved.index is None else resolved
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of an accelerator."""
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def random_states() -> list[torch.Tensor]:
+    """Of the generators of all accelerators, without drawing a number. Empty where none was used yet: its generator
+    begins with torch's seed."""
+    module = _module_in_use()
+    return [] if module is None else list(module.get_rng_state_all())
+
+
+def set_random_states(states: Sequence[torch.Tensor]) -> int:
+    """Put back what `random_states` gave, as far as there are so many accelerators. Returns how many there are."""
+    device = current_device()
+    if device.type == "cpu":
+        return 0
+    module = torch.get_device_module(device)
+    here = int(module.device_count())
+    for index, state in enumerate(states[:here]):
+        module.set_rng_state(state, index)
+    return here
+
+
+def _module_in_use() -> Any:
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or kind.type not in _SUPPORTED:
+        return None
+    module = torch.get_device_module(kind)
+    return module if module.is_initialized() else None

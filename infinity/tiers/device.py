@@ -1,0 +1,86 @@
+"""A device with memory of its own: one slab, cut in slots and a ring for gradients, and the queues up and down."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import torch
+
+from infinity import _native
+from infinity.base.accelerator import Accelerator
+from infinity.io.arena import PinnedArena, Space
+from infinity.plan.plan import Plan
+from infinity.tiers.downloads import GradientQueue, WeightsQueue
+from infinity.tiers.slab import Slab
+from infinity.tiers.uploads import UploadQueue
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceTier:
+    """Opened behind the arena and the compute threads. Closed before the engine.
+
+    Attributes:
+        slots: for weights.
+        ring: for gradients.
+
+    Raises:
+        torch.OutOfMemoryError: the device has less free memory than the plan takes.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        plan: Plan,
+        arena: PinnedArena,
+        engine: _native.IOEngine,
+        pool: _native.ThreadPool,
+    ) -> None:
+        self.accelerator = accelerator
+        refused = arena.pin(accelerator)
+        if refused:
+            logger.warning("%s; copies to and from the device are slower, results are the same", refused)
+        budgets, table = plan.budgets, accelerator.gate()
+        gate = _native.DeviceGate(
+            accelerator.device.index or 0,
+            copy=table.copy,
+            record=table.record,
+            wait=table.wait,
+            synchronize=table.synchronize,
+            enter=table.enter,
+            keep=table,
+        )
+        memory = accelerator.slab(budgets.slot_bytes + budgets.ring_bytes)
+        self.slots = Slab(accelerator, memory[: budgets.slot_bytes])
+        self.ring = Slab(accelerator, memory[budgets.slot_bytes :])
+        bounce = _part(arena, budgets.bounce_bytes, "gradients from the device")
+        self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)
+        copies = _part(arena, budgets.copies_bytes, "weights from the device")
+        self.gradients = GradientQueue(accelerator, gate, self.ring, bounce, pool)
+        self.weights = WeightsQueue(accelerator, gate, copies, pool)
+
+    def close(self) -> None:
+        """Wait for the copies under way, so that host memory can be given back."""
+        with ExitStack() as closing:  # all of them, whatever one of them raises
+            for queue in (self.weights, self.gradients, self.uploads):
+                closing.callback(queue.close)
+
+
+def _part(arena: PinnedArena, nbytes: int, what: str) -> Space:
+    return arena.lease(nbytes, what).space() if nbytes else Space(arena.memory, 0, 0)
+
+
+def open_device(
+    accelerator: Accelerator | None,
+    plan: Plan,
+    arena: PinnedArena,
+    engine: _native.IOEngine,
+    pool: _native.ThreadPool,
+) -> DeviceTier | None:
+    """None where models compute in host memory."""
+    return None if accelerator is None else DeviceTier(accelerator, plan, arena, engine, pool)
+
+
+def torch_device(accelerator: Accelerator | None) -> torch.device:
+    return torch.device("cpu") if accelerator is None else accelerator.device

@@ -1,0 +1,285 @@
+"""Gradients on their way down: through a bounded ring of device memory, in one copy for each group of a unit.
+
+[Note: the way of a gradient from a device]
+
+    autograd ──pack──▶ ring (the group, flat) ──send──▶ pinned host memory ──native thread──▶ landed
+
+A piece of the ring is packed on the stream that computes, as gradients come; `send` queues one copy down, and gives the
+piece back with the event behind that copy, so that whoever packs into the same bytes next waits on the device. The host
+waits for nothing. A native thread waits for the copy, takes the sums of squares, and adds what is to be added; updates
+and writes to the store are chained to it.
+
+Where the ring has no room, what was packed first is sent as far as it has come.
+
+What is the first gradient of its parameter, in the dtype it is kept in, is copied to its place. What is to be added to
+another, or converted, is copied to a bounce buffer first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity import _native
+from infinity.base.accelerator import Accelerator, Event
+from infinity.errors import DeviceError
+from infinity.io.arena import Lease, Space
+from infinity.state.dtypes import native_name
+from infinity.state.unit import Group, ParameterSpec
+from infinity.tiers.slab import Slab, SlabLease, Uses
+
+
+@dataclass(frozen=True)
+class Landing:
+    """Gradients of a group on their way.
+
+    Attributes:
+        names: of the parameters, in the order of the sums.
+        kept: what must live until it is done.
+    """
+
+    future: _native.LandingFuture
+    names: tuple[str, ...]
+    kept: tuple[object, ...] = ()
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Until they have landed, or are lost."""
+        self.future.wait()
+
+    def sums(self) -> Mapping[str, float]:
+        """Wait until they have landed. By parameter, Σ g² of what is there now.
+
+        Raises:
+            DeviceError: they were lost.
+        """
+        self.wait()
+        failure = self.future.failure()
+        if failure is not None:
+            raise DeviceError(
+                f"gradients of {', '.join(self.names)} were lost on their way to host memory: {failure.cause}"
+            )
+        return dict(zip(self.names, self.future.sums, strict=True))
+
+
+@dataclass(eq=False)
+class Packed:
+    """Gradients of one group in the ring.
+
+    Attributes:
+        target: host memory of the whole group, in `dtype`.
+        added: names of those that are added to what is in the target.
+        landing: once it was sent.
+    """
+
+    group: Group
+    target: memoryview
+    dtype: torch.dtype
+    lease: SlabLease
+    uses: Uses
+    specs: list[ParameterSpec] = field(default_factory=list)
+    added: set[str] = field(default_factory=set)
+    landing: Landing | None = None
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The group on the device, as autograd gives it."""
+        return self.lease.memory.view(self.group.dtype)
+
+
+class GradientQueue:
+    """One stream down.
+
+    Invariant: `_open` are the pieces that were not sent, the first packed first; each has a lease of the ring.
+
+    Attributes:
+        waits: how often the host had to wait for room.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, gate: _native.DeviceGate, ring: Slab, bounce: Space, pool: _native.ThreadPool
+    ) -> None:
+        self._accelerator = accelerator
+        self._ring = ring
+        self._bounce = bounce
+        self._native = _native.Landings(gate, pool)
+        self._stream = accelerator.stream()
+        self._open: list[Packed] = []
+        self._bounced: deque[tuple[Landing, Lease]] = deque()
+        self.waits = 0
+
+    def begin(self, group: Group, target: memoryview, dtype: torch.dtype) -> Packed:
+        """A piece of the ring for gradients of a group.
+
+        Args:
+            target: host memory of the whole group, where nobody else writes until the piece has landed.
+            dtype: of what is in the target.
+        """
+        while True:
+            lease = self._ring.try_lease(group.numel * group.dtype.itemsize)
+            if lease is not None:
+                break
+            if not self._open:
+                raise AssertionError(f"a ring of {self._ring.nbytes} bytes has no room for {group.numel} gradients")
+            self.send(self._open[0])
+        packed = Packed(group, target, dtype, lease, Uses(self._accelerator, lambda: lease.after))
+        self._open.append(packed)
+        return packed
+
+    def pack(self, packed: Packed, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
+        """Put one gradient into a piece, behind what this thread's stream computes."""
+        packed.specs.append(spec)
+        if add:
+            packed.added.add(spec.name)
+        packed.uses.begin()
+        packed.flat[spec.offset : spec.offset + spec.numel].copy_(gradient.reshape(-1))
+
+    def send(self, packed: Packed) -> Landing:
+        """Queue the copy down. Nothing is packed into this piece any more."""
+        if packed.landing is None:
+            self._open.remove(packed)
+            direct = not packed.added and packed.dtype == packed.group.dtype
+            packed.landing = self._send_to_place(packed) if direct else self._send_to_bounce(packed)
+        return packed.landing
+
+    def drop(self, packed: Packed) -> None:
+        """Nobody wants what is in this piece."""
+        if packed.landing is None:
+            self._open.remove(packed)
+            self._ring.give_back(packed.lease, [*packed.lease.after, *packed.uses.events()])
+
+    def close(self) -> None:
+        """Wait until no copy uses host memory."""
+        self._native.close()
+        self._accelerator.synchronize(self._accelerator.record(self._stream))
+
+    def _send_to_place(self, packed: Packed) -> Landing:
+        event = self._copy(packed, torch.frombuffer(packed.target, dtype=torch.uint8))
+        name = native_name(packed.dtype)
+        pieces = [_native.LandingPiece(_range(packed.target, spec, packed.dtype), name) for spec in packed.specs]
+        return self._land(packed, event, pieces)
+
+    def _send_to_bounce(self, packed: Packed) -> Landing:
+        lease = self._make_room(packed.lease.nbytes)
+        bounce = lease.view(0, packed.lease.nbytes)
+        event = self._copy(packed, torch.frombuffer(bounce, dtype=torch.uint8))
+        source_dtype = packed.group.dtype
+        pieces = [
+            _native.LandingPiece(
+                _range(packed.target, spec, packed.dtype),
+                native_name(packed.dtype),
+                source=_range(bounce, spec, source_dtype),
+                source_dtype=native_name(source_dtype),
+                add=spec.name in packed.added,
+            )
+            for spec in packed.specs
+        ]
+        landing = self._land(packed, event, pieces)
+        self._bounced.append((landing, lease))
+        return landing
+
+    def _copy(self, packed: Packed, into: torch.Tensor) -> Event:
+        """Copy what was packed, in as few copies as there are gaps. The piece of the ring is given back."""
+        after = [] if not packed.specs else packed.uses.events()
+        event = None
+        itemsize = packed.group.dtype.itemsize
+        for first, end in _runs(packed.specs, packed.group):
+            begin, stop = first * itemsize, end * itemsize
+            event = self._accelerator.copy(
+                into[begin:stop], packed.lease.memory[begin:stop], on=self._stream, after=after
+            )
+            after = []
+        if event is None:
+            event = self._accelerator.record(self._stream)
+        self._ring.give_back(packed.lease, [event])
+        return event
+
+    def _land(self, packed: Packed, event: Event, pieces: list[_native.LandingPiece]) -> Landing:
+        future = self._native.land(self._accelerator.handle(event), pieces)
+        return Landing(future, tuple(spec.name for spec in packed.specs), (event,))
+
+    def _make_room(self, nbytes: int) -> Lease:
+        while True:
+            while self._bounced and self._bounced[0][0].done():
+                self._bounced.popleft()[1].release()
+            lease = self._bounce.try_lease(nbytes)
+            if lease is not None:
+                return lease
+            self.waits += 1
+            self._bounced[0][0].future.wait()
+
+
+@dataclass(frozen=True)
+class WeightsCopy:
+    """Weights of a unit on their way to host memory, or there.
+
+    Attributes:
+        lease: the host memory. Whoever has the copy releases it, once nobody reads it any more.
+        landed: what reads the memory waits for it.
+        event: the device memory is read until then.
+    """
+
+    lease: Lease
+    landed: _native.LandingFuture
+    event: Event
+
+    def release(self) -> None:
+        """Waits for the copy, if nobody did."""
+        self.landed.wait()
+        self.lease.release()
+
+
+class WeightsQueue:
+    """Weights on their way down: an update of a unit whose weights are in the store takes them from the slot, where
+    they are anyway, and not from the disk again. A stream of its own: they do not wait for gradients."""
+
+    def __init__(
+        self, accelerator: Accelerator, gate: _native.DeviceGate, space: Space, pool: _native.ThreadPool
+    ) -> None:
+        self._accelerator = accelerator
+        self._space = space
+        self._native = _native.Landings(gate, pool)
+        self._stream = accelerator.stream()
+
+    def copy(self, weights: torch.Tensor, ready: Event) -> WeightsCopy | None:
+        """Start copying the weights of a slot. None where there is no memory.
+
+        Args:
+            weights: uint8 [weight_bytes] on the device; must stay as it is until the copy's event.
+            ready: the weights are there.
+        """
+        lease = self._space.try_lease(weights.numel())
+        if lease is None:
+            return None
+        into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
+        event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
+        return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
+
+    def close(self) -> None:
+        """Wait until no copy uses host memory."""
+        self._native.close()
+        self._accelerator.synchronize(self._accelerator.record(self._stream))
+
+
+def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memoryview:
+    return memory[spec.offset * dtype.itemsize : (spec.offset + spec.numel) * dtype.itemsize]
+
+
+def _runs(specs: Iterable[ParameterSpec], group: Group) -> list[tuple[int, int]]:
+    """Elements [first, end) that were packed: one range where every parameter of the group was, as what lies between
+    them is nobody's."""
+    packed = sorted(specs, key=lambda spec: spec.offset)
+    if len(packed) == len(group.specs):
+        return [(packed[0].offset, max(spec.offset + spec.numel for spec in packed))]
+    runs: list[tuple[int, int]] = []
+    for spec in packed:
+        if runs and runs[-1][1] == spec.offset:
+            runs[-1] = runs[-1][0], spec.offset + spec.numel
+        else:
+            runs.append((spec.offset, spec.offset + spec.numel))
+    return runs

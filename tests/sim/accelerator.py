@@ -1,0 +1,427 @@
+"""An Accelerator (infinity/base/accelerator.py) on the CPU's memory, which proves order and lifetimes.
+
+When what is queued runs: queues.py.
+
+[Note: the host] All Python threads are one host: Python's own locks order them, and what they queue on a stream is
+ordered behind all that the host did. The host is ordered behind a stream by `synchronize` and by a `reached` that says
+yes; behind a native request by waiting for it (host.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from infinity.base.accelerator import GateTable
+from tests.sim.clocks import NATIVE, Actor, Order, place
+from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, SimStream, Wait
+from tests.sim.slab import POISON, Slab
+
+PATIENCE = 32
+"""Times that `reached` says no, where nothing else decides: who asks again and again is not kept for ever."""
+
+
+class Misuse(AssertionError):  # noqa: N818
+    """What a device would not do, or would do otherwise than it looks."""
+
+
+class SimAccelerator:
+    """A device with memory of its own, on the CPU (queues.py).
+
+    Args:
+        refuse: why memory cannot be pinned: copies of what is not pinned are allowed then, and run at once.
+        out_of_memory_at: the number of the slab, or copy, that finds no memory, counted from 0 over both.
+        shut: slabs cannot be touched by anybody who does not say so (slab.py).
+
+    Attributes:
+        errors: all that was found. `check` raises the first; where it was found it was raised, too, unless on a native
+            thread.
+        counts: of "synchronize", "synchronize that waited", "copies up", "bytes up", and so on down and within.
+    """
+
+    def __init__(
+        self, policy: Policy = LAZY, *, refuse: str = "", out_of_memory_at: int | None = None, shut: bool = False
+    ) -> None:
+        self.device = torch.device("cpu")
+        self.policy = policy
+        self.order = Order()
+        self.host = self.order.actor("the host")
+        self.errors: list[BaseException] = []
+        self.counts: Counter[str] = Counter()
+        self.out_of_memory_at = out_of_memory_at
+        self.lock = threading.RLock()
+        self.request_of: Callable[[int], Actor | None] | None = None
+        self._refuse = refuse
+        self._shut = shut
+        self._slabs: list[Slab] = []
+        self._pinned: dict[int, int] = {}  # address → end
+        self._queues = Queues(policy, self.lock, self._move)
+        self._allocations = itertools.count()
+        self._handles = itertools.count(0x10000, 0x10)
+        self._events: weakref.WeakValueDictionary[int, SimEvent] = weakref.WeakValueDictionary()
+        self._default = self.stream("the compute stream")
+        self._default.computes = True
+        self._thread = threading.local()
+        self._gate: GateTable | None = None
+
+    # -- the protocol --------------------------------------------------------------------------------------------------
+
+    def stream(self, name: str = "") -> SimStream:
+        with self.lock:
+            name = name or f"stream {len(self._queues.streams)}"
+            stream = SimStream(name, next(self._handles), self.order.actor(name))
+            self._queues.streams.append(stream)
+            return stream
+
+    def current(self) -> SimStream:
+        return getattr(self._thread, "stream", self._default)
+
+    def record(self, on: SimStream, *, timed: bool = False) -> SimEvent:
+        with self._called():
+            event = self._event(timed=timed)
+            self.queue_record(event, on, self.host)
+            return event
+
+    def wait(self, on: SimStream, event: SimEvent) -> None:
+        with self._called():
+            self.queue_wait(on, event, self.host)
+
+    def reached(self, event: SimEvent) -> bool:
+        with self._called():
+            recording = self.recording_of(event, "whether it was reached is asked")
+            if not self.order.knows(self.host, recording.snapshot):
+                recording.asked += 1
+                if not self._says_yes(recording):
+                    return False
+                self._queues.force(recording)
+                self.order.join(self.host, recording.snapshot)
+            return True
+
+    def _says_yes(self, recording: Recording) -> bool:
+        if recording.asked > PATIENCE:
+            return True
+        if self.policy.when == "random":
+            return recording.done and self._queues.random.random() < 0.5
+        return self.policy.when == "eager"
+
+    def synchronize(self, event: SimEvent) -> None:
+        with self._called():
+            recording = self.recording_of(event, "the host waits for it")
+            self.counts["synchronize"] += 1
+            self.counts["synchronize that waited"] += not recording.done
+            self._queues.force(recording)
+            self.order.join(self.host, recording.snapshot)
+
+    def seconds(self, began: SimEvent, ended: SimEvent) -> float:
+        with self._called():
+            first, last = (self.recording_of(event, "its time is asked") for event in (began, ended))
+            for event, recording in ((began, first), (ended, last)):
+                if not event.timed:
+                    self.found(Misuse("the time of an event that was not made for it"))
+                if not self.order.knows(self.host, recording.snapshot):
+                    self.found(Misuse("the time of an event that is not known to be reached"))
+            return (last.at - first.at) * 1e-6
+
+    def slab(self, nbytes: int) -> torch.Tensor:
+        with self._called():
+            self._allocate("slab")
+            slab = Slab(nbytes, shut=self._shut)
+            self._slabs.append(slab)
+            return slab.tensor
+
+    def copy(
+        self, into: torch.Tensor, source: torch.Tensor, *, on: SimStream, after: Sequence[SimEvent] = ()
+    ) -> SimEvent:
+        with self._called():
+            self._allocate("copy")
+            if into.dtype != source.dtype or into.numel() != source.numel():
+                self.found(Misuse(f"a copy of {source.numel()} {source.dtype} into {into.numel()} {into.dtype}"))
+            if not (into.is_contiguous() and source.is_contiguous()):
+                self.found(Misuse("a copy of what is not contiguous"))
+            for event in after:
+                self.queue_wait(on, event, self.host)
+            nbytes = into.numel() * into.element_size()
+            if nbytes:
+                self.queue_copy(into.data_ptr(), source.data_ptr(), nbytes, on, self.host)
+            event = self._event()
+            self.queue_record(event, on, self.host)
+            return event
+
+    def pin(self, address: int, nbytes: int) -> str:
+        with self._called():
+            if self._refuse:
+                return self._refuse
+            if any(address < end and begin < address + nbytes for begin, end in self._pinned.copy().items()):
+                self.found(Misuse(f"{address:#x} is pinned already"))
+            self._pinned[address] = address + nbytes
+            self.order.memory.forget(address, address + nbytes)
+            return ""
+
+    def unpin(self, address: int) -> None:
+        with self._called():
+            end = self._pinned.pop(address, None)
+            if end is None:
+                self.found(Misuse(f"{address:#x} is unpinned and was not pinned"))
+                return
+            if self._pending(address, end):
+                self.found(Misuse(f"{address:#x} is unpinned while a copy of it is under way"))
+            self.order.memory.forget(address, end)
+
+    def event(self) -> SimEvent:
+        with self._called():
+            return self._event()
+
+    def handle(self, of: SimStream | SimEvent) -> int:
+        return of.handle
+
+    def gate(self) -> GateTable:
+        from tests.sim.gate import open_gate
+
+        if self._gate is None:
+            self._gate = open_gate(self)
+        return self._gate
+
+    # -- for tests -----------------------------------------------------------------------------------------------------
+
+    def requests_are_known(self, request_of: Callable[[int], Actor | None]) -> None:
+        """Who follows the requests of native threads can tell for which one an address is copied to (host.py). Without
+        that a native thread counts as ordered behind all that the host did before each call of the gate."""
+        self.request_of = request_of
+
+    @contextmanager
+    def on(self, stream: SimStream) -> Iterator[None]:
+        """The thread's kernels are queued on this stream."""
+        before = self.current()
+        with self.lock:
+            stream.computes = True
+            self._queues.drain(stream)
+        self._thread.stream = stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    def poison(self, address: int, nbytes: int, text: str = "given back") -> None:
+        """Memory was given back: what is in it must not be used any more.
+
+        Device memory may still be used by what was queued, and is given back to whoever is ordered behind it; so it is
+        overwritten only if no copy of it is pending. Host memory is given back to whoever comes: all uses must be
+        behind the host.
+        """
+        with self._called():
+            end, slab = address + nbytes, self.slab_at(address)
+            if slab is not None:
+                self.require_told(address, end)
+                if not self._pending(address, end):
+                    slab.poison(address, end)
+            elif self.is_pinned(address, end):
+                self.use(self.host, address, end, write=True, text=text)
+                ctypes.memset(address, POISON, nbytes)
+
+    def uses(self, address: int, nbytes: int, *, write: bool, text: str, actor: Actor | None = None) -> None:
+        """Somebody uses memory, if it is known: an actor, or, where none is named, the host its own memory, and a
+        kernel on the thread's stream the device's."""
+        with self.lock:
+            end = address + nbytes
+            if actor is None:
+                actor = self.host
+                if self.slab_at(address) is not None:
+                    actor = self.current().actor
+                    self.order.join(actor, self.order.snapshot(self.host))
+            elif self.slab_at(address) is None and not self.is_pinned(address, end):
+                return
+            self.use(actor, address, end, write=write, text=text)
+
+    @contextmanager
+    def used(self, memory: Sequence[tuple[int, int, bool]], text: str) -> Iterator[None]:
+        """In this context somebody uses memory: (address, bytes, whether it is written to) of each. See `uses`."""
+        with ExitStack() as opened:
+            for address, nbytes, write in memory:
+                self.uses(address, nbytes, write=write, text=text)
+                slab = self.slab_at(address)
+                if slab is not None:
+                    opened.enter_context(slab.opened())
+            yield
+            for address, nbytes, write in memory:
+                slab = self.slab_at(address)
+                if write and slab is not None:
+                    slab.told(address, address + nbytes)
+
+    def knows(self, address: int) -> bool:
+        """Whether memory is the device's, or pinned."""
+        return any(slab.begin <= address < slab.end for slab in self._slabs) or any(
+            begin <= address < end for begin, end in self._pinned.copy().items()
+        )
+
+    def pending_copies(self) -> list[str]:
+        with self.lock:
+            return [f"{copy.text} on {stream.name}" for stream, copy in self._queues.copies()]
+
+    @property
+    def events_alive(self) -> int:
+        return len(self._events)
+
+    def check(self) -> None:
+        """What must hold at the end. Raises the first error that was found, and for copies that nobody waited for."""
+        self.check_but_for()
+
+    def check_but_for(self, *expected: type[BaseException]) -> None:
+        """`check`, where the test provoked errors of these kinds."""
+        with self.lock:
+            for slab in self._slabs:
+                self.require_told(slab.begin, slab.end, tell=False)
+                slab.reopen()
+            errors = [error for error in self.errors if not isinstance(error, expected)]
+            if errors:
+                raise errors[0]
+            pending = self.pending_copies()
+            if pending:
+                raise Misuse(f"nobody waited for {len(pending)} copies: {', '.join(pending[:4])}")
+
+    # -- what is queued ------------------------------------------------------------------------------------------------
+
+    def queue_record(self, event: SimEvent, on: SimStream, by: Actor) -> None:
+        self._launch(on, by)
+        event.last = Recording(on, self.order.snapshot(on.actor))
+        on.queue.append(event.last)
+        self._queues.queued(on)
+
+    def queue_wait(self, on: SimStream, event: SimEvent, by: Actor) -> None:
+        recording = self.recording_of(event, f"{on.name} waits for it")
+        self._launch(on, by)
+        self.order.join(on.actor, recording.snapshot)
+        on.queue.append(Wait(recording))
+        self._queues.queued(on)
+
+    def queue_copy(self, into: int, source: int, nbytes: int, on: SimStream, by: Actor) -> None:
+        up, down = self.slab_at(into) is not None, self.slab_at(source) is not None
+        direction = "within" if up and down else "up" if up else "down"
+        if not (up or down):
+            self.found(Misuse("a copy from host to host"))
+        host, end = (source, source + nbytes) if up else (into, into + nbytes)
+        unpinned = not (up and down) and not self.is_pinned(host, end)
+        if unpinned and not self._refuse:
+            self.found(Misuse(f"a copy {direction} of host memory that is not pinned: a device would keep the host"))
+        self.counts[f"copies {direction}"] += 1
+        self.counts[f"bytes {direction}"] += nbytes
+        text = f"copy {direction} of {nbytes} bytes"
+        self.require_told(into, into + nbytes)
+        self._launch(on, by)
+        on.queue.append(Copy(into, source, nbytes, text))
+        if not unpinned or down:
+            self.use(on.actor, source, source + nbytes, write=False, text=text, caused_by=by)
+        if not unpinned or up:
+            self.use(on.actor, into, into + nbytes, write=True, text=text, caused_by=by)
+        if unpinned:
+            self._queues.drain(on)
+            self.order.join(by, self.order.snapshot(on.actor))
+        else:
+            self._queues.queued(on)
+
+    def _launch(self, on: SimStream, by: Actor) -> None:
+        self.order.join(on.actor, self.order.snapshot(by))
+
+    # -- what runs -----------------------------------------------------------------------------------------------------
+
+    def force(self, recording: Recording) -> None:
+        self._queues.force(recording)
+
+    def park(self, recording: Recording, seconds: float) -> None:
+        self._queues.park(recording, seconds)
+
+    def _move(self, copy: Copy) -> None:
+        with ExitStack() as used:
+            slabs = {slab for slab in map(self.slab_at, (copy.into, copy.source)) if slab is not None}
+            for slab in slabs:
+                used.enter_context(slab.opened())
+            ctypes.memmove(copy.into, copy.source, copy.nbytes)
+            into = self.slab_at(copy.into)
+            if into is not None:
+                into.told(copy.into, copy.into + copy.nbytes)
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """At each call of the accelerator, a random number of what may run runs."""
+        with self.lock:
+            if self.policy.when == "random":
+                self.run_some()
+            yield
+
+    def run_some(self) -> None:
+        self._queues.run_some()
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def use(
+        self, actor: Actor, begin: int, end: int, *, write: bool, text: str, caused_by: Actor | None = None
+    ) -> None:
+        where = place()
+        if where is NATIVE:
+            where = (caused_by or actor).place or NATIVE
+        try:
+            self.order.use(actor, begin, end, write=write, text=text, place=where)
+        except AssertionError as error:
+            self.found(error)
+
+    def found(self, error: AssertionError) -> None:
+        """Keep an error: whoever calls may swallow it."""
+        self.errors.append(error)
+        raise error
+
+    def recording_of(self, event: SimEvent, why: str) -> Recording:
+        if event.last is None:
+            self.found(Misuse(f"an event that nobody recorded: {why}. A device goes on at once"))
+        assert event.last is not None
+        return event.last
+
+    def event_at(self, handle: int) -> SimEvent | None:
+        return self._events.get(handle)
+
+    def stream_at(self, handle: int) -> SimStream | None:
+        return next((stream for stream in self._queues.streams if stream.handle == handle), None)
+
+    def slab_at(self, address: int) -> Slab | None:
+        return next((slab for slab in self._slabs if slab.begin <= address < slab.end), None)
+
+    def is_pinned(self, begin: int, end: int) -> bool:
+        return any(first <= begin and end <= last for first, last in self._pinned.copy().items())
+
+    def require_told(self, begin: int, end: int, *, tell: bool = True) -> None:
+        """Nobody wrote to the device's memory without saying so."""
+        slab = self.slab_at(begin)
+        at = None if slab is None else slab.changed_untold(begin, end)
+        if slab is not None and at is not None:
+            slab.told(begin, end)
+            error = Misuse(
+                f"device memory at {at:#x} ({at - slab.begin} bytes into its slab) was changed by something that no "
+                f"stream knows of, after {self.order.memory.last_write(at)}"
+            )
+            if tell:
+                self.found(error)
+            self.errors.append(error)
+
+    def _pending(self, begin: int, end: int) -> bool:
+        return any(
+            first < end and begin < first + copy.nbytes
+            for _, copy in self._queues.copies()
+            for first in (copy.into, copy.source)
+        )
+
+    def _event(self, *, timed: bool = False) -> SimEvent:
+        event = SimEvent(next(self._handles), timed)
+        self._events[event.handle] = event
+        return event
+
+    def _allocate(self, what: str) -> None:
+        if self.exhausted():
+            raise torch.OutOfMemoryError(f"no memory for a {what}, as the test wanted")
+
+    def exhausted(self) -> bool:
+        return next(self._allocations) == self.out_of_memory_at

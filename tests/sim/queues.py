@@ -1,0 +1,144 @@
+"""Streams and their queues in the simulation, and when what is queued runs.
+
+[Note: what is late]
+"Device" memory is ordinary memory. Copies, records and waits are queued, and run as late (`lazy`), as early (`eager`)
+or as randomly as their events permit. Kernels are torch's CPU operations and run at once, so a stream that computes
+waits by having done what it waits for. Bytes alone therefore show a copy that should have waited for nothing else than
+a later kernel; all other orders are proven by the clocks (clocks.py), which follow what is queued, never what has run.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tests.sim.clocks import Actor, Snapshot
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When what is queued runs.
+
+    Attributes:
+        seed: of `random`.
+    """
+
+    when: Literal["lazy", "eager", "random"]
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.when}({self.seed})" if self.when == "random" else self.when
+
+
+LAZY, EAGER = Policy("lazy"), Policy("eager")
+
+
+def random_policy(seed: int) -> Policy:
+    return Policy("random", seed)
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """One time that an event was recorded. `at`: the device's time when it ran."""
+
+    stream: SimStream
+    snapshot: Snapshot
+    done: bool = False
+    at: int = 0
+    asked: int = 0
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class SimEvent:
+    handle: int
+    timed: bool = False
+    last: Recording | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    into: int
+    source: int
+    nbytes: int
+    text: str
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    recording: Recording
+
+
+@dataclass(slots=True, eq=False)
+class SimStream:
+    name: str
+    handle: int
+    actor: Actor
+    computes: bool = False
+    queue: deque[Copy | Wait | Recording] = field(default_factory=deque)
+
+
+class Queues:
+    """All streams. Whoever calls has the lock.
+
+    Args:
+        move: carries out a copy.
+    """
+
+    def __init__(self, policy: Policy, lock: threading.RLock, move: Callable[[Copy], None]) -> None:
+        self.policy = policy
+        self.streams: list[SimStream] = []
+        self.random = random.Random(policy.seed)
+        self._ran = threading.Condition(lock)
+        self._move = move
+        self._time = 0
+
+    def queued(self, on: SimStream) -> None:
+        """Something was put on a stream: run what must not wait."""
+        if self.policy.when == "eager" or (on.computes and not isinstance(on.queue[-1], Recording)):
+            self.drain(on)
+
+    def force(self, recording: Recording) -> None:
+        """Run what it needs, and nothing else."""
+        while not recording.done:
+            self._step(recording.stream)
+
+    def drain(self, stream: SimStream) -> None:
+        while stream.queue:
+            self._step(stream)
+
+    def park(self, recording: Recording, seconds: float) -> None:
+        """Give others the time, and the lock, to have it run."""
+        self._ran.wait_for(lambda: recording.done, seconds)
+
+    def run_some(self) -> None:
+        """A random number of what may run."""
+        for _ in range(self.random.randrange(sum(len(stream.queue) for stream in self.streams) + 1)):
+            streams = [stream for stream in self.streams if stream.queue and _may_run(stream.queue[0])]
+            if not streams:
+                return
+            self._step(self.random.choice(streams))
+
+    def copies(self) -> list[tuple[SimStream, Copy]]:
+        """Those that did not run."""
+        return [(stream, each) for stream in self.streams for each in stream.queue if isinstance(each, Copy)]
+
+    def _step(self, stream: SimStream) -> None:
+        """Run the next of a stream, and before it what it waits for."""
+        head = stream.queue[0]
+        if isinstance(head, Wait):
+            self.force(head.recording)
+        stream.queue.popleft()
+        self._time += 1
+        if isinstance(head, Recording):
+            head.done, head.at = True, self._time
+            self._ran.notify_all()
+        elif isinstance(head, Copy):
+            self._move(head)
+
+
+def _may_run(head: Copy | Wait | Recording) -> bool:
+    return not isinstance(head, Wait) or head.recording.done

@@ -1,0 +1,244 @@
+"""What disturbs a step on the simulated device leaves nothing behind, and the next step works: no memory for an upload,
+Ctrl-C at any line, the end while copies are under way; and the bytes that a step moves are those of the plan."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.coordinator import registry
+from infinity.tiers.slab import Slab
+from infinity.tiers.uploads import UploadQueue
+from tests import sampling
+from tests.conftest import states_of, weights_of
+from tests.sim.fixtures import Simulate, require_no_device_leaks
+from tests.sim.queues import EAGER, LAZY, random_policy
+from tests.sim.test_schedules import WIDTH, Blocks, FailedError, _fail, simulated
+from tests.stress.interrupts import CtrlC
+
+STEPS = 3
+POLICIES = [LAZY, EAGER, random_policy(1)]
+TIERS = [("host", "host"), ("host", "nvme"), ("nvme", "nvme")]
+
+
+def offloaded(tiers: tuple[str, str], directory: Path, *, slots: int = 2, **config: Any) -> Blocks:
+    """Args: slots: units that the device has room for."""
+    model = Blocks(torch.bfloat16)
+    unit = 4 * WIDTH * WIDTH + 4096
+    memory = {"device": (slots + 3) * unit, "host": "64MiB"}
+    weights, optimizer = tiers
+    options = {"weights": weights, "optimizer": optimizer, "memory": memory, "nvme": {"paths": [str(directory)]}}
+    infinity.offload(model, options | {"commit_every": 0} | config, device="cpu")
+    return model
+
+
+BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def train_through(model: Blocks, disturbances: Iterator[Any], expected: Sequence[type[BaseException]]) -> int:
+    """Steps, each begun again from its forward if something disturbed it before it was decided. Returns how often."""
+    optim, disturbed = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9), 0
+    while (done := registry.coordinator_of(model).steps) < STEPS:
+        try:
+            with next(disturbances):
+                model(BATCH).backward()
+                optim.step()
+        except tuple(expected):
+            disturbed += 1
+        if registry.coordinator_of(model).steps == done:
+            optim.zero_grad()
+            require_no_device_leaks(model)
+        else:
+            optim.zero_grad()
+    return disturbed
+
+
+def bits(model: Blocks) -> dict[str, torch.Tensor]:
+    return weights_of(model) | states_of(model)
+
+
+@pytest.fixture
+def undisturbed(tmp_path: Path) -> Any:
+    """The bits after the steps on the CPU, by tiers."""
+
+    def of(tiers: tuple[str, str]) -> dict[str, torch.Tensor]:
+        model = offloaded(tiers, tmp_path / "cpu")
+        optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9)
+        for _ in range(STEPS):
+            model(BATCH).backward()
+            optim.step()
+            optim.zero_grad()
+        found = bits(model)
+        infinity.close(model, discard=True)
+        return found
+
+    return of
+
+
+def require_bits(model: Blocks, expected: dict[str, torch.Tensor]) -> None:
+    found = bits(model)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    infinity.close(model, discard=True)
+
+
+class NoMemory:
+    """A context manager: the nth upload from now on finds no memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, nth: int) -> None:
+        self._patch, self._left = patch, nth
+
+    def __enter__(self) -> None:
+        for name in ("from_ram", "from_store"):
+            self._patch.setattr(UploadQueue, name, self._failing(getattr(UploadQueue, name)))
+
+    def _failing(self, upload: Any) -> Any:
+        def fail(*arguments: Any) -> Any:
+            self._left -= 1
+            if self._left == 0:
+                raise torch.OutOfMemoryError("as the test wants")
+            return upload(*arguments)
+
+        return fail
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.undo()
+
+
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_no_memory_for_an_upload_leaks_nothing_and_the_step_can_be_done_again(
+    policy: Any, tiers: tuple[str, str], undisturbed: Any, tmp_path: Path
+) -> None:
+    expected = undisturbed(tiers)
+    draw = random.Random(str(tiers))
+    with simulated(policy):
+        model = offloaded(tiers, tmp_path / "sim")
+        failing = (NoMemory(pytest.MonkeyPatch(), draw.randint(1, 8)) for _ in range(STEPS))
+        disturbances = itertools.chain(failing, itertools.repeat(contextlib.nullcontext()))
+        assert train_through(model, disturbances, [torch.OutOfMemoryError]) > 0
+        require_bits(model, expected)
+
+
+@pytest.mark.parametrize("nth", range(sampling.number(6, 200)))
+def test_ctrl_c_at_any_line_leaks_nothing_and_the_step_can_be_done_again(
+    nth: int, undisturbed: Any, tmp_path: Path
+) -> None:
+    draw = random.Random(f"{sampling.SEED} {nth}")
+    tiers = draw.choice(TIERS)
+    expected = undisturbed(tiers)
+    ctrl_c = CtrlC()
+    with simulated(draw.choice(POLICIES)):
+        model = offloaded(tiers, tmp_path / "sim", overlap=draw.choice(["auto", "during_backward"]))
+        lines = [draw.randint(1, 9000) for _ in range(STEPS)]
+        disturbances = itertools.chain(map(ctrl_c.at_line, lines), itertools.repeat(contextlib.nullcontext()))
+        train_through(model, disturbances, [KeyboardInterrupt])
+        require_bits(model, expected)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "step", "evaluation"])
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_end_waits_for_copies_that_are_under_way(
+    policy: Any, tiers: tuple[str, str], when: str, tmp_path: Path
+) -> None:
+    with simulated(policy):
+        model = offloaded(tiers, tmp_path, overlap="during_backward")
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        loss = model(BATCH)
+        if when != "forward":
+            loss.backward()
+        if when in ("step", "evaluation"):
+            optim.step()
+        if when == "evaluation":
+            with torch.no_grad():
+                model(BATCH)
+        infinity.close(model, discard=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_an_update_waits_for_an_upload_of_the_old_weights_that_nobody_waited_for(policy: Any, tmp_path: Path) -> None:
+    with simulated(policy):
+        model = offloaded(("host", "host"), tmp_path)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        model(BATCH).backward()
+        hook = model.blocks[1].register_forward_pre_hook(_fail)
+        with torch.no_grad(), contextlib.suppress(FailedError):
+            model(BATCH)  # the unit behind is on its way up
+        hook.remove()
+        optim.step()
+        infinity.close(model, discard=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_units_that_are_alike_have_the_same_addresses_in_each_step(
+    policy: Any, simulate: Simulate, tmp_path: Path
+) -> None:
+    simulate(policy)
+    seen: list[int] = []
+    try_lease = Slab.try_lease
+
+    def noted(slab: Slab, nbytes: int, **options: Any) -> Any:
+        lease = try_lease(slab, nbytes, **options)
+        if lease is not None:
+            seen.append(lease.memory.data_ptr())
+        return lease
+
+    model = offloaded(("nvme", "nvme"), tmp_path)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Slab, "try_lease", noted)
+        for _ in range(5):
+            model(BATCH).backward()
+            optim.step()
+            optim.zero_grad()
+    assert len(set(seen)) <= 3 + 2 + 2, "two slots for those that are alike, one for the other, and the ring's"
+    infinity.close(model, discard=True)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize(("slots", "reads"), [(4, 1), (2, None)], ids=["room for all weights", "two slots"])
+def test_a_step_moves_the_bytes_of_the_plan(
+    slots: int, reads: int | None, micro_batches: int, simulate: Simulate, tmp_path: Path
+) -> None:
+    """Weights on NVMe, in bf16: 2 B a read, 10 B of states read and written, 2 B of new weights written."""
+    sim = simulate(EAGER)
+    model = offloaded(("nvme", "nvme"), tmp_path, slots=slots, overlap="during_backward")
+    optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=micro_batches)
+    coordinator = registry.coordinator_of(model)
+
+    def step() -> dict[str, int]:
+        for _ in range(micro_batches):
+            model(BATCH).backward()
+        optim.step()
+        optim.zero_grad()
+        infinity.synchronize(model)
+        coordinator.room.finish_fetches()
+        done = infinity.statistics(model)
+        return {"read": done.read_bytes, "written": done.written_bytes} | {
+            way: sim.counts[f"bytes {way}"] for way in ("up", "down")
+        }
+
+    step(), step()
+    before, after = step(), step()
+    moved = {way: after[way] - before[way] for way in after}
+    units = coordinator.units
+    weights = sum(unit.unit.weight_bytes for unit in units)
+    states = sum(home.nbytes for unit in units for group in unit.homes.states.values() for home in group.homes())
+    groups = [group for unit in units for group in unit.unit.groups]
+    gradients = sum(max(spec.offset + spec.numel for spec in group.specs) * 2 for group in groups)
+    assert moved["written"] == weights + states
+    # An update that speculated and had not begun is done again after the step, with weights that may have left.
+    again = moved["down"] - micro_batches * gradients - weights
+    assert 0 <= again <= weights, "gradients go down, and weights for updates"
+    read_by_updates = moved["read"] - states - moved["up"]
+    assert read_by_updates == 0 if reads is not None else read_by_updates <= weights
+    assert reads is None or moved["up"] == reads * weights
+    infinity.close(model, discard=True)

@@ -1,0 +1,270 @@
+"""Steps of three units on the simulated device, under any schedule of copies: the CPU's bits, every use of memory in
+order, no more device memory than planned, no wait of the host but for the norm. 200 schedules; 20,000 with
+INFINITY_TESTS=all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.coordinator import registry
+from tests import sampling
+from tests.conftest import states_of, weights_of
+from tests.sim.accelerator import SimAccelerator
+from tests.sim.fixtures import Simulation
+from tests.sim.queues import EAGER, LAZY, random_policy
+
+SCHEDULES = sampling.number(200, 20_000)
+PARTS = 4
+STEPS = 3
+SCHEDULES_OF_A_CASE = 5
+
+
+class Case(NamedTuple):
+    """What is trained, and how."""
+
+    tiers: tuple[str, str]
+    dtype: torch.dtype
+    micro_batches: int
+    overlap: str
+    clipping: str
+    gradients: str
+    commit_every: int
+    moments: str
+    recompute: str
+    device: str
+    habit: str
+
+
+AXES: dict[str, list[Any]] = {
+    "tiers": [("host", "host"), ("host", "nvme"), ("nvme", "nvme")],
+    "dtype": [torch.bfloat16, torch.float32],
+    "micro_batches": [1, 2],
+    "overlap": ["auto", "during_backward", "before_forward", "off"],
+    "clipping": ["never", "always", "sometimes"],
+    "gradients": ["host", "nvme"],
+    "commit_every": [0, 1, 2],
+    "moments": ["fp32", "int8"],
+    "recompute": ["no", "yes", "reentrant"],
+    "device": ["tight", "roomy"],
+    "habit": ["plain", "skips", "drops", "evaluates", "fails"],
+}
+CASES = [Case(*values) for values in itertools.product(*AXES.values())]
+NORMS = {"never": [1e9], "always": [1e-3], "sometimes": [1e9, 1e-3]}
+WIDTH = 48
+
+
+class Blocks(nn.Module):
+    """Three units. The first has a bias, the last two modules; two are recomputed together. The loss reads a weight
+    outside its module.
+
+    Args:
+        keeps: a view of another weight from its module's forward to the end.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, recompute: str = "no", keeps: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first, second, *last = (nn.Linear(WIDTH, WIDTH, bias=index == 0) for index in range(4))
+        self.blocks = nn.ModuleList([first, second, nn.Sequential(*last)])
+        self.recompute = recompute
+        self.keeps = keeps
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor, without: int | None = None) -> torch.Tensor:
+        blocks = [block for index, block in enumerate(self.blocks) if index != without]
+        x = self._through(blocks[:1], x)
+        kept = self.blocks[1].weight.reshape(-1) if self.keeps else x
+        if self.recompute == "no" or not torch.is_grad_enabled():
+            x = self._through(blocks[1:], x)
+        else:
+            x = checkpoint(functools.partial(self._through, blocks[1:]), x, use_reentrant=self.recompute == "reentrant")
+        return (x.float() ** 2).mean() + 0.01 * self._extra(kept)
+
+    def _extra(self, kept: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2][0].weight.float().square().mean() + kept.float().square().mean()
+
+    @staticmethod
+    def _through(blocks: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
+            x = x + block(x)
+        return x
+
+
+class Result(NamedTuple):
+    """After a few steps. Attributes: seen: what `look` saw of the model before it was closed."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    states: dict[str, torch.Tensor]
+    seen: Any
+
+
+def train(
+    case: Case,
+    directory: Path,
+    look: Callable[[nn.Module], Any] = lambda model: None,
+    aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Result:
+    """Args: aside: what disturbs a loop is done in it."""
+    nbytes = WIDTH * WIDTH * case.dtype.itemsize + 4096
+    memory = {"device": (6 if case.device == "tight" else 16) * nbytes, "host": "64MiB"}
+    weights, optimizer = case.tiers
+    model = Blocks(case.dtype, recompute=case.recompute, keeps=case.device == "roomy")
+    config = {
+        "weights": weights,
+        "optimizer": optimizer,
+        "gradients": case.gradients,
+        "overlap": case.overlap,
+        "commit_every": case.commit_every,
+        "moments": case.moments,
+        "memory": memory,
+        "nvme": {"paths": [str(directory)]},
+    }
+    infinity.offload(model, config, device="cpu")
+    try:
+        batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(STEPS):
+            with aside():
+                _disturb(case.habit, step, model, batch)
+            for micro_batch in range(case.micro_batches):
+                loss = model(batch, without=(step + micro_batch) % 3 if case.habit == "skips" else None)
+                loss.backward()
+            norms = NORMS[case.clipping]
+            nn.utils.clip_grad_norm_(model.parameters(), norms[step % len(norms)])
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            losses.append(model(batch).item())
+        seen = look(model)
+        return Result(losses, weights_of(model), states_of(model), seen)
+    finally:
+        infinity.close(model, discard=True)
+
+
+class FailedError(Exception):
+    """As the test wants."""
+
+
+def _disturb(habit: str, step: int, model: nn.Module, batch: torch.Tensor) -> None:
+    """What loops do beside their steps."""
+    if habit == "drops":
+        model(batch).backward()
+        model.zero_grad()
+    elif habit == "evaluates":
+        model.eval()
+        with torch.no_grad():
+            model(batch)
+        model.train()
+    elif habit == "fails":
+        _fail_in_forward(model, batch, step)
+        _fail_in_backward(model, batch, step)
+        model.zero_grad()
+
+
+def _fail_in_forward(model: nn.Module, batch: torch.Tensor, step: int) -> None:
+    hook = model.blocks[step % 3].register_forward_pre_hook(_fail)
+    with contextlib.suppress(FailedError):
+        model(batch)
+    hook.remove()
+
+
+def _fail_in_backward(model: nn.Module, batch: torch.Tensor, step: int) -> None:
+    """Between the two modules of a unit, or behind another."""
+
+    def watch(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        if arguments[0].requires_grad:
+            arguments[0].register_hook(_fail)
+
+    hook = [model.blocks[2][1], model.blocks[1]][step % 2].register_forward_pre_hook(watch)
+    with contextlib.suppress(FailedError):
+        model(batch).backward()
+    hook.remove()
+
+
+def _fail(*_: object) -> None:
+    raise FailedError
+
+
+class Observed(NamedTuple):
+    """Attributes: waits: of the host for the device, but for gradients that a native thread lands."""
+
+    waits: int
+    slab_bytes: int
+    device_bytes: int
+    limit: int
+
+
+def observed(sim: SimAccelerator, model: nn.Module) -> Observed:
+    plan = registry.coordinator_of(model).plan
+    return Observed(
+        sim.counts["synchronize that waited"],
+        sum(slab.end - slab.begin for slab in sim._slabs),
+        plan.device_bytes,
+        plan.budgets.limits.device,
+    )
+
+
+@functools.cache
+def on_the_cpu(case: Case, directory: Path) -> Result:
+    return train(case, directory)
+
+
+@contextmanager
+def simulated(policy: Any, **options: Any) -> Iterator[Simulation]:
+    """What is offloaded in here takes a device's way. Raises at the end what was out of order."""
+    with pytest.MonkeyPatch.context() as patch:
+        simulation = Simulation(patch, policy, **options)
+        yield simulation
+        simulation.finish()
+
+
+def schedules_of(part: int) -> Iterator[tuple[Case, Any]]:
+    """Pairs of a case and a policy; each case with lazy and eager copies, and some random ones."""
+    draw = random.Random(f"{sampling.seed('INFINITY_SCHEDULES_SEED')} schedules {part}")
+    for _ in range(SCHEDULES // PARTS // SCHEDULES_OF_A_CASE):
+        case = draw.choice(CASES)
+        yield case, LAZY
+        yield case, EAGER
+        for _ in range(SCHEDULES_OF_A_CASE - 2):
+            yield case, random_policy(draw.randrange(1 << 30))
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_any_schedule_ends_in_the_bits_of_the_cpu_with_every_use_in_order(part: int, tmp_path: Path) -> None:
+    count = 0
+    for case, policy in schedules_of(part):
+        expected = on_the_cpu(case, tmp_path / "cpu")
+        try:
+            with simulated(policy) as simulation:
+                sim = simulation.sim
+                on_another_stream = functools.partial(sim.on, sim.stream("another compute stream"))
+                found = train(case, tmp_path / "sim", functools.partial(observed, sim), on_another_stream)
+        except BaseException as error:
+            raise AssertionError(f"{case} under {policy}") from error
+        assert found.losses == expected.losses, f"{case} under {policy}: losses"
+        for now, then in ((found.weights, expected.weights), (found.states, expected.states)):
+            wrong = [name for name in then if not torch.equal(now[name], then[name])]
+            assert not wrong, f"{case} under {policy}: {wrong}"
+        unused = case.habit in ("skips", "fails")  # weights may be on their way up, which nobody needed
+        assert unused or found.seen.waits == 0, f"{case} under {policy}: the host waited for the device"
+        assert found.seen.slab_bytes <= found.seen.device_bytes <= found.seen.limit, f"{case} under {policy}"
+        count += 1
+    assert count == SCHEDULES // PARTS

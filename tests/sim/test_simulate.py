@@ -1,0 +1,195 @@
+"""Offloaded models on the simulated device: the bits are those of the CPU, and all is ordered."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.coordinator import registry
+from tests import models
+from tests.conftest import Offload, weights_of
+from tests.sim.accelerator import Misuse
+from tests.sim.fixtures import Simulate, Simulation, require_no_device_leaks
+from tests.sim.queues import LAZY, Policy, random_policy
+from tests.sim.test_accelerator import every_policy
+
+
+class Toy(nn.Module):
+    """Three units, each of which may be checkpointed."""
+
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+        return (x * x).mean()
+
+
+def train(
+    offload: Offload,
+    tier: str,
+    *,
+    steps: int = 3,
+    passes: int = 1,
+    reentrant: bool | None = None,
+    in_a_thread: bool = False,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """The weights that come out."""
+    torch.manual_seed(0)
+    model = offload(Toy(reentrant).bfloat16(), tier, **options)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    for step in range(steps):
+        for index in range(passes):
+            generator = torch.Generator().manual_seed(step * passes + index)
+            loss = model(torch.randn(4, 32, generator=generator).bfloat16().requires_grad_())
+            if in_a_thread:
+                thread = threading.Thread(target=loss.backward)
+                thread.start()
+                thread.join()
+            else:
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if registry.coordinator_of(model).resources.device is not None:
+        require_no_device_leaks(model)
+    return weights_of(model)
+
+
+TIGHT = {"device": "36KiB", "host": "512MiB"}
+"""Two of three units have a slot at a time, and one the gradients' ring."""
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@every_policy
+@pytest.mark.parametrize("tier", ["nvme", "host"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_training_ends_in_the_bits_of_the_cpu(
+    simulate: Simulate, offload: Offload, tmp_path: Path, policy: Policy, tier: str, passes: int
+) -> None:
+    plain = train(offload, tier, passes=passes, nvme={"paths": [str(tmp_path / "plain")]})
+    sim = simulate(policy)
+    assert same(train(offload, tier, passes=passes, memory=TIGHT), plain)
+    assert sim.counts["copies up"] > 3 * 3
+    assert sim.counts["copies down"] > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("in_a_thread", [True, False])
+@every_policy
+def test_checkpointing_and_a_backward_thread_are_ordered_too(
+    simulate: Simulate, offload: Offload, tmp_path: Path, policy: Policy, reentrant: bool, in_a_thread: bool
+) -> None:
+    plain = train(offload, "nvme", reentrant=reentrant, nvme={"paths": [str(tmp_path / "plain")]})
+    simulate(policy)
+    assert same(train(offload, "nvme", reentrant=reentrant, in_a_thread=in_a_thread, memory=TIGHT), plain)
+
+
+@every_policy
+def test_evaluation_between_steps_is_ordered(simulate: Simulate, offload: Offload, policy: Policy) -> None:
+    """Nothing comes down that would show the host how far the device has got."""
+    simulate(policy)
+    model = offload(Toy().bfloat16(), "host", memory=TIGHT)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    batch = torch.randn(4, 32).bfloat16()
+    for _ in range(2):
+        model(batch).backward()
+        with torch.no_grad():
+            model(batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    require_no_device_leaks(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"gradients": "nvme"}, {"commit_every": 1}, {"weights": "host", "commit_every": 1}], ids=str
+)
+@pytest.mark.parametrize(("architecture", "device"), [("tied_llama", "800KiB"), ("mixed", "76KiB")])
+def test_models_with_tied_and_mixed_weights_are_ordered(
+    simulate: Simulate, offload: Offload, tmp_path: Path, architecture: str, device: str, options: dict[str, Any]
+) -> None:
+    def run(**more: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        made, batch = models.ARCHITECTURES[architecture]()
+        model = offload(made, "nvme", **options, **more)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        for _ in range(2):
+            for _ in range(2):
+                models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights_of(model)
+
+    plain = run(nvme={"paths": [str(tmp_path / "plain")]})
+    simulate(random_policy(1))
+    assert same(run(memory={"device": device, "host": "512MiB"}), plain)
+
+
+def test_an_error_that_is_swallowed_fails_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, LAZY)
+    with contextlib.suppress(Misuse):
+        simulation.sim.synchronize(simulation.sim.event())
+    with pytest.raises(Misuse, match="nobody recorded"):
+        simulation.finish()
+
+
+def test_a_piece_of_the_ring_that_is_not_given_back_fails_the_test(
+    monkeypatch: pytest.MonkeyPatch, offload: Offload
+) -> None:
+    simulation = Simulation(monkeypatch, LAZY)
+    model = offload(Toy().bfloat16(), "nvme")
+    device = registry.coordinator_of(model).resources.device
+    assert device is not None
+    lease = device.ring.try_lease(64)
+    infinity.close(model)
+    del lease
+    with pytest.raises(Misuse, match="never given back"):
+        simulation.finish()
+
+
+ALONE = """
+import sys
+import pytest
+import infinity
+from tests.sim.fixtures import Simulation
+from tests.sim.queues import LAZY
+from tests.sim.test_simulate import TIGHT, train
+
+opened = []
+
+def offload(model, tier, **options):
+    config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [sys.argv[1]]}, "commit_every": 0, **options}
+    opened.append(infinity.offload(model, config))
+    return opened[-1]
+
+simulation = Simulation(pytest.MonkeyPatch(), LAZY, shut=True)
+for reentrant in (None, True, False):
+    train(offload, "nvme", memory=TIGHT, passes=2, reentrant=reentrant, in_a_thread=reentrant is False)
+    infinity.close(opened[-1])
+simulation.finish()
+print("all was logged")
+"""
+
+
+def test_no_operation_touches_device_memory_without_being_logged(tmp_path: Path) -> None:
+    """The slab's pages are shut but for what is logged: anything else would end the process."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-X", "faulthandler", "-c", ALONE, str(tmp_path / "swap")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.stdout == "all was logged\n", done.stderr

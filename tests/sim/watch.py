@@ -1,0 +1,141 @@
+"""What torch's operations touch of the memory that a simulated device knows.
+
+A dispatch mode logs, before each operation of aten runs, what the operation reads and writes: slots, the ring and
+whatever else lies in a slab is used on the thread's stream, pinned memory by the host. The mode is a thread's own.
+torch gives it to the engine's threads together with the graph; here every thread that starts, runs a module or calls
+backward gets it.
+
+What is not logged is found: a write by the copy of the slab that the simulation keeps (SimAccelerator.require_told),
+a read in a slab that is shut (slab.py), by the end of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from tests.sim.accelerator import SimAccelerator
+
+_METADATA = {
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("set_", "resize_", "is_same_size", "_has_compatible_shallow_copy_type", "record_stream"),
+    )
+}
+"""What looks at a tensor's shape and leaves its values alone."""
+_PERHAPS_COPIES = {f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten", "_reshape_copy")}
+"""What returns an alias or a copy."""
+
+Used = tuple[int, int, bool]
+"""An address, bytes from there on, and whether they are written to."""
+
+
+class _Plan:
+    """Of one operation, which arguments it writes to.
+
+    Attributes:
+        touches: False where it only makes a view, or looks at shapes.
+    """
+
+    def __init__(self, operation: Any) -> None:
+        schema = operation._schema
+        self.writes = [
+            argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments
+        ]
+        self.names = {argument.name: index for index, argument in enumerate(schema.arguments)}
+        aliases = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+        views = aliases and not any(self.writes) and schema.name not in _PERHAPS_COPIES
+        self.touches = not (views or schema.name in _METADATA or torch.Tag.inplace_view in operation.tags)
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+class Watch(TorchDispatchMode):
+    """Of one thread."""
+
+    def __init__(self, sim: SimAccelerator) -> None:
+        super().__init__()
+        self.sim = sim
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plan = _plans.get(func)
+        if plan is None:
+            plan = _plans[func] = _Plan(func)
+        if not plan.touches:
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            used = list(self._used(plan, args, kwargs))
+        if not used:
+            return func(*args, **kwargs)
+        with self.sim.used(used, str(func)):
+            return func(*args, **kwargs)
+
+    def _used(self, plan: _Plan, args: Any, kwargs: Any) -> Iterator[Used]:
+        for argument, write in zip(args, plan.writes, strict=False):
+            yield from self._within(argument, write)
+        for name, argument in kwargs.items():
+            yield from self._within(argument, plan.writes[plan.names[name]])
+
+    def _within(self, argument: Any, write: bool) -> Iterator[Used]:
+        if isinstance(argument, torch.Tensor):
+            where = extent_of(argument)
+            if where is not None and self.sim.knows(where[0]):
+                yield *where, write
+        elif isinstance(argument, (list, tuple)):
+            for each in argument:
+                yield from self._within(each, write)
+
+
+def extent_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """From its first element to its last: address and bytes. None for what has no memory."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:  # of torch.compile, torch.func
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return address, (last + 1) * tensor.element_size()
+
+
+@contextmanager
+def watched(sim: SimAccelerator) -> Iterator[None]:
+    """What this thread does is logged. Not twice, where it is logged already."""
+    modes = _get_current_dispatch_mode_stack()
+    with ExitStack() as entered:
+        if not any(isinstance(mode, Watch) and mode.sim is sim for mode in modes):
+            entered.enter_context(Watch(sim))
+        yield
+
+
+def watch_every_thread(monkeypatch: pytest.MonkeyPatch, sim: SimAccelerator) -> None:
+    """Every thread that starts from now on, runs a module or a backward pass is watched while it does so."""
+
+    def within(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with watched(sim):
+                return function(*args, **kwargs)
+
+        return call
+
+    start = threading.Thread.start
+
+    def watched_start(thread: threading.Thread) -> None:
+        monkeypatch.setattr(thread, "run", within(thread.run), raising=False)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", watched_start)
+    monkeypatch.setattr(torch.autograd, "backward", within(torch.autograd.backward))
+    monkeypatch.setattr(torch.autograd, "grad", within(torch.autograd.grad))
+    monkeypatch.setattr(nn.Module, "__call__", within(nn.Module.__call__))
