@@ -4,6 +4,8 @@ steps, how near the simulation comes to this machine.
 
     python bench/simulate.py --out build/simulated                     # every machine and model: JSON, tables, a plot
     python bench/simulate.py --machines h200 --models 8B --moments fp32 --out build/one
+    python bench/simulate.py --join build/one/simulated.json build/two/simulated.json --out build/both
+                             # the rows of several runs together, and what each policy changes
     python bench/simulate.py --calibrate build/step.json --out build/calibration
                              # a result of bench/step_vs_peers.py with processor, infinity-host and -nvme [-off]
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 from simulation.calibration import predict, rates
 from simulation.machines import MACHINES
 from simulation.policies import POLICIES, policy
-from simulation.report import calibration_table, plot, tables
+from simulation.report import calibration_table, compared, plot, tables
 from simulation.scenario import simulate, summary
 from simulation.shapes import SHAPES, task_of
 
@@ -36,7 +38,7 @@ def scenarios(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for model in args.models:
             for moments in args.moments:
                 task = task_of(replace(SHAPES[model], batch=args.batch), moments)
-                named = {"machine": machine_name, "model": model, "moments": moments}
+                named = {"machine": machine_name, "model": model, "moments": moments, "batch": args.batch}
                 serial = simulate(machine, task, clipped=False, moments=moments, overlap="off")
                 for clipped in (False, True):
                     for name in args.policies:
@@ -54,6 +56,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS))
     add("--policies", nargs="+", choices=POLICIES, default=["as is"])
     add("--batch", type=int, default=4, help="sequences of 2,048 tokens per step")
+    add("--join", nargs="+", type=Path, default=[], metavar="JSON", help="results of this program")
     add("--calibrate", nargs="+", type=Path, default=[], metavar="JSON", help="results of bench/step_vs_peers.py")
     return parser.parse_args(argv)
 
@@ -65,17 +68,14 @@ def main(argv: list[str] | None = None) -> int:
         found = {path.name: _calibrated(path) for path in args.calibrate}
         _write(args.out / "calibration.json", found)
         text = calibration_table(found)
+    elif args.join:
+        text = _written([row for path in args.join for row in json.loads(path.read_text())["rows"]], args.out)
     else:
         rows = []
         for row in scenarios(args):
             rows.append(row)
             print(_line(row), flush=True)
-        machines = {name: MACHINES[name].__dict__ for name in args.machines}
-        _write(
-            args.out / "simulated.json", {"simulated": True, "batch": args.batch, "machines": machines, "rows": rows}
-        )
-        text = tables(rows, {name: MACHINES[name] for name in args.machines})
-        plot(rows, args.out / "simulated.png")
+        text = _written(rows, args.out)
     (args.out / "tables.md").write_text(text)
     print("\n" + text)
     return 0
@@ -95,8 +95,33 @@ def _line(row: dict[str, Any]) -> str:
     return f"{head}: " + (row.get("refused") or f"{row['seconds']:.2f} s, {row['of_bound']:.2f} of the largest bound")
 
 
-def _write(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
+def _written(rows: Sequence[dict[str, Any]], out: Path) -> str:
+    """The tables; all figures go to `out`, and a plot."""
+    machines = {name: machine for name, machine in MACHINES.items() if any(row["machine"] == name for row in rows)}
+    written = {name: machine.__dict__ for name, machine in machines.items()}
+    _write(out / "simulated.json", {"simulated": True, "machines": written, "rows": rows})
+    plot([row for row in rows if row["policy"] == "as is" or not row["clipped"]], out / "simulated.png")
+    policies = compared(rows, POLICIES)
+    as_is = [row for row in rows if row["policy"] == "as is"] if policies else rows
+    return tables(as_is, machines) + policies
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """One row to a line, figures in six digits."""
+    lines = [f'"{name}": {_rows(part) if name == "rows" else json.dumps(_short(part))}' for name, part in value.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _rows(rows: Sequence[Any]) -> str:
+    return "[\n" + ",\n".join(json.dumps(_short(row)) for row in rows) + "\n]"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _short(part) for name, part in value.items()}
+    return [_short(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

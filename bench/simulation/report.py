@@ -37,8 +37,37 @@ def _table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def compared(rows: Sequence[Row], policies: Sequence[str]) -> str:
+    """Seconds of steps that never clip, a column for each policy; empty where one policy was simulated only."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if not row["clipped"]:
+            found.setdefault(f"{row['machine']} {_model(row)}", {})[row["policy"]] = row
+    lines = [
+        f"| {name} | " + " | ".join(_cell(of.get(each)) for each in policies) + " |"
+        for name, of in found.items()
+        if len(of) > 1
+    ]
+    if not lines:
+        return ""
+    head = ["machine, model, moments (never clipped)", *policies]
+    return "\n".join(["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None or "refused" in row:
+        return "" if row is None else "no plan"
+    ratio = f"{row['of_bound']:.2f}"
+    return f"{row['seconds']:.2f} ({f'**{ratio}**' if meets(row) else ratio} of {next(iter(row['bounds']))})"
+
+
+def _model(row: Row) -> str:
+    tokens = "" if row.get("batch", 4) == 4 else f" ({row['batch']} × 2,048 tokens)"
+    return f"{row['model']}{tokens} {row['moments']}"
+
+
 def _refused(row: Row) -> str:
-    return f"| {row['model']} {row['moments']} | {_clipped(row)} | {row['policy']} | no plan: {row['refused']} |"
+    return f"| {_model(row)} | {_clipped(row)} | {row['policy']} | no plan: {row['refused']} |"
 
 
 def _line(row: Row) -> str:
@@ -49,7 +78,7 @@ def _line(row: Row) -> str:
     shares = ", ".join(f"{placed[f'{state}_in_ram']:.2f}" for state in ("weights", "states", "gradients"))
     moved = f"{row['read_per_parameter']:.1f} + {row['written_per_parameter']:.1f}"
     return (
-        f"| {row['model']} {row['moments']} | {_clipped(row)} | {row['policy']} | {row['seconds']:.2f} | {found} "
+        f"| {_model(row)} | {_clipped(row)} | {row['policy']} | {row['seconds']:.2f} | {found} "
         f"| {row['of_bound']:.2f} | {wanted} | {hidden} | {moved} | {shares} |"
     )
 
@@ -105,7 +134,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if "refused" not in row]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.22 * len(shown)), layout="constrained")
     labels = [
-        f"{row['machine']} {row['model']} {row['moments']}{', clipped' if row['clipped'] else ''}"
+        f"{row['machine']} {_model(row)}{', clipped' if row['clipped'] else ''}"
         + ("" if row["policy"] == "as is" else f" [{row['policy']}]")
         for row in shown
     ]

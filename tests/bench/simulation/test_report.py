@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulation.report import meets, tables
+from simulation.report import compared, meets, tables
 
 from tests.bench.simulation.machines import GPU
 
@@ -43,3 +43,15 @@ def test_clipped_rows_are_reported_only_and_refused_plans_say_why() -> None:
     text = tables([ROW | {"clipped": True}, refused], {"gpu": GPU})
     assert "| reported |" in text
     assert "no plan: why" in text
+
+
+def test_policies_are_compared_where_a_step_never_clips() -> None:
+    other = ROW | {"policy": "other", "of_bound": 1.05, "seconds": 2.1}
+    text = compared([ROW, other, ROW | {"clipped": True, "seconds": 9.0}], ["as is", "other", "third"])
+    assert "| gpu 8B fp32 | 2.30 (1.15 of disk) | 2.10 (**1.05** of disk) |  |" in text
+    assert "9.00" not in text
+    assert compared([ROW], ["as is", "other"]) == ""
+
+
+def test_another_number_of_tokens_is_named() -> None:
+    assert "| 8B (1 × 2,048 tokens) fp32 |" in tables([ROW | {"batch": 1}], {"gpu": GPU})
