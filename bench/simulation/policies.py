@@ -5,9 +5,10 @@
 * early in RAM: updates whose states are in RAM begin during backward, too. To be undone they need a copy of what they
   change; the simulation takes that memory as given.
 * gradients in 16 bit: where one pass per step is expected, gradients wait in 2 bytes. The planner prefers fp32.
-* small groups first: a speculative update hands its unit's groups over in reverse. The newest job is the next, so that
-  the norms come before the matrices. As it is they come after every later unit, and a unit whose norms are missing when
-  the step is decided is updated again as a whole.
+* small groups first: a speculative update hands its unit's groups over in reverse, and a device sends their gradients
+  in reverse, since an update waits for them. The newest job is the next, so that the norms come before the matrices.
+  As it is they come after every later unit, and a unit whose norms are missing when the step is decided is updated
+  again as a whole.
 * all: the four together.
 * no shadows: the planner keeps no RAM for new weights where it could hold states instead.
 """
@@ -21,9 +22,10 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from infinity.plan import planner, speculation
+from infinity.plan import planner
 from infinity.plan.placement import GradientPlacement
 from infinity.units import update as update_module
+from infinity.units.gradients import UnitGradients
 from infinity.units.updates import Updates
 from simulation import rooms, scenario
 from simulation.pipeline import CANCELED, Job, Pipeline, Tile, UpdateFuture
@@ -147,11 +149,16 @@ def _small_groups_first(patches: ExitStack) -> None:
     def reverse(self: rooms.Optimizer, index: int) -> dict[int, Any]:
         return dict(reversed(expected(self, index).items()))
 
+    def send(self: UnitGradients) -> None:
+        for group in reversed(self.groups.values()):
+            group.send()
+
     patches.enter_context(mock.patch.object(rooms.Optimizer, "expected_update", reverse))
+    patches.enter_context(mock.patch.object(UnitGradients, "send", send))
 
 
 def _no_shadows(patches: ExitStack) -> None:
-    patches.enter_context(mock.patch.object(speculation, "shadow_wanted", return_value=0))
+    patches.enter_context(mock.patch.object(planner, "shadow_wanted", return_value=0))
 
 
 _CHANGES = {

@@ -109,6 +109,17 @@ def test_every_policy_runs_and_leaves_no_trace(name: str, task: Task) -> None:
     assert seconds(GPU, task, optimizer="auto") == before
 
 
+def test_without_shadows_the_planner_keeps_more_states_in_ram(task: Task) -> None:
+    def in_ram() -> int:
+        plan = step(GPU, task, optimizer="auto", host=350_000_000).plan
+        assert plan is not None
+        return len(plan.placement.optimizer.in_ram)
+
+    with_shadows = in_ram()
+    with policy("no shadows"):
+        assert in_ram() > with_shadows
+
+
 def test_updates_in_ram_that_begin_during_backward_save_time(task: Task) -> None:
     """Where a GPU computes for about as long as the update takes."""
     slow = replace(GPU, flops=4e12)
