@@ -100,10 +100,10 @@ def _written(rows: Sequence[dict[str, Any]], out: Path) -> str:
     machines = {name: machine for name, machine in MACHINES.items() if any(row["machine"] == name for row in rows)}
     written = {name: machine.__dict__ for name, machine in machines.items()}
     _write(out / "simulated.json", {"simulated": True, "machines": written, "rows": rows})
-    plot([row for row in rows if row["policy"] == "as is" or not row["clipped"]], out / "simulated.png")
     policies = compared(rows, POLICIES)
-    as_is = [row for row in rows if row["policy"] == "as is"] if policies else rows
-    return tables(as_is, machines) + policies
+    shown = [row for row in rows if row["policy"] == "as is"] if policies else rows
+    plot(shown, out / "simulated.png")
+    return tables(shown, machines) + policies
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
