@@ -1,0 +1,142 @@
+"""Does the simulation predict what this machine does? Its rates come from the same run as the steps.
+
+[Note: where each rate comes from]
+`bench/step_vs_peers.py` gives, round by round, steps of *processor* (all states in memory, nothing overlapped) and of
+infinity with the states on NVMe, and after each step the replay of its bytes with nothing else.
+
+| rate            | from                                                                                           |
+|-----------------|------------------------------------------------------------------------------------------------|
+| flops           | processor: a step less its update and its landing                                              |
+| adam, land      | processor: its `adam_s` and `gradient_s`                                                       |
+| checksums       | `adam_s` of a contender with overlap off, less processor's: the same update, from the store    |
+| disk            | all replays of the run: bytes per second; reads to writes as fio had it on this disk           |
+| threads of      | processor: the share of two cores that it got, against the share it gets on a quiet machine.   |
+| others          | With them, what runs alone would be faster by that, and what runs at once competes with them   |
+
+A round is predicted with its own rates. What is judged is the median over rounds of predicted / measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peers.contenders import setting_of
+from peers.workload import Workload
+
+from simulation.machine import Machine
+from simulation.scenario import simulate
+from simulation.shapes import Task, task_of
+
+CONTENDERS = ("infinity-host", "infinity-host-off", "infinity-nvme", "infinity-nvme-off")
+WITHIN = 0.15
+
+_QUIET_SHARE = {False: 1.6, True: 1.9}
+"""Cores that processor keeps busy on a quiet machine, without and with recomputation of 2,048 tokens (cpu_seconds /
+seconds of 2026-11-21-step-overlap-256-clipped.json and -2048-clipped.json)."""
+_READ_TO_WRITE = 3.23 / 4.40
+"""fio on this disk: 2026-11-21-vs-fio.json."""
+_DRAM = 60e9
+"""infinity-bench adam on this machine, two cores: a loop that reads and writes in place."""
+_CHECKSUMS = 26.5e9
+"""Where no contender with overlap off ran: as on the same day in 2026-11-21-step-overlap-256-unclipped.json."""
+_VISIT_S = 2.2e-4
+"""A layer with its states on NVMe takes 0.59 ms a step more than torch's, one in RAM 0.15, and a step visits it twice
+(2026-11-22-overhead.json); what it takes in RAM is in the measured compute."""
+
+
+def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> Machine:
+    """This machine as it was in one round."""
+    work, cores = measured["workload"], measured["machine"]["cores"]
+    alone = _of_round(measured["steps"]["processor"], number)
+    counters = alone["counters"]
+    compute_s = alone["seconds"] - counters["update_s"] - counters["gradient_s"]
+    share = min(alone["cpu_seconds"] / alone["seconds"] / _QUIET_SHARE[bool(work["recompute"])], 1.0)
+    adam = task.numel / counters["adam_s"] / share
+    return Machine(
+        name="this machine",
+        cores=cores,
+        dram=max(_DRAM, adam * 26),
+        disk_read=_disk(measured) * (1 + _READ_TO_WRITE) / 2,
+        disk_write=_disk(measured) * (1 + 1 / _READ_TO_WRITE) / 2,
+        adam={"fp32": adam},
+        checksums=_checksums(measured, task) / share,
+        land=task.numel / counters["gradient_s"] / share,
+        flops=task.flops / compute_s / share,
+        host_bytes=measured["machine"]["memory_bytes"],
+        device_bytes=measured["machine"]["memory_bytes"],
+        disk_bytes=50 << 30,
+        compute_cores=cores,
+        busy_cores=cores / share - cores,
+        visit_s=_VISIT_S,
+    )
+
+
+def _disk(measured: Mapping[str, Any]) -> float:
+    """Bytes per second of all replays."""
+    replays = [step["replay"] for steps in measured["steps"].values() for step in steps if "replay" in step]
+    return statistics.median((each["read_bytes"] + each["written_bytes"]) / each["io_s"] for each in replays)
+
+
+def _checksums(measured: Mapping[str, Any], task: Task) -> float:
+    """Bytes per second: of an update from the store, what it takes more than one in memory."""
+    rates = []
+    for step in measured["steps"].get("infinity-host-off", ()):
+        alone = _of_round(measured["steps"]["processor"], step["round"])
+        more = step["counters"]["adam_s"] - alone["counters"]["adam_s"]
+        rates.append(20 * task.numel / max(more, 1e-3))
+    return statistics.median(rates) if rates else _CHECKSUMS
+
+
+def _of_round(steps: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, Any]:
+    return next(step for step in steps if step["round"] == number)
+
+
+def predict(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each contender: predicted and measured seconds, round by round, and what comes of them."""
+    work = Workload(**measured["workload"])
+    task = task_of(work, "fp32")
+    clipped = work.max_grad_norm is not None and work.max_grad_norm < 100
+    found: dict[str, dict[str, Any]] = {}
+    for name in CONTENDERS:
+        setting = setting_of(name)
+        if setting is None or name not in measured["steps"]:
+            continue
+        options = setting.options(work, None)
+        memory = options.pop("memory")
+        pairs = []
+        for step in measured["steps"][name]:
+            machine = machine_of(measured, task, step["round"])
+            outcome = simulate(
+                machine,
+                task,
+                clipped=clipped,
+                gradients="host",
+                activations="keep",
+                device=memory.get("device"),
+                **options,
+            )
+            if outcome.figures is None:
+                raise ValueError(f"{name}: {outcome.refused}")
+            pairs.append((outcome.figures.seconds, step["seconds"]))
+        ratio = statistics.median(predicted / seconds for predicted, seconds in pairs)
+        found[name] = {
+            "predicted": statistics.median(predicted for predicted, _ in pairs),
+            "measured": statistics.median(seconds for _, seconds in pairs),
+            "ratio": ratio,
+            "of_medians": statistics.median(p for p, _ in pairs) / statistics.median(s for _, s in pairs),
+            "within": abs(ratio - 1) <= WITHIN,
+            "rounds": pairs,
+            "figures": outcome.figures,
+        }
+    return found
+
+
+def rates(measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The rates that a run was predicted with: medians over its rounds."""
+    task = task_of(Workload(**measured["workload"]), "fp32")
+    machines = [machine_of(measured, task, step["round"]) for step in measured["steps"]["processor"]]
+    names = ("disk_read", "disk_write", "checksums", "land", "flops", "busy_cores", "dram")
+    found = {name: statistics.median(getattr(each, name) for each in machines) for name in names}
+    return found | {"adam": statistics.median(each.adam["fp32"] for each in machines)}

@@ -1,0 +1,82 @@
+"""The disks: one server for all of them together, with the classes of csrc/aio.
+
+[Note: what a mix of reads and writes gets]
+A read and a write of the same disk take turns: a disk that reads 3.23 GB/s and writes 4.40 GB/s gave fio 3.78 GB/s of
+half and half (bench/results/README.md), and taking turns gives 3.73. `mixed` is what a machine gets of that.
+
+A class is served before those after it; of one class the request that came first. A request that is begun is ended
+before another one, however urgent: the engine has up to 32 MiB in flight, and the requests here are about as large.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from simulation.clock import Clock, Future, when_all
+from simulation.fluid import TRANSFER, Activity, Fluid
+from simulation.machine import Machine
+
+CLASSES = ("weights", "activations", "states", "writeback")
+
+
+class Disk:
+    """As _native.IOEngine. Attributes: read_bytes, written_bytes: so far."""
+
+    def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
+        self.clock = clock
+        self._fluid = fluid
+        self._machine = machine
+        self._queues: dict[str, deque[tuple[bool, float, Future]]] = {name: deque() for name in CLASSES}
+        self._queued = {True: 0, False: 0}  # requests, by whether they read
+        self._busy = False
+        self.read_bytes = 0.0
+        self.written_bytes = 0.0
+
+    def read(
+        self, file: object, offset: int, into: memoryview, io_class: str, *, verify: bool, after: Future | None
+    ) -> Future:
+        return self.transfer(io_class, into.nbytes, () if after is None else (after,), reads=True)
+
+    def write(
+        self, file: object, offset: int, data: memoryview, io_class: str, *, after: Future | None = None
+    ) -> Future:
+        return self.transfer(io_class, data.nbytes, () if after is None else (after,), reads=False)
+
+    def register_memory(self, memory: memoryview) -> str:
+        return ""
+
+    def transfer(self, io_class: str, nbytes: float, after: Sequence[Future] = (), *, reads: bool) -> Future:
+        future = Future(self.clock)
+        if reads:
+            self.read_bytes += nbytes
+        else:
+            self.written_bytes += nbytes
+
+        def enqueue() -> None:
+            self._queues[io_class].append((reads, nbytes, future))
+            self._queued[reads] += 1
+            self._next()
+
+        when_all(after, enqueue)
+        return future
+
+    def _next(self) -> None:
+        if self._busy:
+            return
+        queue = next((queue for queue in self._queues.values() if queue), None)
+        if queue is None:
+            return
+        reads, nbytes, future = queue.popleft()
+        self._queued[reads] -= 1
+        self._busy = True
+        rate = self._machine.disk_read if reads else self._machine.disk_write
+        if self._queued[not reads]:
+            rate *= self._machine.disk_mixed
+        takes = {"disk": 1 / rate, "dram": 1.0, "cores": self._machine.disk_core_s_per_byte}
+        self._fluid.start(Activity(nbytes, rate, takes, TRANSFER), lambda: self._ended(future))
+
+    def _ended(self, future: Future) -> None:
+        self.clock.after(self._machine.disk_latency_s, future.complete)
+        self._busy = False
+        self._next()

@@ -1,0 +1,123 @@
+"""What takes time: activities that flow at a rate of their own, or slower where they share a resource.
+
+[Note: how activities share]
+An activity has a work, the most of it that it does per second when it is alone, and what a unit of work takes of each
+resource. Activities that want more of a resource than there is get it in proportion to their weights (threads, for
+cores), and what one of them cannot use the others get: weighted max-min fairness, as a scheduler gives cores and a
+memory controller gives bandwidth. What an activity is held up by elsewhere it does not take here.
+
+Transfers of devices come first (`TRANSFER`): a disk or a link has a few requests that cannot wait, and many cores at
+full speed take what is left of the memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+from simulation.clock import Clock
+
+TRANSFER = 1000.0
+"""The weight of a device's transfer; an activity of cores has the number of its threads."""
+
+_NOTHING = 1e-9  # of an activity's work, and of a second: rounding
+
+
+class Activity:
+    """Args:
+    work: in any unit.
+    alone: units per second where nothing else runs.
+    takes: of each resource, by name, per unit.
+    weight: its share of a resource that too many want.
+    """
+
+    __slots__ = ("alone", "done", "left", "rate", "takes", "weight", "work")
+
+    def __init__(self, work: float, alone: float, takes: Mapping[str, float], weight: float = 1.0) -> None:
+        self.work = self.left = work
+        self.alone = alone
+        self.takes = {name: amount for name, amount in takes.items() if amount > 0}
+        self.weight = weight
+        self.rate = 0.0
+        self.done: Callable[[], None] = lambda: None
+
+
+class Fluid:
+    """Attributes: used: of each resource, how much activities took so far (core seconds, bytes, device seconds)."""
+
+    def __init__(self, clock: Clock, capacity: Mapping[str, float]) -> None:
+        self._clock = clock
+        self._capacity = dict(capacity)
+        self._running: list[Activity] = []
+        self._at = 0.0
+        self._version = 0
+        self._planned = False
+        self.used: dict[str, float] = defaultdict(float)
+
+    def start(self, activity: Activity, done: Callable[[], None]) -> None:
+        """Begin; `done` runs when the work is done."""
+        activity.done = done
+        if activity.work <= 0:
+            self._clock.after(0.0, done)
+            return
+        for name, amount in activity.takes.items():
+            self.used[name] += activity.work * amount
+        self._flow()
+        self._running.append(activity)
+        self._plan_soon()
+
+    def _flow(self) -> None:
+        """Bring everything up to now."""
+        elapsed, self._at = self._clock.now - self._at, self._clock.now
+        if elapsed > 0:
+            for each in self._running:
+                each.left -= each.rate * elapsed
+
+    def _plan_soon(self) -> None:
+        if not self._planned:
+            self._planned = True
+            self._clock.after(0.0, self._plan)
+
+    def _plan(self) -> None:
+        self._planned = False
+        self._flow()
+        ended = [each for each in self._running if each.left <= _NOTHING * max(each.work, each.rate)]
+        if ended:
+            self._running = [each for each in self._running if each not in ended]
+            for each in ended:
+                each.done()
+            self._plan_soon()
+            return
+        if not self._running:
+            return
+        share(self._running, self._capacity)
+        self._version += 1
+        version = self._version
+        next_end = min(each.left / each.rate for each in self._running)
+        self._clock.after(next_end, lambda: self._plan() if version == self._version and not self._planned else None)
+
+
+def share(activities: list[Activity], capacity: Mapping[str, float]) -> None:
+    """Set the rates ([Note: how activities share])."""
+    left = dict(capacity)
+    open_ones = list(activities)
+    while open_ones:
+        weights: dict[str, float] = defaultdict(float)
+        for each in open_ones:
+            for name in each.takes:
+                weights[name] += each.weight
+        fair = {
+            id(each): min(
+                (left[name] * each.weight / weights[name] / amount for name, amount in each.takes.items()),
+                default=each.alone,
+            )
+            for each in open_ones
+        }
+        content = [each for each in open_ones if fair[id(each)] >= each.alone]
+        # Where none is content, the one that is held up most: nobody gets more of its resource later on.
+        fixed = content or [min(open_ones, key=lambda each: fair[id(each)] / each.alone)]
+        for each in fixed:
+            each.rate = max(min(fair[id(each)], each.alone), 1e-12 * each.alone)
+            for name, amount in each.takes.items():
+                left[name] = max(left[name] - each.rate * amount, 0.0)
+        open_ones = [each for each in open_ones if each not in fixed]

@@ -1,0 +1,66 @@
+"""The planner's plan for a machine that is not here."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+
+from infinity.config import SwapConfig
+from infinity.plan import planner, speculation
+from infinity.plan.plan import Plan
+from infinity.plan.planner import HOST_SHARE, make_plan
+from infinity.sizes import PAGE_BYTES
+from simulation.machine import Machine
+from simulation.shapes import Task
+
+DEVICE_SHARE = 0.9
+"""What infinity takes of free device memory where the config does not say (plan/planner.py)."""
+_SYSTEM_BYTES = 6 << 30
+"""Of RAM: the system, and a process with torch and a GPU's context."""
+
+
+def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
+    """Args: config: keys of the swap config beside memory, paths and threads.
+
+    Raises:
+        PlanError: the machine is too small.
+        ValueError: the plan leaves too little device memory for activations.
+    """
+    host = config.pop("host", None) or int((machine.host_bytes - _SYSTEM_BYTES) * HOST_SHARE)
+    device = config.pop("device", None) or _device_bytes(machine, task)
+    given = SwapConfig(
+        memory={"host": host, "device": device},  # type: ignore[arg-type]
+        nvme={"paths": [f"/simulated/{number}" for number in range(machine.disks)]},  # type: ignore[arg-type]
+        update={"threads": int(machine.cores), "tile": config.pop("tile", None)},  # type: ignore[arg-type]
+        commit_every=0,
+        **config,
+    )
+    kind = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
+    with ExitStack() as patches:
+        for module in (planner, speculation):
+            patches.enter_context(mock.patch.object(module, "room_bytes", return_value=machine.disk_bytes))
+        plan = make_plan(task.units, given, kind, can_recompute=True, accumulation_steps=1, sites=task.sites)
+    if machine.is_gpu:
+        _require_activations(machine, task, plan)
+    return plan
+
+
+def _device_bytes(machine: Machine, task: Task) -> int:
+    """memory.device as somebody would set it who knows what activations need: the planner gives weights and gradients
+    half of it, and more only where two modules need more."""
+    usual = int(machine.device_bytes * DEVICE_SHARE)
+    half = (usual - task.activation_bytes) // PAGE_BYTES * PAGE_BYTES
+    return min(usual, max(2 * half, 1)) if machine.is_gpu else usual
+
+
+def _require_activations(machine: Machine, task: Task, plan: Plan) -> None:
+    planned = plan.budgets.slot_bytes + plan.budgets.ring_bytes
+    room = machine.device_bytes * DEVICE_SHARE - planned
+    if room < task.activation_bytes:
+        raise ValueError(
+            f"device memory: {room / 2**30:.1f} GiB are left beside {planned / 2**30:.1f} GiB for weights and "
+            f"gradients; activations need {task.activation_bytes / 2**30:.1f} GiB"
+        )

@@ -1,0 +1,138 @@
+"""The house's rooms, opened over imitations of what lies below them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from infinity.coordinator.progress import Progress
+from infinity.coordinator.speculator import Speculator
+from infinity.plan.plan import Plan
+from infinity.state.request import GroupUpdate, SegmentRequest
+from infinity.state.unit import Unit
+from infinity.units.arrivals import Passes
+from infinity.units.gradients import Gradients, UnitGradients, open_gradients
+from infinity.units.health import Health
+from infinity.units.room import Room
+from infinity.units.shadows import Shadows
+from infinity.units.speculation import Speculation
+from infinity.units.unit import OffloadedUnit
+from infinity.units.updates import Updates
+from infinity.units.weights import Weights
+from simulation.clock import Clock
+from simulation.disk import Disk
+from simulation.fluid import Fluid
+from simulation.gpu import Gpu
+from simulation.machine import Machine
+from simulation.native import Pool
+from simulation.pipeline import Pipeline
+from simulation.resources import open_resources
+
+
+class Timeline:
+    """As base.timeline.Timeline, in simulated time. Attributes: stalled: seconds, by cause."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.stalled: dict[str, float] = {}
+
+    @contextmanager
+    def stall(self, cause: str, unit: str = "") -> Iterator[None]:
+        """Of stalls within stalls the innermost counts: the time is given to one cause."""
+        began, inner = self._clock.now, sum(self.stalled.values())
+        yield
+        within = sum(self.stalled.values()) - inner
+        self.stalled[cause] = self.stalled.get(cause, 0.0) + self._clock.now - began - within
+
+    def begin(self, kind: str, unit: str) -> None:
+        return
+
+    def end(self, kind: str, unit: str) -> None:
+        return
+
+
+class Views:
+    """As units.parameters.ParameterViews, of parameters that nobody reads."""
+
+    open = False
+
+    def show(self, slot: Any) -> None:
+        return
+
+    def hide(self) -> None:
+        return
+
+    def open_up(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def require_untouched(self) -> None:
+        return
+
+    def saved_by_autograd(self) -> bool:
+        return False
+
+
+class Optimizer:
+    """As units.speculation.Predictable: AdamW, whose gradients a step multiplies by `scale`."""
+
+    accumulation_steps = None
+    expected_scale = 1.0
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def expected_update(self, index: int) -> dict[int, GroupUpdate]:
+        return self.update(index, 1.0)
+
+    def update(self, index: int, scale: float) -> dict[int, GroupUpdate]:
+        return {
+            number: GroupUpdate((SegmentRequest(0, group.numel, 1, 0, False, scale, (("lr", 1e-5),)),), None)
+            for number, group in enumerate(self._units[index].groups)
+        }
+
+    def requests(self, scale: float) -> Mapping[int, dict[int, GroupUpdate]]:
+        return {index: self.update(index, scale) for index in range(len(self._units))}
+
+
+class Rooms:
+    """Attributes: as coordinator.parts.Parts, and the machine below."""
+
+    def __init__(self, machine: Machine, plan: Plan, units: list[Unit]) -> None:
+        self.clock = Clock()
+        self.fluid = Fluid(self.clock, machine.capacity())
+        self.disk = Disk(self.clock, self.fluid, machine)
+        self.pipeline = Pipeline(self.clock, self.fluid, self.disk, machine, plan.budgets.staging)
+        self.timeline = Timeline(self.clock)
+        self.gpu = Gpu(self.clock, self.fluid, machine) if machine.is_gpu else None
+        pool = Pool(self.clock, self.fluid, machine)
+        self.resources = open_resources(plan, self.disk, pool, self.pipeline, self.gpu)
+        sizes = [units[index].weight_bytes for index in sorted(plan.placement.weights.in_ram)]
+        native: Any = self.pipeline
+        self.shadows = Shadows(self.resources.weights_ram, native, plan.budgets.shadow_bytes, sizes)
+        self.health = Health()
+        gradients = [UnitGradients(unit, open_gradients(unit, self.resources)) for unit in units]
+        self.gradients = Gradients(gradients, self.resources.landing)
+        self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
+        self.passes = Passes([each.arrivals for each in gradients])
+        self.updates = Updates(self.resources, self.shadows)
+        self.speculation = Speculation(plan.placement.updates.overlap)
+        commits: Any = SimpleNamespace(under_way=False, frozen=False, due=lambda step: False, step_begins=lambda: None)
+        timeline: Any = self.timeline
+        self.progress = Progress(self.resources, self.updates, commits, self.health, timeline)
+        self.speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
+        self.room = Room(self.units, self.resources, self.updates, timeline)
+
+    def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
+        released: Any = None
+        timeline: Any = self.timeline
+        views: Any = Views()
+        homes = self.resources.units[unit.index]
+        made = OffloadedUnit(unit, {}, homes, gradients, released, timeline, self.health, self.shadows)
+        made.views = views
+        made.weights = Weights(unit, views, timeline)
+        return made

@@ -1,0 +1,85 @@
+"""What is trained: Llama-like shapes as units, and the work and the device memory that a step of them takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from peers.workload import Workload
+from transformers import LlamaForCausalLM
+
+from infinity import _native
+from infinity.state.discover import HookSite, discover
+from infinity.state.unit import Unit
+
+SEQUENCE = 2048
+SHAPES = {
+    "8B": Workload(
+        layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocabulary=128256,
+        batch=4, tokens=SEQUENCE, recompute=True,
+    ),
+    "32B": Workload(
+        layers=64, hidden=5120, intermediate=25600, heads=40, kv_heads=8, vocabulary=151936,
+        batch=4, tokens=SEQUENCE, recompute=True,
+    ),
+    "70B": Workload(
+        layers=80, hidden=8192, intermediate=28672, heads=64, kv_heads=8, vocabulary=128256,
+        batch=4, tokens=SEQUENCE, recompute=True,
+    ),
+}  # fmt: skip
+"""Of Llama-3-8B, Qwen3-32B and Llama-3-70B, from their published configurations."""
+
+_LOGITS_BYTES = 1 << 30
+"""Of the chunked loss: 1,024 rows of 128 k words in fp32, and their gradients."""
+_BLOCK_WIDTHS = 8
+"""Hidden-wide activations of a block while it is recomputed: its norms, its queries, what attention and the residual
+give; the kv heads' are smaller."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A workload cut into units.
+
+    Attributes:
+        forward: FLOPs of each unit's forward, by index. backward: of its backward, recomputation included.
+        activation_bytes: of device memory, beside slots.
+    """
+
+    work: Workload
+    units: tuple[Unit, ...]
+    sites: tuple[HookSite, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    activation_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def flops(self) -> float:
+        return sum(self.forward) + sum(self.backward)
+
+
+def task_of(work: Workload, moments: _native.MomentsName) -> Task:
+    """The units as infinity cuts them, of a model without content."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(work.llama_config(), dtype=getattr(torch, work.dtype))
+    found = discover(model, moments)
+    tokens = work.batch * work.tokens
+    forward, backward = [], []
+    for unit in found.units:
+        block = ".layers." in unit.name
+        looked_up = unit.stays or "embed" in unit.name
+        attention = 2 * work.tokens * work.hidden * tokens if block else 0  # two products, of which half is masked
+        once = 0.0 if looked_up else 2.0 * unit.numel * tokens + attention
+        forward.append(once)
+        backward.append((3 if block and work.recompute else 2) * once)
+    return Task(work, found.units, found.sites, tuple(forward), tuple(backward), _activation_bytes(work))
+
+
+def _activation_bytes(work: Workload) -> int:
+    tokens = work.batch * work.tokens
+    inputs = 2 * work.layers * tokens * work.hidden
+    block = 2 * tokens * (_BLOCK_WIDTHS * work.hidden + 3 * work.intermediate)
+    return inputs + 2 * block + _LOGITS_BYTES  # a block's activations and their gradients

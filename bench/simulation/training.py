@@ -1,0 +1,204 @@
+"""Training steps: what hooks and the coordinator do with the rooms, in their order."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+
+from infinity.plan.plan import Plan
+from infinity.units.unit import OffloadedUnit
+from simulation.clock import Future
+from simulation.fluid import Activity
+from simulation.machine import Machine
+from simulation.rooms import Optimizer, Rooms
+from simulation.shapes import Task
+
+_CLIPPING = 0.5  # anything but 1: what a step that clips multiplies gradients by
+_RUN_AHEAD = 8
+"""Visits of units that the host is ahead of the GPU at most: a queue of some 1,000 launches, about 100 to a block."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What steps took so far, or one step took.
+
+    Attributes:
+        used: of each resource, by name: core seconds, bytes, seconds of the device and of the disks.
+        stalled: seconds for which the host waited, by cause. waited: for which a GPU did.
+        in_step: seconds inside optim.step().
+    """
+
+    seconds: float
+    read_bytes: float
+    written_bytes: float
+    adam_s: float
+    in_step: float
+    used: dict[str, float] = field(default_factory=dict)
+    stalled: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+
+    def since(self, earlier: Figures, steps: int) -> Figures:
+        """Of one step, on average, since earlier figures were taken."""
+
+        def parts(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
+            return {name: (value - then.get(name, 0.0)) / steps for name, value in now.items()}
+
+        return Figures(
+            (self.seconds - earlier.seconds) / steps,
+            (self.read_bytes - earlier.read_bytes) / steps,
+            (self.written_bytes - earlier.written_bytes) / steps,
+            (self.adam_s - earlier.adam_s) / steps,
+            (self.in_step - earlier.in_step) / steps,
+            parts(self.used, earlier.used),
+            parts(self.stalled, earlier.stalled),
+            parts(self.waited, earlier.waited),
+        )
+
+
+class Training:
+    """Args: clipped: every step clips its gradients."""
+
+    def __init__(self, machine: Machine, task: Task, plan: Plan, *, clipped: bool) -> None:
+        self.rooms = Rooms(machine, plan, list(task.units))
+        self._machine, self._task = machine, task
+        self._scale = _CLIPPING if clipped else 1.0
+        self._optimizer = Optimizer(list(task.units))
+        self._steps = 0
+        self._in_step = 0.0
+        self._gradient = torch.empty(0, dtype=getattr(torch, task.work.dtype))
+        self._queued: deque[Future] = deque()
+        self._order = [unit for unit in self.rooms.units if not unit.unit.stays]
+        self._staying = [unit for unit in self.rooms.units if unit.unit.stays]
+        if machine.busy_cores:
+            endless = Activity(1e15, machine.busy_cores, {"cores": 1.0}, weight=machine.busy_cores)
+            self.rooms.fluid.start(endless, lambda: None)
+
+    def figures(self) -> Figures:
+        rooms = self.rooms
+        waited = {} if rooms.gpu is None else dict(rooms.gpu.compute.waited)
+        used, stalled = dict(rooms.fluid.used), dict(rooms.timeline.stalled)
+        disk, adam = rooms.disk, rooms.pipeline.adam_s
+        return Figures(rooms.clock.now, disk.read_bytes, disk.written_bytes, adam, self._in_step, used, stalled, waited)
+
+    def step(self) -> None:
+        self._forward()
+        self._backward()
+        began = self.rooms.clock.now
+        with self.rooms.timeline.stall("step"):
+            self._step()
+        self._in_step += self.rooms.clock.now - began
+        self._zero_grad()
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        rooms = self.rooms
+        rooms.progress.carry_on()
+        rooms.room.begin_pass(training=True)
+        for unit in self._staying:
+            self._acquire(unit)
+        for unit in self._order:
+            self._acquire(unit)
+            self._compute(self._task.forward[unit.index])
+            rooms.room.unuse(unit)
+        for unit in self._staying:
+            rooms.room.unuse(unit)
+
+    def _acquire(self, unit: OffloadedUnit) -> None:
+        unit.weights.use()
+        self.rooms.progress.carry_on()
+        self.rooms.room.bring(unit)
+
+    def _backward(self) -> None:
+        rooms = self.rooms
+        head, *others = reversed(self._order)
+        for number, unit in enumerate([head, *self._staying, *others]):
+            self._hold(unit)
+            self._compute(self._task.backward[unit.index])
+            if number == 0:
+                self._begin_backward()
+            self._land(unit)
+        rooms.passes.end()
+        rooms.room.hold(())
+        rooms.gradients.send()
+        rooms.gradients.backward_begins((), ())
+
+    def _hold(self, unit: OffloadedUnit) -> None:
+        rooms = self.rooms
+        rooms.progress.carry_on()
+        rooms.room.hold([unit.index])
+        rooms.gradients.backward_begins([unit.index], [each.index for each in self._staying])
+        rooms.progress.carry_on()
+        rooms.room.bring(unit)
+
+    def _begin_backward(self) -> None:
+        rooms = self.rooms
+        rooms.passes.begin()
+        rooms.progress.carry_on()
+        rooms.speculator.backward_begins(rooms.room.order, self._optimizer, self._steps + 1)
+
+    def _compute(self, flops: float) -> None:
+        """On the CPU it is done when this returns; a GPU has it in its queue."""
+        machine, gpu = self._machine, self.rooms.gpu
+        if gpu is None:
+            self._busy(Activity(machine.visit_s, 1.0, {"cores": 1.0}))
+            takes = {"cores": machine.compute_cores / machine.flops}
+            self._busy(Activity(flops, machine.flops, takes, weight=machine.compute_cores))
+            return
+        self.rooms.clock.sleep(machine.visit_s)
+        self._queued.append(gpu.compute.run(Activity(flops, machine.flops, {"device": 1 / machine.flops})))
+        while len(self._queued) > _RUN_AHEAD:
+            self._queued.popleft().wait()
+
+    def _busy(self, activity: Activity) -> None:
+        future = Future(self.rooms.clock)
+        self.rooms.fluid.start(activity, future.complete)
+        future.wait()
+
+    def _land(self, unit: OffloadedUnit) -> None:
+        """Coordinator.arrive, parameter by parameter, and complete."""
+        complete = False
+        unit.apply_update()
+        for index, group in unit.gradients.groups.items():
+            for spec in unit.unit.groups[index].specs:
+                with self.rooms.timeline.stall("gradient"):
+                    group.land(spec, self._gradient, accumulate=False)
+                complete = unit.gradients.arrivals.came(spec.name)
+        if complete:
+            unit.gradients.send()
+            self.rooms.speculator.complete(unit, self._optimizer, self._steps + 1)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Coordinator.begin_step, update and end_step."""
+        rooms = self.rooms
+        with rooms.timeline.stall("gradient"):
+            rooms.resources.idle.begins()
+            rooms.gradients.synchronize()
+        rooms.progress.finish_updates()
+        rooms.progress.make_way()
+        rooms.room.hold(())
+        rooms.room.finish_fetches()
+        rooms.resources.synchronize_uploads()
+        requests = self._optimizer.requests(self._scale)
+        wrong = rooms.speculator.wrong(requests)
+        rooms.room.end_iteration()
+        begun = rooms.updates.decide(requests, rooms.room.order(), self._steps + 1, committed=False)
+        rooms.speculator.step_decided(begun, wrong, requests, self._optimizer)
+        for unit in begun:
+            rooms.room.update_decided(unit)
+        rooms.passes.step_ended()
+        rooms.room.begin_pass(training=True)
+        self._steps += 1
+        if rooms.speculation.mode == "off":
+            rooms.progress.finish_updates()
+        rooms.room.prefetch()
+        rooms.resources.idle.ends()
+
+    def _zero_grad(self) -> None:
+        for unit in self.rooms.units:
+            for group in unit.gradients.groups.values():
+                group.forget()

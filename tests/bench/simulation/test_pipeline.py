@@ -1,0 +1,119 @@
+"""The driver told again: what it does in which order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulation.clock import Clock, Future
+from simulation.disk import Disk
+from simulation.fluid import Fluid
+from simulation.native import Stream
+from simulation.pipeline import CANCELED, Pipeline, UpdateFuture
+from simulation.resources import FILE
+
+from infinity.plan.budgets import Staging
+from tests.bench.simulation.machines import CPU
+
+TILE = 1 << 20
+
+
+class World:
+    """A pipeline with room for `tiles`, and the order in which its jobs are computed."""
+
+    def __init__(self, tiles: int = 4, ahead: int = 0) -> None:
+        self.clock = Clock()
+        fluid = Fluid(self.clock, CPU.capacity())
+        self.disk = Disk(self.clock, fluid, CPU)
+        staging = Staging(TILE, TILE * 20, TILE * 20 * tiles, 2, TILE * 20 * ahead)
+        self.pipeline = Pipeline(self.clock, fluid, self.disk, CPU, staging)
+        self.computed: list[str] = []
+
+    def job(self, tiles: int = 2) -> dict[str, Any]:
+        state = Stream(file=FILE)
+        return {
+            "numel": TILE * tiles, "moments": "fp32", "weight_dtype": "bf16", "grad_dtype": "bf16",
+            "weight": Stream(memory=memoryview(b"")), "residual": state, "exp_avg": state, "exp_avg_sq": state,
+            "grad": Stream(memory=memoryview(b"")),
+        }  # fmt: skip
+
+    def submit(self, name: str, **given: Any) -> UpdateFuture:
+        future = self.pipeline.submit(**self.job(), **given)
+        future.computed.then(lambda: self.computed.append(name) if future.computed.failure() is None else None)
+        return future
+
+
+def test_jobs_are_computed_in_their_order_and_a_speculative_one_is_the_next() -> None:
+    world = World(tiles=3)
+    futures = [world.submit("first"), world.submit("second"), world.submit("next", speculative=True)]
+    for future in futures:
+        future.wait()
+    assert world.computed == ["next", "first", "second"]
+
+
+def test_a_job_moves_what_it_has_in_the_file_both_ways() -> None:
+    world = World()
+    world.submit("it").wait()
+    assert (world.disk.read_bytes, world.disk.written_bytes) == (2 * TILE * 10, 2 * TILE * 10)
+
+
+def test_computed_comes_before_written() -> None:
+    world = World()
+    future = world.submit("it")
+    future.computed.wait()
+    assert not future.done()
+    future.wait()
+
+
+def test_a_job_that_was_not_begun_is_taken_back_and_one_that_was_goes_on() -> None:
+    world = World(tiles=1)
+    first, second = world.submit("first"), world.submit("second")
+    world.clock.run_until(lambda: world.disk.read_bytes > 0)
+    assert world.pipeline.withdraw([first, second]) == [False, True]
+    first.wait()
+    assert second.failure() is CANCELED
+    assert world.computed == ["first"]
+
+
+def test_a_job_enters_the_queue_when_its_inputs_are_there() -> None:
+    world = World(tiles=1)
+    landed = Future(world.clock)
+    held, free = world.submit("held", after=[landed]), world.submit("free")
+    free.wait()
+    assert not held.computed.done()
+    landed.complete()
+    held.wait()
+    assert world.computed == ["free", "held"]
+
+
+def test_a_job_that_is_held_is_taken_back_with_what_was_read_for_it() -> None:
+    world = World(tiles=3, ahead=2)
+    ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
+    landed = Future(world.clock)
+    held = world.submit("held", ahead=ahead, after=[landed])
+    assert world.pipeline.withdraw([held]) == [True]
+    assert held.failure() is CANCELED
+    assert ahead.failure() is CANCELED
+    landed.complete()
+    world.submit("next").wait()
+    assert world.computed == ["next"]
+
+
+def test_what_was_read_ahead_is_not_read_again() -> None:
+    world = World(tiles=3, ahead=2)
+    ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
+    world.clock.run_until(lambda: world.disk.read_bytes == 2 * TILE * 10)
+    world.submit("it", ahead=ahead).wait()
+    assert world.disk.read_bytes == 2 * TILE * 10
+    assert world.pipeline.tiles_ahead_used == 2
+
+
+def test_memory_that_was_lent_comes_back_when_its_tiles_are_written() -> None:
+    world = World(tiles=2)
+    lent = memoryview(bytearray(3 * TILE * 20))
+    world.pipeline.lend(lent)
+    assert world.pipeline.ahead_tiles_max == 3
+    future = world.submit("it")
+    future.computed.wait()
+    assert world.pipeline.reclaim(lent)
+    assert world.pipeline.ahead_tiles_max == 0
+    future.wait()
