@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from infinity import _native
 from infinity.base.accelerator import TorchAccelerator
 from infinity.io.arena import PinnedArena
 
@@ -42,20 +41,6 @@ def current_device() -> torch.device:
 
 def accelerator() -> TorchAccelerator:
     return TorchAccelerator(current_device())
-
-
-def gate_of(accelerator: TorchAccelerator) -> _native.DeviceGate:
-    """The runtime's own functions, for native threads. Raises ConfigError where they are not found."""
-    table = accelerator.gate()
-    return _native.DeviceGate(
-        accelerator.device.index or 0,
-        copy=table.copy,
-        record=table.record,
-        wait=table.wait,
-        synchronize=table.synchronize,
-        enter=table.enter,
-        keep=table,
-    )
 
 
 def pinned_arena(nbytes: int) -> PinnedArena:

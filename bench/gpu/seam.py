@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from gpu.cuda import accelerator, gate_of, pinned_arena
+from gpu.cuda import accelerator, pinned_arena
 from infinity import _native
 from infinity.io.arena import Lease, Space
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent
 from infinity.state.unit import Group, ParameterSpec
+from infinity.tiers.device import open_gate
 from infinity.tiers.downloads import GradientQueue, WeightsQueue
 from infinity.tiers.slab import Slab, SlabLease
 from infinity.tiers.slots import SlabSlot
@@ -71,7 +72,7 @@ class Seam:
         self.ring = Slab(self.accelerator, memory[slots:])
         self.store = store
         engine: Any = None if store is None else store.engine
-        gate, self.pool = gate_of(self.accelerator), _native.ThreadPool(2)
+        gate, self.pool = open_gate(self.accelerator), _native.ThreadPool(2)
         self.uploads = UploadQueue(self.accelerator, gate, engine, self.arena, 4 * piece, piece)
         bounce = self.arena.lease(4 * piece, "gradients").space()
         self.gradients = GradientQueue(self.accelerator, gate, self.ring, bounce, self.pool)

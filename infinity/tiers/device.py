@@ -41,16 +41,7 @@ class DeviceTier:
         pool: _native.ThreadPool,
     ) -> None:
         self.accelerator = accelerator
-        budgets, table = plan.budgets, accelerator.gate()
-        gate = _native.DeviceGate(
-            accelerator.device.index or 0,
-            copy=table.copy,
-            record=table.record,
-            wait=table.wait,
-            synchronize=table.synchronize,
-            enter=table.enter,
-            keep=table,
-        )
+        budgets, gate = plan.budgets, open_gate(accelerator)
         memory = _slab(accelerator, plan)
         refused = arena.pin(accelerator)
         if refused:
@@ -70,6 +61,20 @@ class DeviceTier:
         with ExitStack() as closing:  # all of them, whatever one of them raises
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
+
+
+def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
+    """The entry points of the device's runtime, for native threads. Raises ConfigError as Accelerator.gate."""
+    table = accelerator.gate()
+    return _native.DeviceGate(
+        accelerator.device.index or 0,
+        copy=table.copy,
+        record=table.record,
+        wait=table.wait,
+        synchronize=table.synchronize,
+        enter=table.enter,
+        keep=table,
+    )
 
 
 def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
