@@ -203,13 +203,12 @@ class Player:
             here = disturbance if disturbance is not None and disturbance.micro_batch == index else None
             self._asides(iteration, "forward" if index == 0 else "between")
             announced = iteration.told and index < iteration.micro_batches - 1
-            with self.coordinator.accumulating() if announced else nullcontext():
+            with self.coordinator.accumulating() if announced else nullcontext(), self._broken(here, "backward"):
                 loss = self._forward(iteration, index, here) / iteration.micro_batches
                 self._total += loss.item()
                 if iteration.nan and index == iteration.micro_batches - 1:
                     loss = loss * float("nan")
-                with self._broken(here, "backward"):
-                    loss.backward()
+                loss.backward()
             if index == 0:
                 self._break(here, "between")
                 self._close_at("between")
@@ -253,7 +252,7 @@ class Player:
 
     @contextmanager
     def _broken(self, disturbance: Disturbance | None, where: Where) -> Iterator[None]:
-        """A module in here fails, or is where Ctrl-C comes, if the script says so."""
+        """A module's `where` in here fails, or is where Ctrl-C comes, if the script says so."""
         if where == "backward" and self._ends_in == "backward":
             with self._hooked(self._end, backward=True):
                 yield
@@ -266,11 +265,23 @@ class Player:
 
     @contextmanager
     def _hooked(self, what: Callable[[], None], *, backward: bool, module: Any = None) -> Iterator[None]:
-        """`what` is done once, where the forward or backward of a module, or of the middle one, ends or begins."""
+        """`what` is done once, where the forward of a module, or of the middle one, ends or where its backward begins.
+
+        A full backward hook of the module would be a node of the graph, which changes the order in which torch sums
+        the gradients of the module's input; a hook of its output is none.
+        """
         module = module or self._sites[len(self._sites) // 2]
         left = [what]
-        hook = lambda *_: left.pop()() if left else None  # noqa: E731
-        handle = module.register_full_backward_pre_hook(hook) if backward else module.register_forward_hook(hook)
+
+        def do(*_: Any) -> None:
+            if left:
+                left.pop()()
+
+        def on_backward(module: Any, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(do)
+
+        handle = module.register_forward_hook(on_backward if backward else do)
         try:
             yield
         finally:
