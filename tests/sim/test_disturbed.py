@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import infinity
+from infinity import _native
 from infinity.coordinator import registry
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
@@ -200,6 +201,26 @@ def test_units_that_are_alike_have_the_same_addresses_in_each_step(
             optim.step()
             optim.zero_grad()
     assert len(set(seen)) <= 3 + 2 + 2, "two slots for those that are alike, one for the other, and the ring's"
+    infinity.close(model, discard=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_gradients_that_were_added_up_begin_the_next_step_in_fp32_and_native_threads_widen_them(
+    policy: Any, monkeypatch: pytest.MonkeyPatch, simulate: Simulate, tmp_path: Path
+) -> None:
+    simulate(policy)
+    widened: list[int] = []
+    widen = _native.widen_in_place
+    monkeypatch.setattr(_native, "widen_in_place", lambda *given: (widened.append(given[2]), widen(*given)))
+    model = offloaded(("host", "host"), tmp_path)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=2)
+    for step in range(3):
+        for _ in range(2):
+            model(BATCH).backward()
+        assert bool(widened) == (step == 0)
+        widened.clear()
+        optim.step()
+        optim.zero_grad()
     infinity.close(model, discard=True)
 
 
