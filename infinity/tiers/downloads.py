@@ -92,8 +92,22 @@ class Packed:
         return self.lease.memory.view(self.group.dtype)
 
 
-class GradientQueue:
-    """One stream down.
+class _Downward:
+    """One stream down, and the native thread that takes what comes."""
+
+    def __init__(self, accelerator: Accelerator, gate: _native.DeviceGate, pool: _native.ThreadPool) -> None:
+        self._accelerator = accelerator
+        self._native = _native.Landings(gate, pool)
+        self._stream = accelerator.stream()
+
+    def close(self) -> None:
+        """Wait until no copy uses host memory."""
+        self._native.close()
+        self._accelerator.synchronize(self._accelerator.record(self._stream))
+
+
+class GradientQueue(_Downward):
+    """Gradients on their way down.
 
     Invariant: `_open` are the pieces that were not sent, the first packed first; each has a lease of the ring.
     """
@@ -101,11 +115,9 @@ class GradientQueue:
     def __init__(
         self, accelerator: Accelerator, gate: _native.DeviceGate, ring: Slab, bounce: Space, pool: _native.ThreadPool
     ) -> None:
-        self._accelerator = accelerator
+        super().__init__(accelerator, gate, pool)
         self._ring = ring
         self._bounce = bounce
-        self._native = _native.Landings(gate, pool)
-        self._stream = accelerator.stream()
         self._open: list[Packed] = []
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
@@ -155,11 +167,6 @@ class GradientQueue:
             self._open.remove(packed)
             before = () if packed.specs else packed.lease.after  # who packed has waited for that
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
-
-    def close(self) -> None:
-        """Wait until no copy uses host memory."""
-        self._native.close()
-        self._accelerator.synchronize(self._accelerator.record(self._stream))
 
     def _send_to_place(self, packed: Packed) -> Landing:
         event = self._copy(packed, torch.frombuffer(packed.target, dtype=torch.uint8))
@@ -240,17 +247,15 @@ class WeightsCopy:
         self.lease.release()
 
 
-class WeightsQueue:
+class WeightsQueue(_Downward):
     """Weights on their way down: an update of a unit whose weights are in the store takes them from the slot, where
     they are anyway, and not from the disk again. A stream of its own: they do not wait for gradients."""
 
     def __init__(
         self, accelerator: Accelerator, gate: _native.DeviceGate, space: Space, pool: _native.ThreadPool
     ) -> None:
-        self._accelerator = accelerator
+        super().__init__(accelerator, gate, pool)
         self._space = space
-        self._native = _native.Landings(gate, pool)
-        self._stream = accelerator.stream()
 
     def copy(self, weights: torch.Tensor, ready: Event) -> WeightsCopy | None:
         """Start copying the weights of a slot. None where there is no memory.
@@ -265,11 +270,6 @@ class WeightsQueue:
         into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
         event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
         return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
-
-    def close(self) -> None:
-        """Wait until no copy uses host memory."""
-        self._native.close()
-        self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
 def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memoryview:

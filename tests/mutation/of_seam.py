@@ -206,11 +206,10 @@ OF_SEAM = [
         _DISTURBED,
     ),
     Mutant(
-        "the end waits for gradients",
+        "the end waits for what comes down",
         "infinity/tiers/downloads.py",
-        "        self._native.close()\n        self._accelerator.synchronize(self._accelerator.record(self._stream))\n"
-        "\n    def _send",
-        "        self._native.close()\n\n    def _send",
+        "        self._native.close()\n        self._accelerator.synchronize(self._accelerator.record(self._stream))\n",
+        "        self._native.close()\n",
         _DISTURBED,
     ),
     Mutant(
