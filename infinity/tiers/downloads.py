@@ -103,6 +103,10 @@ class _Downward:
     def close(self) -> None:
         """Wait until no copy uses host memory."""
         self._native.close()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Wait for the copies, also those that the native thread knows nothing of."""
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
@@ -179,7 +183,7 @@ class GradientQueue(_Downward):
         try:
             landing = self._land_over(packed, lease.view(0, packed.lease.nbytes))
         except BaseException:
-            self._accelerator.synchronize(self._accelerator.record(self._stream))
+            self._rest()
             lease.release()
             raise
         self._bounced.append((landing, lease))
@@ -267,9 +271,14 @@ class WeightsQueue(_Downward):
         lease = self._space.try_lease(weights.numel())
         if lease is None:
             return None
-        into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
-        event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
-        return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
+        try:
+            into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
+            event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
+            return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
+        except BaseException:
+            self._rest()
+            lease.release()
+            raise
 
 
 def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memoryview:

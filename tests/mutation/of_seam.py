@@ -208,8 +208,30 @@ OF_SEAM = [
     Mutant(
         "the end waits for what comes down",
         "infinity/tiers/downloads.py",
-        "        self._native.close()\n        self._accelerator.synchronize(self._accelerator.record(self._stream))\n",
+        "        self._native.close()\n        self._rest()\n",
         "        self._native.close()\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "a copy of weights that no native thread took is waited for",
+        "infinity/tiers/downloads.py",
+        "self._accelerator.handle(event), []), event)\n        except BaseException:\n            self._rest()\n",
+        "self._accelerator.handle(event), []), event)\n        except BaseException:\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "gradients in the bounce buffer that no native thread took are waited for",
+        "infinity/tiers/downloads.py",
+        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n            self._rest()\n",
+        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "a piece that could not be sent is used until what was queued for it",
+        "infinity/tiers/downloads.py",
+        "                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it "
+        "failed\n",
+        "",
         _DISTURBED,
     ),
     Mutant(
@@ -217,6 +239,6 @@ OF_SEAM = [
         "infinity/tiers/slots.py",
         '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, lease.after)\n',
         '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, ())\n',
-        _SEAM,
+        ("tests/tiers/test_slots.py",),
     ),
 ]
