@@ -55,12 +55,23 @@ def _same_seed() -> None:
 _tests = itertools.count(1)
 
 
-@pytest.fixture(autouse=True)
-def _collect_now_and_then() -> Iterator[None]:
+def pytest_collection_finish() -> None:
+    _collect_and_freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
-    yield
+    result = yield
     if next(_tests) % 50 == 0:
-        gc.collect()
+        _collect_and_freeze()
+    return result
+
+
+def _collect_and_freeze() -> None:
+    """What is there now is what was imported: the collector, which tests call often, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
