@@ -18,7 +18,7 @@ another, or converted, is copied to a bounce buffer first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -261,19 +261,19 @@ class WeightsQueue(_Downward):
         super().__init__(accelerator, gate, pool)
         self._space = space
 
-    def copy(self, weights: torch.Tensor, ready: Event) -> WeightsCopy | None:
+    def copy(self, weights: torch.Tensor, after: Sequence[Event]) -> WeightsCopy | None:
         """Start copying the weights of a slot. None where there is no memory.
 
         Args:
             weights: uint8 [weight_bytes] on the device; must stay as it is until the copy's event.
-            ready: the weights are there.
+            after: the weights are there, and what a forward wrote to them.
         """
         lease = self._space.try_lease(weights.numel())
         if lease is None:
             return None
         try:
             into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
-            event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
+            event = self._accelerator.copy(into, weights, on=self._stream, after=after)
             return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
         except BaseException:
             self._rest()

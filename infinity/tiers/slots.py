@@ -111,7 +111,7 @@ class SlabSlot(Slot):
         return True
 
     def copy_down(self) -> WeightsCopy | None:
-        copy = self._down.copy(self._leased.memory, self._ready)
+        copy = self._down.copy(self._leased.memory, [self._ready, *self._uses.so_far()])
         if copy is not None:
             self._uses.also(copy.event)
         return copy

@@ -6,6 +6,7 @@ from tests.mutation.mutant import Mutant
 
 _SCHEDULES = ("tests/sim/test_schedules.py",)
 _DISTURBED = ("tests/sim/test_disturbed.py",)
+_SIMULATE = ("tests/sim/test_simulate.py",)
 _SEAM = ("tests/sim", "tests/tiers")
 
 OF_SEAM = [
@@ -26,9 +27,30 @@ OF_SEAM = [
     Mutant(
         "a lease knows who used its bytes before",
         "infinity/tiers/slab.py",
-        "        return SlabLease(lease, self._memory[begin : begin + nbytes], after)\n",
-        "        return SlabLease(lease, self._memory[begin : begin + nbytes], ())\n",
+        "        return SlabLease(lease, memory, after)\n",
+        "        return SlabLease(lease, memory, ())\n",
         _SCHEDULES,
+    ),
+    Mutant(
+        "a lease has no part in a transformation of torch.func",
+        "infinity/tiers/slab.py",
+        "        with torch._C._DisableFuncTorch():",
+        "        if True:",
+        ("tests/tiers/test_slab.py",),
+    ),
+    Mutant(
+        "weights go down behind what a forward wrote to them",
+        "infinity/tiers/slots.py",
+        "[self._ready, *self._uses.so_far()]",
+        "[self._ready]",
+        _SIMULATE,
+    ),
+    Mutant(
+        "weights in RAM are written when no upload reads them",
+        "infinity/coordinator/gathering.py",
+        "        resources.synchronize_uploads()\n",
+        "        pass\n",
+        _SIMULATE,
     ),
     Mutant(
         "who computes waits for the upload",
@@ -159,8 +181,8 @@ OF_SEAM = [
     Mutant(
         "a copy of weights waits for their upload",
         "infinity/tiers/downloads.py",
-        "on=self._stream, after=[ready])",
-        "on=self._stream)",
+        "event = self._accelerator.copy(into, weights, on=self._stream, after=after)",
+        "event = self._accelerator.copy(into, weights, on=self._stream)",
         _SCHEDULES,
     ),
     Mutant(

@@ -19,8 +19,8 @@ from infinity.coordinator import registry
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
 from tests import sampling
-from tests.conftest import states_of, weights_of
-from tests.sim.fixtures import Simulate, require_no_device_leaks
+from tests.conftest import require_no_leaks, states_of, weights_of
+from tests.sim.fixtures import Simulate
 from tests.sim.queues import EAGER, LAZY, random_policy
 from tests.sim.test_schedules import WIDTH, Blocks, FailedError, _fail, simulated
 from tests.stress.interrupts import CtrlC
@@ -59,7 +59,7 @@ def train_through(
             disturbed += 1
         if registry.coordinator_of(model).steps == done:
             optim.zero_grad()
-            require_no_device_leaks(model)
+            require_no_leaks(model)
         else:
             optim.zero_grad()
     return disturbed
