@@ -1,7 +1,7 @@
 """Changes of policy that the simulation tries, before anybody builds them. "as is" is the house as it stands.
 
-* early in RAM: updates whose states are in RAM begin during backward, too. To be undone they need a copy of what they
-  change; the simulation takes that memory as given.
+* early in RAM: updates whose states are in RAM begin during backward, too, with new weights and states beside the old
+  ones: in what the plan leaves of RAM, so not all of them may. Where there is nothing left they come late.
 * gradients in 16 bit: where one pass per step is expected, gradients wait in 2 bytes. The planner prefers fp32.
 * small groups first: a speculative update hands its unit's groups over in reverse, and a device sends their gradients
   in reverse, since an update waits for them. The newest job is the next, so that the norms come before the matrices.
@@ -23,6 +23,7 @@ from infinity.plan import planner
 from infinity.plan.placement import GradientPlacement
 from infinity.units import update as update_module
 from infinity.units.gradients import UnitGradients
+from infinity.units.update import UpdateState
 from infinity.units.updates import Updates
 from simulation import rooms, scenario
 from simulation.planning import plan_for
@@ -49,17 +50,21 @@ def policy(name: str) -> Iterator[None]:
 
 def _early_in_ram(patches: ExitStack) -> None:
     can_speculate = Updates.can_speculate
+    left = 0  # of RAM
 
     def can(self: Updates, unit: Any) -> bool:
         if unit.homes.states_in_store():
             return can_speculate(self, unit)
-        return bool(unit.gradients.in_ram) and unit.update is None
+        taken = sum(_beside_bytes(other) for other in self._under_way.values() if _is_beside(other))
+        return bool(unit.gradients.in_ram) and unit.update is None and taken + _beside_bytes(unit) <= left
 
     def of(self: Any, home: Any, memory: Any = None) -> Any:
         return None if home is None else self._stream(home, home.view() if home.in_memory else memory, None)
 
     def plan(*args: Any, **config: Any) -> Any:
+        nonlocal left
         made = plan_for(*args, **config)
+        left = made.budgets.limits.host - made.host_bytes
         if config.get("overlap", "auto") != "auto":
             return made
         placement = replace(made.placement, updates=replace(made.placement.updates, overlap="auto"))
@@ -72,6 +77,18 @@ def _early_in_ram(patches: ExitStack) -> None:
     patches.enter_context(mock.patch.object(Updates, "can_speculate", can))
     patches.enter_context(mock.patch.object(update_module._Streams, "of", of))
     patches.enter_context(mock.patch.object(scenario, "plan_for", plan))
+
+
+def _is_beside(unit: Any) -> bool:
+    """Whether a unit's update has new values beside the old ones, all in RAM."""
+    beside = unit.update is not None and unit.update.place.speculative and not unit.homes.states_in_store()
+    return beside and unit.update.state in (UpdateState.SPECULATIVE, UpdateState.DECIDED)
+
+
+def _beside_bytes(unit: Any) -> int:
+    weights = unit.homes.weights
+    states = sum(home.nbytes for of_group in unit.homes.states.values() for home in of_group.homes())
+    return int(states + (0 if weights.lease is None else weights.nbytes))
 
 
 def _gradients_in_16_bit(patches: ExitStack) -> None:
