@@ -25,6 +25,9 @@ CANCELED = SimpleNamespace(
 """As _native.Failure."""
 
 
+_NO_BUFFER = -1
+
+
 class UpdateFuture(Future):
     """As _native.UpdateFuture."""
 
@@ -62,6 +65,11 @@ class Job:
         fp32 = given.get("grad_dtype" if name == "grad" else "weight_dtype", "bfloat16") in ("float32", "fp32")
         return 4.0 if fp32 and name != "residual" else 2.0
 
+    @property
+    def in_memory(self) -> bool:
+        """Nothing of it moves to or from a file."""
+        return not self.ahead and all(stream.file is None for stream in self.streams.values())
+
     def written(self, name: str) -> bool:
         return name != "grad" and self.streams[name].file is not None
 
@@ -91,6 +99,7 @@ class Pipeline:
         self._loan_of: dict[int, int] = {}
         self._held: dict[UpdateFuture, tuple[Job, UpdateFuture | None]] = {}
         self._jobs: deque[Job] = deque()
+        self._in_memory: deque[Job] = deque()
         self._jobs_ahead: list[Job] = []
         self._reading: deque[Tile] = deque()
         self._tiles_ahead = 0
@@ -124,8 +133,9 @@ class Pipeline:
     def _enter(self, job: Job, *, speculative: bool, ahead: UpdateFuture | None) -> None:
         if ahead is not None:
             self._take_over(ahead, job)
-        begun = bool(self._jobs) and self._jobs[0].phase == "begun"
-        self._jobs.insert((1 if begun else 0) if speculative else len(self._jobs), job)
+        queue = self._in_memory if job.in_memory else self._jobs
+        begun = bool(queue) and queue[0].phase == "begun"
+        queue.insert((1 if begun else 0) if speculative else len(queue), job)
         self._pump_soon()
 
     def read_ahead(self, **given: Any) -> UpdateFuture:
@@ -145,7 +155,7 @@ class Pipeline:
             if ahead is not None:
                 self._withdraw(ahead)
             return True
-        for queue in (self._jobs_ahead, self._jobs):
+        for queue in (self._jobs_ahead, self._jobs, self._in_memory):
             job = next((job for job in queue if job.future is future), None)
             if job is None:
                 continue
@@ -162,7 +172,7 @@ class Pipeline:
     def cancel(self, future: UpdateFuture) -> None:
         if self._withdraw(future):
             return
-        job = next((job for job in self._jobs if job.future is future), None)
+        job = next((job for job in [*self._jobs, *self._in_memory] if job.future is future), None)
         if job is not None:
             job.failure = CANCELED
             self._pump_soon()
@@ -203,6 +213,18 @@ class Pipeline:
         while not self._computing and (self._start_next_tile() or self._read_next_ahead() or self._compute_next()):
             pass
 
+    def _advance(self, queue: deque[Job]) -> int:
+        """The first job's next tile is started. Returns its elements."""
+        job = queue[0]
+        numel = min(self._tile_numel, job.numel - job.next)
+        job.next += numel
+        job.phase = "begun"
+        if job.next == job.numel:
+            queue.popleft()
+            job.phase = "ending"
+        job.uncomputed += 1
+        return numel
+
     def _start_next_tile(self) -> bool:
         if not self._jobs:
             return False
@@ -213,13 +235,7 @@ class Pipeline:
             return True
         if not job.ahead and not self._free:
             return False
-        numel = min(self._tile_numel, job.numel - job.next)
-        job.next += numel
-        if job.next == job.numel:
-            self._jobs.popleft()
-            job.phase = "ending"
-        else:
-            job.phase = "begun"
+        numel = self._advance(self._jobs)
         if job.ahead:
             tile = job.ahead.popleft()
             tile.phase = "reading"
@@ -227,7 +243,6 @@ class Pipeline:
             self.tiles_ahead_used += 1
         else:
             tile = self._take_tile(job, numel, "reading")
-        job.uncomputed += 1
         self._reading.append(tile)
         self._read(tile)
         return True
@@ -248,7 +263,7 @@ class Pipeline:
 
     def _compute_next(self) -> bool:
         if not self._reading or self._reading[0].pending:
-            return False
+            return self._compute_in_memory()
         tile = self._reading.popleft()
         if tile.job.failure:
             tile.job.uncomputed -= 1
@@ -257,11 +272,24 @@ class Pipeline:
             self._compute(tile)
         return True
 
+    def _compute_in_memory(self) -> bool:
+        if not self._in_memory:
+            return False
+        job = self._in_memory[0]
+        if job.failure:
+            self._in_memory.popleft()
+            self._give_up(job)
+            return True
+        tile = self._take_tile(job, self._advance(self._in_memory), "reading", in_memory=True)
+        tile.there.update(job.streams)
+        self._compute(tile)
+        return True
+
     # -- one tile -------------------------------------------------------------------------------------------------
 
-    def _take_tile(self, job: Job, numel: int, phase: str) -> Tile:
+    def _take_tile(self, job: Job, numel: int, phase: str, *, in_memory: bool = False) -> Tile:
         job.tiles += 1
-        return Tile(job, numel, phase, self._free.pop())
+        return Tile(job, numel, phase, _NO_BUFFER if in_memory else self._free.pop())
 
     def _read(self, tile: Tile) -> None:
         job = tile.job
@@ -327,6 +355,8 @@ class Pipeline:
         self._pump_soon()
 
     def _give_back(self, buffer: int) -> None:
+        if buffer == _NO_BUFFER:
+            return
         if buffer in self._ending:
             in_use, future = self._ending[buffer]
             self._ending[buffer] = (in_use - 1, future)

@@ -1,21 +1,18 @@
 """Changes of policy that the simulation tries, before anybody builds them. "as is" is the house as it stands.
 
-* beside the disk: csrc/update's driver computes updates whose states are in RAM while no tile of another is read,
-  instead of in their turn; they take no staging.
-* early in RAM: updates whose states are in RAM begin during backward, too. To be undone they need a copy of what they
-  change; the simulation takes that memory as given.
+* early in RAM: updates whose states are in RAM begin during backward, too, with new weights and states beside the old
+  ones: in what the plan leaves of RAM, so not all of them may. Where there is nothing left they come late.
 * gradients in 16 bit: where one pass per step is expected, gradients wait in 2 bytes. The planner prefers fp32.
 * small groups first: a speculative update hands its unit's groups over in reverse, and a device sends their gradients
   in reverse, since an update waits for them. The newest job is the next, so that the norms come before the matrices.
   As it is they come after every later unit, and a unit whose norms are missing when the step is decided is updated
   again as a whole.
-* all: the four together.
+* all: the three together.
 * no shadows: the planner keeps no RAM for new weights where it could hold states instead.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,14 +23,13 @@ from infinity.plan import planner
 from infinity.plan.placement import GradientPlacement
 from infinity.units import update as update_module
 from infinity.units.gradients import UnitGradients
+from infinity.units.update import UpdateState
 from infinity.units.updates import Updates
 from simulation import rooms, scenario
-from simulation.pipeline import CANCELED, Job, Pipeline, Tile, UpdateFuture
 from simulation.planning import plan_for
 
 POLICIES = (
     "as is",
-    "beside the disk",
     "early in RAM",
     "gradients in 16 bit",
     "small groups first",
@@ -52,74 +48,23 @@ def policy(name: str) -> Iterator[None]:
         yield
 
 
-class BesideTheDisk(Pipeline):
-    """A driver with a queue for jobs that move nothing."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._in_memory: deque[Job] = deque()
-
-    def _enter(self, job: Job, *, speculative: bool, ahead: UpdateFuture | None) -> None:
-        if ahead is not None or any(stream.file is not None for stream in job.streams.values()):
-            super()._enter(job, speculative=speculative, ahead=ahead)
-            return
-        begun = bool(self._in_memory) and self._in_memory[0].phase == "begun"
-        self._in_memory.insert((1 if begun else 0) if speculative else len(self._in_memory), job)
-        self._pump_soon()
-
-    def _withdraw(self, future: UpdateFuture) -> bool:
-        job = next((job for job in self._in_memory if job.future is future), None)
-        if job is None:
-            return super()._withdraw(future)
-        if job.phase == "queued":
-            self._in_memory.remove(job)
-            job.failure = CANCELED
-            self._finish(job)
-        return job.phase == "done"
-
-    def _compute_next(self) -> bool:
-        if super()._compute_next():
-            return True
-        if not self._in_memory:
-            return False
-        job = self._in_memory[0]
-        tile = Tile(job, min(self._tile_numel, job.numel - job.next), "reading", _NO_BUFFER)
-        tile.there.update(job.streams)
-        job.next += tile.numel
-        job.tiles += 1
-        job.uncomputed += 1
-        job.phase = "begun"
-        if job.next == job.numel:
-            self._in_memory.popleft()
-            job.phase = "ending"
-        self._compute(tile)
-        return True
-
-    def _give_back(self, buffer: int) -> None:
-        if buffer != _NO_BUFFER:
-            super()._give_back(buffer)
-
-
-_NO_BUFFER = -1
-
-
-def _beside_the_disk(patches: ExitStack) -> None:
-    patches.enter_context(mock.patch.object(rooms, "Pipeline", BesideTheDisk))
-
-
 def _early_in_ram(patches: ExitStack) -> None:
     can_speculate = Updates.can_speculate
+    left = 0  # of RAM
 
     def can(self: Updates, unit: Any) -> bool:
         if unit.homes.states_in_store():
             return can_speculate(self, unit)
-        return bool(unit.gradients.in_ram) and unit.update is None
+        taken = sum(_beside_bytes(other) for other in self._under_way.values() if _is_beside(other))
+        return bool(unit.gradients.in_ram) and unit.update is None and taken + _beside_bytes(unit) <= left
 
     def of(self: Any, home: Any, memory: Any = None) -> Any:
         return None if home is None else self._stream(home, home.view() if home.in_memory else memory, None)
 
     def plan(*args: Any, **config: Any) -> Any:
+        nonlocal left
         made = plan_for(*args, **config)
+        left = made.budgets.limits.host - made.host_bytes
         if config.get("overlap", "auto") != "auto":
             return made
         placement = replace(made.placement, updates=replace(made.placement.updates, overlap="auto"))
@@ -132,6 +77,18 @@ def _early_in_ram(patches: ExitStack) -> None:
     patches.enter_context(mock.patch.object(Updates, "can_speculate", can))
     patches.enter_context(mock.patch.object(update_module._Streams, "of", of))
     patches.enter_context(mock.patch.object(scenario, "plan_for", plan))
+
+
+def _is_beside(unit: Any) -> bool:
+    """Whether a unit's update has new values beside the old ones, all in RAM."""
+    beside = unit.update is not None and unit.update.place.speculative and not unit.homes.states_in_store()
+    return beside and unit.update.state in (UpdateState.SPECULATIVE, UpdateState.DECIDED)
+
+
+def _beside_bytes(unit: Any) -> int:
+    weights = unit.homes.weights
+    states = sum(home.nbytes for of_group in unit.homes.states.values() for home in of_group.homes())
+    return int(states + (0 if weights.lease is None else weights.nbytes))
 
 
 def _gradients_in_16_bit(patches: ExitStack) -> None:
@@ -162,10 +119,9 @@ def _no_shadows(patches: ExitStack) -> None:
 
 
 _CHANGES = {
-    "beside the disk": _beside_the_disk,
     "early in RAM": _early_in_ram,
     "gradients in 16 bit": _gradients_in_16_bit,
     "small groups first": _small_groups_first,
     "no shadows": _no_shadows,
 }
-_TOGETHER = tuple(_CHANGES)[:4]
+_TOGETHER = tuple(_CHANGES)[:3]

@@ -37,8 +37,9 @@ Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
 
 void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead) {
   if (ahead != nullptr && !abandoned_) take_over_ahead(ahead, job);
-  const bool front_begun = !jobs_.empty() && jobs_.front()->phase == JobPhase::begun;  // no other one can be
-  jobs_.insert(speculative ? jobs_.begin() + (front_begun ? 1 : 0) : jobs_.end(), std::move(job));
+  Queue& queue = job->in_memory() ? in_memory_ : jobs_;
+  const bool front_begun = !queue.empty() && queue.front()->phase == JobPhase::begun;  // no other one can be
+  queue.insert(speculative ? queue.begin() + (front_begun ? 1 : 0) : queue.end(), std::move(job));
 }
 
 // The job that reads ahead, checked: `by` may take it over, and no job that is held will.
@@ -114,7 +115,7 @@ bool Driver::withdraw(const Future& future) {
     drop_held(held, canceled("the update was taken back"));
     return true;
   }
-  for (Queue* queue : {&jobs_ahead_, &jobs_}) {
+  for (Queue* queue : queues()) {
     const auto found = find(*queue, future);
     if (found == queue->end()) continue;
     const auto job = *found;
@@ -131,8 +132,10 @@ bool Driver::withdraw(const Future& future) {
 
 void Driver::cancel(const Future& future) {
   if (withdraw(future)) return;
-  const auto found = find(jobs_, future);
-  if (found != jobs_.end()) fail(**found, canceled("the update was taken back"));
+  for (Queue* queue : {&jobs_, &in_memory_}) {
+    const auto found = find(*queue, future);
+    if (found != queue->end()) fail(**found, canceled("the update was taken back"));
+  }
 }
 
 // What the driver does next.
@@ -149,7 +152,8 @@ void Driver::run() {
 }
 
 bool Driver::idle() const {
-  return jobs_.empty() && reading_.empty() && count(TilePhase::writing) == 0 && tiles_ahead() == 0;
+  return jobs_.empty() && in_memory_.empty() && reading_.empty() && count(TilePhase::writing) == 0 &&
+         tiles_ahead() == 0;
 }
 
 void Driver::wait() {
@@ -160,6 +164,18 @@ void Driver::wait() {
     counters_.read_wait_ns += ns;
   } else if (count(TilePhase::writing) > 0) {
     counters_.write_wait_ns += ns;
+  }
+}
+
+// The tile of the first job that ends at `end` is started or passed over.
+void Driver::advance(Queue& queue, std::uint64_t end) {
+  const auto job = queue.front();
+  job->next = end;
+  if (end == job->given.numel) {
+    queue.pop_front();
+    job->go(JobPhase::ending);
+  } else if (job->phase == JobPhase::queued) {
+    job->go(JobPhase::begun);
   }
 }
 
@@ -179,13 +195,7 @@ bool Driver::start_next_tile() {
   const bool was_read_ahead = !job->ahead.empty();
   if (wanted && !was_read_ahead && !staging_.has_free()) return false;
   if (!wanted && was_read_ahead) drop_next(*job);
-  job->next = end;
-  if (end == job->given.numel) {
-    jobs_.pop_front();
-    job->go(JobPhase::ending);
-  } else if (job->phase == JobPhase::queued) {
-    job->go(JobPhase::begun);
-  }
+  advance(jobs_, end);
   if (!wanted) {
     tell(*job);
     finish_if_ended(*job);
@@ -226,9 +236,9 @@ bool Driver::read_next_ahead() {
   return false;
 }
 
-// Computes the next tile once it is read, or passes over it where its job failed.
+// Computes the next tile once it is read, or passes over it where its job failed. While none is read, one in memory.
 bool Driver::compute_next() {
-  if (reading_.empty() || reading_.front()->pending > 0) return false;
+  if (reading_.empty() || reading_.front()->pending > 0) return compute_in_memory();
   const auto tile = reading_.front();
   reading_.pop_front();
   if (tile->job->failure) {
@@ -237,6 +247,30 @@ bool Driver::compute_next() {
   } else {
     compute(tile);
   }
+  return true;
+}
+
+// As start_next_tile, of jobs in memory: a tile that is started is computed at once. False when there is no job.
+bool Driver::compute_in_memory() {
+  if (in_memory_.empty()) return false;
+  const auto job = in_memory_.front();
+  if (job->failure) {
+    in_memory_.pop_front();
+    give_up(job);
+    return true;
+  }
+  const std::uint64_t first = job->next;
+  const std::uint64_t end = std::min<std::uint64_t>(first + tile_numel_, job->given.numel);
+  advance(in_memory_, end);
+  if (!job->anything_to_do(first, end)) {
+    tell(*job);
+    finish_if_ended(*job);
+    return true;
+  }
+  const auto tile = take_tile(job, first, TilePhase::reading);
+  ++job->uncomputed;
+  read(tile);
+  compute(tile);
   return true;
 }
 
@@ -274,7 +308,7 @@ std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::ui
   tile->phase = phase;
   tile->first = first;
   tile->numel = static_cast<std::size_t>(std::min<std::uint64_t>(tile_numel_, job->given.numel - first));
-  tile->buffer = staging_.take();
+  if (!job->in_memory()) tile->buffer = staging_.take();
   ++counts_[static_cast<std::size_t>(phase)];
   ++job->tiles;
   return tile;
@@ -312,7 +346,7 @@ void Driver::transferred(const std::shared_ptr<Tile>& tile, State state, const s
 // The tile leaves the staging.
 void Driver::leave(const std::shared_ptr<Tile>& tile) {
   go(*tile, TilePhase::gone);
-  staging_.give_back(tile->buffer);
+  if (tile->buffer != nullptr) staging_.give_back(tile->buffer);
   --tile->job->tiles;
   finish_if_ended(*tile->job);
 }
@@ -356,7 +390,7 @@ void Driver::give_up_all(const Failure& why) {
     held.job->failure = why;
     finish(*held.job);
   }
-  for (Queue* queue : {&jobs_, &jobs_ahead_}) {
+  for (Queue* queue : queues()) {
     while (!queue->empty()) {
       const auto job = queue->front();
       queue->pop_front();

@@ -27,7 +27,8 @@ namespace infinity {
 // caller of the pool.
 //
 // Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
-// the other, and their new states are written.
+// the other, and their new states are written. Jobs in memory have a queue of their own and no staging: their tiles are
+// computed, in order, while no tile of another job is ready. So they neither wait for the disk nor let it idle.
 class Driver {
  public:
   Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
@@ -62,6 +63,7 @@ class Driver {
   };
 
   static Queue::iterator find(Queue& queue, const Future& future);
+  [[nodiscard]] std::array<Queue*, 3> queues() { return {&jobs_ahead_, &jobs_, &in_memory_}; }
   std::shared_ptr<Job> require_ahead(const Future& ahead, const Job& by);
   void take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by);
   void arrived(const std::shared_ptr<Job>& job, const std::optional<Failure>& failure);
@@ -72,7 +74,9 @@ class Driver {
   bool start_next_tile();
   bool read_next_ahead();
   bool compute_next();
+  bool compute_in_memory();
   void wait();
+  void advance(Queue& queue, std::uint64_t end);
   std::shared_ptr<Tile> take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase);
   void read(const std::shared_ptr<Tile>& tile);
   void transfer(const std::shared_ptr<Tile>& tile, OpKind kind, const std::vector<State>& states);
@@ -107,6 +111,7 @@ class Driver {
 
   std::vector<Held> held_;                      // in the order in which they were submitted
   Queue jobs_;                                  // queued or begun, in the order in which they are done
+  Queue in_memory_;                             // the same of jobs in memory
   Queue jobs_ahead_;                            // that read ahead: neither taken over nor withdrawn
   std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute
   std::array<unsigned, kTilePhases> counts_{};  // tiles in each phase

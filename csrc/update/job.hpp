@@ -77,6 +77,13 @@ struct Job {
     return state != State::grad && streams[state] != nullptr && streams[state]->file != nullptr;
   }
 
+  // Nothing of it is read from a file or written to one.
+  [[nodiscard]] bool in_memory() const {
+    return ahead.empty() && std::all_of(kStates.begin(), kStates.end(), [this](State state) {
+             return streams[state] == nullptr || streams[state]->file == nullptr;
+           });
+  }
+
   // Bytes of the first `numel` elements of a state; also where element `numel` begins, if a tile may begin there.
   [[nodiscard]] std::uint64_t bytes(State state, std::uint64_t numel) const;
 

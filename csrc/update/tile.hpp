@@ -31,7 +31,7 @@ struct Tile {
   TilePhase phase;
   std::uint64_t first = 0;
   std::size_t numel = 0;
-  std::byte* buffer = nullptr;    // of the staging
+  std::byte* buffer = nullptr;    // of the staging; null: its job is in memory
   std::size_t used = 0;           // bytes of the buffer
   PerState<std::byte*> memory{};  // null: not read yet, or the job has no such state
   unsigned pending = 0;           // transfers under way

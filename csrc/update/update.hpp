@@ -92,11 +92,12 @@ struct UpdateCounters {
   std::uint64_t write_wait_ns = 0;  // the driver was idle: nothing was being read, but something was being written
 };
 
-// Jobs are done in the order in which they are submitted, except that a speculative job is the next. The first
-// tiles of a job are read while the last tiles of the job before it are written, so the pipe does not drain between
-// units. One thread, the driver, keeps reads going as far as the staging reaches, runs Adam on the oldest tile that is
-// read, and starts its writes (see driver.hpp). A tile is neither read nor written when each of its elements is skipped
-// or in no segment, unless the job is moved as a whole.
+// Jobs are done in the order in which they are submitted, except that a speculative job is the next. A job that reads
+// and writes no file is not in that order: such jobs are done, in the same order among themselves, while the others
+// have nothing to compute. The first tiles of a job are read while the last tiles of the job before it are written, so
+// the pipe does not drain between units. One thread, the driver, keeps reads going as far as the staging reaches, runs
+// Adam on the oldest tile that is read, and starts its writes (see driver.hpp). A tile is neither read nor written when
+// each of its elements is skipped or in no segment, unless the job is moved as a whole.
 //
 // A job that fails starts no more tiles; its future fails once nothing of the job is in flight. Its states are then
 // partly new, partly old. Of a tile with a damaged page nothing new reaches the file, but what is kept in memory may be

@@ -16,7 +16,7 @@ from infinity.sizes import format_bytes
 from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Slot, SlotPool, open_slots
-from infinity.units.trace import Trace, to_prefetch, update_order, victims
+from infinity.units.trace import Trace, side_by_side, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 from infinity.units.weights import Residency
@@ -137,15 +137,24 @@ class Room:
             unit.weights.updated()
 
     def prefetch(self) -> None:
-        """Fetch ahead as far as there is room."""
+        """Fetch ahead as far as there is room, also for units that cannot be fetched before their update is computed:
+        a later one that took it would have to go again, and be waited for."""
         if len(self._present) == len(self.units):
             return
-        upcoming = to_prefetch(
-            self._trace.upcoming(), lambda index: self.units[index].weights.residency is Residency.RELEASED
+        near = side_by_side(
+            self._trace.upcoming(),
+            self._room_bytes,
+            self._resources.plan.budgets.slot_bytes,
+            [unit.index for unit in (*self._present.values(), *self._held) if unit.unit.stays or unit.weights.in_use],
         )
+        upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:
             if self.units[index].can_be_fetched() and not self._start(self.units[index], distance):
                 return
+
+    def _room_bytes(self, index: int) -> int:
+        unit = self.units[index]
+        return unit.unit.weight_bytes if self._takes_room(unit) else 0
 
     def finish_fetches(self) -> None:
         for unit in list(self._fetching.values()):

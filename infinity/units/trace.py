@@ -7,7 +7,7 @@ No clock and no free memory is asked, so that every rank decides alike.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
 
@@ -90,6 +90,29 @@ def victims(candidates: Iterable[int], next_use: Callable[[int], int], beyond: i
 def to_prefetch(upcoming: Iterable[int], is_released: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
     """(visits from now, unit) of the units to fetch ahead, nearest first."""
     return ((distance, index) for distance, index in enumerate(upcoming) if is_released(index))
+
+
+def side_by_side(
+    upcoming: Iterable[int], nbytes: Callable[[int], int], room: int, there: Collection[int]
+) -> Iterator[int]:
+    """The units to come, nearest first, up to the first that has no room beside those before it.
+
+    Each of them has its room, be it on the device, on its way, or wanted by a unit whose update is still computed. So
+    which units follow does not depend on how far the updates are.
+
+    Args:
+        nbytes: what a unit takes of the room.
+        there: units that do not make room.
+    """
+    counted = set(there)
+    room -= sum(map(nbytes, counted))
+    for index in upcoming:
+        if index not in counted:
+            counted.add(index)
+            room -= nbytes(index)
+        if room < 0:
+            return
+        yield index
 
 
 def update_order(count: int, stays: Callable[[int], bool], trace: Trace) -> list[int]:

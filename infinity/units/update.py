@@ -227,7 +227,8 @@ def submit_update(
 ) -> UpdateTransfer:
     """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
     speculative ones: the newest is the next. So what is left of them when the step is decided lies all over the model,
-    and the next forward meets it now and then instead of all at once.
+    and the next forward meets it now and then instead of all at once. Groups that move nothing to or from the store
+    have an order of their own: they are computed while the others wait for the disk.
 
     Args:
         step: the optimizer step, counted from 1.

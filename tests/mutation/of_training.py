@@ -194,6 +194,13 @@ OF_TRAINING = [
         ("tests/units/test_room.py", "-k", "does_not_go"),
     ),
     Mutant(
+        "a prefetch leaves the room of nearer units whose updates are not computed",
+        "infinity/units/trace.py",
+        "            room -= nbytes(index)\n",
+        "            pass\n",
+        ("tests/units/test_room.py", "-k", "leaves_the_room or how_far"),
+    ),
+    Mutant(
         "weights saved for backward are refused after an update",
         "infinity/units/room.py",
         "        unit.weights.bump()\n",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import nn
@@ -25,7 +26,7 @@ from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateState, WeightsPlace
 from infinity.units.weights import Residency
-from tests.tiers.fakes import UpdateFuture, few
+from tests.tiers.fakes import UpdateFuture, few, pages
 from tests.units.fakes import (
     Fetch,
     Slot,
@@ -131,7 +132,7 @@ class Pool:
         self.free_pages += slot.tensor.numel() // PAGE_BYTES
 
     def counts(self, home: WeightsHome) -> bool:
-        return home.lease is None
+        return home.lease is None or not self.at_home
 
 
 class _PoolFetch(Fetch):
@@ -164,12 +165,15 @@ STAYS = 3
 INDEX = st.integers(0, len(SIZES) - 1)
 
 
-def alone(budget: int = BUDGET, sizes: Sequence[int] = SIZES, *, in_place: bool = True) -> tuple[Room, Pool]:
-    """A room of units that are in the store."""
+def alone(
+    budget: int = BUDGET, sizes: Sequence[int] = SIZES, *, in_place: bool = True, in_ram: Sequence[int] = ()
+) -> tuple[Room, Pool]:
+    """A room of units that are in the store, but for those that rest in RAM."""
     below, pool = resources(slot_pages=budget, in_place=in_place), Pool(budget, at_home=in_place)
     shadows = no_shadows(below.pipeline)
     made = [unit_of(index, (count,), stays=index == STAYS) for index, count in enumerate(sizes)]
-    units = [offloaded(unit, homes_of(unit), shadows) for unit in made]
+    space = pages(sum(sizes))
+    units = [offloaded(unit, homes_of(unit, space if unit.index in in_ram else None), shadows) for unit in made]
     updates: Any = NoUpdates(units)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room_module, "open_slots", lambda resources: pool)
@@ -399,15 +403,15 @@ def residencies(room: Room) -> list[str]:
 
 
 def test_what_comes_next_is_fetched_ahead_and_what_comes_last_makes_room() -> None:
-    room, _ = alone(budget=3, sizes=(1, 1, 1, 1, 1))
+    room, _ = alone(budget=4, sizes=(1, 1, 1, 1, 1))
     room.begin_pass(training=False)  # in the order of the indices, but for the unit that stays
     room.units[0].weights.use()
-    brought(room, 0)
-    assert residencies(room) == ["resident", "fetching", "fetching", "released", "released"]
+    brought(room, STAYS, 0)
+    assert residencies(room) == ["resident", "fetching", "fetching", "resident", "released"]
     room.units[0].weights.unuse()
     room.units[1].weights.use()
     brought(room, 1)
-    assert residencies(room) == ["released", "resident", "fetching", "released", "fetching"]
+    assert residencies(room) == ["released", "resident", "fetching", "resident", "fetching"]
 
 
 def test_a_prefetch_sends_nobody_away_who_is_needed_before() -> None:
@@ -418,6 +422,40 @@ def test_a_prefetch_sends_nobody_away_who_is_needed_before() -> None:
     fetched = len(pool.fetches)
     room.prefetch()
     assert len(pool.fetches) == fetched
+
+
+def test_a_prefetch_leaves_the_room_of_a_nearer_unit_whose_update_is_not_computed() -> None:
+    room, pool = alone(budget=2, sizes=(1, 1, 1), in_place=False, in_ram=(0,))
+    decided(room)
+    room.prefetch()
+    assert residencies(room) == ["released", "fetching", "released"]
+    brought(room, 0)
+    assert residencies(room) == ["resident", "fetching", "released"]
+    assert [fetch.waits for fetch in pool.fetches] == [0, 1]  # for nothing that was to come later
+
+
+def test_a_unit_whose_weights_are_used_where_they_rest_takes_no_room_while_its_update_is_computed() -> None:
+    room, _ = alone(budget=2, sizes=(1, 1, 1), in_ram=(0,))
+    decided(room)
+    room.prefetch()
+    assert residencies(room) == ["released", "fetching", "fetching"]
+
+
+@few
+@given(st.lists(st.integers(1, 3), min_size=2, max_size=6), st.sets(st.integers(0, 5)), st.integers(3, 9))
+def test_how_far_updates_are_does_not_change_which_units_of_the_store_are_fetched(
+    sizes: list[int], in_ram: set[int], budget: int
+) -> None:
+    fetched = []
+    for computed in (False, True):
+        room, _ = alone(budget, sizes, in_place=False, in_ram=sorted(in_ram))
+        for unit in room.units:
+            begun = decided(room, unit.index)
+            if computed:
+                begun.apply_update()
+        room.prefetch()
+        fetched.append([index for index in room._fetching if index not in in_ram])
+    assert fetched[0] == fetched[1]
 
 
 @pytest.mark.parametrize("why", ["used", "held", "viewed", "stays"])
@@ -463,10 +501,10 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
     assert residencies(room) == ["released", "resident"]
 
 
-def decided(room: Room) -> OffloadedUnit:
-    """Unit 0, whose update was decided."""
-    unit = room.units[0]
-    update = UnitUpdate("0", wanted(unit.unit), WeightsPlace(), committed=False)
+def decided(room: Room, index: int = 0) -> OffloadedUnit:
+    """A unit whose update was decided."""
+    unit = room.units[index]
+    update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(), committed=False)
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)
     room.update_decided(unit)

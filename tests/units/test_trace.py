@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.units.trace import Trace, to_prefetch, update_order, victims
+from infinity.units.trace import Trace, side_by_side, to_prefetch, update_order, victims
 from tests.tiers.fakes import few
 
 
@@ -135,6 +135,22 @@ def test_a_unit_that_was_released_meanwhile_is_seen() -> None:
     assert next(coming) == (0, 0)
     released.add(1)
     assert next(coming) == (1, 1)
+
+
+SIZES = st.lists(st.integers(0, 3), min_size=COUNT, max_size=COUNT)
+
+
+@few
+@given(st.lists(UNITS), SIZES, st.integers(0, 9), st.sets(UNITS))
+def test_units_follow_as_long_as_all_that_come_before_fit_with_those_that_are_there(
+    upcoming: list[int], sizes: list[int], room: int, there: set[int]
+) -> None:
+    expected = []
+    for distance in range(len(upcoming)):
+        if sum(sizes[index] for index in there | set(upcoming[: distance + 1])) > room:
+            break
+        expected.append(upcoming[distance])
+    assert list(side_by_side(upcoming, sizes.__getitem__, room, there)) == expected
 
 
 @few

@@ -36,8 +36,11 @@ class World:
             "grad": Stream(memory=memoryview(b"")),
         }  # fmt: skip
 
-    def submit(self, name: str, **given: Any) -> UpdateFuture:
-        future = self.pipeline.submit(**self.job(), **given)
+    def submit(self, name: str, *, in_memory: bool = False, **given: Any) -> UpdateFuture:
+        job = self.job()
+        if in_memory:
+            job |= dict.fromkeys(("residual", "exp_avg", "exp_avg_sq"), Stream(memory=memoryview(b"")))
+        future = self.pipeline.submit(**job, **given)
         future.computed.then(lambda: self.computed.append(name) if future.computed.failure() is None else None)
         return future
 
@@ -72,6 +75,27 @@ def test_a_job_that_was_not_begun_is_taken_back_and_one_that_was_goes_on() -> No
     first.wait()
     assert second.failure() is CANCELED
     assert world.computed == ["first"]
+
+
+def test_jobs_in_memory_are_computed_while_another_waits_for_the_disk() -> None:
+    world = World(tiles=1)
+    futures = [world.submit("file"), world.submit("memory", in_memory=True)]
+    futures += [world.submit("next", in_memory=True, speculative=True), world.submit("late", in_memory=True)]
+    assert world.pipeline.withdraw(futures[3:]) == [True]
+    for future in futures:
+        future.wait()
+    assert world.computed == ["next", "memory", "file"]
+    assert world.disk.read_bytes == 2 * TILE * 10
+
+
+def test_a_tile_that_is_read_comes_before_those_in_memory() -> None:
+    world = World(ahead=2)
+    ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
+    world.clock.sleep(1.0)
+    memory, file = world.submit("memory", in_memory=True), world.submit("file", ahead=ahead)
+    memory.wait()
+    file.wait()
+    assert world.computed == ["file", "memory"]
 
 
 def test_a_job_enters_the_queue_when_its_inputs_are_there() -> None:
