@@ -9,7 +9,7 @@ SHELL  := /bin/bash
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 SHARE  ?= all
 SEED   ?= 0
-WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600
+WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600 -m "not gpu and not simulated"
 MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
             grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|tests/hostile/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
 
@@ -18,7 +18,7 @@ NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  unchanged-test schedule-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
+  unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins.
 demo: bootstrap
@@ -41,7 +41,7 @@ test: bootstrap
 # Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
 # rest. SEED=… determines what is drawn.
 test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test schedule-test \
-  imitation-test mutation-test sanitize
+  device-test imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
 # sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
@@ -93,6 +93,10 @@ test-newest: $(VENV)/.system
 # 20,000 schedules of copies on a simulated device.
 schedule-test: bootstrap
 	$(WHOLE) tests/sim
+
+# Every test of an offloaded model on the simulated device, under each of its policies (tests/devices.py).
+device-test: bootstrap
+	$(WHOLE) -m simulated tests
 
 # The tests of the GPU on a machine without one, on a simulated device: this checks the code of the tests, and order.
 imitation-test: bootstrap

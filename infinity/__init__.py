@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from infinity.errors import (
     ConfigError,
     DamagedFileError,
+    DeviceCopyError,
+    DeviceError,
     DirtyStoreError,
     ForkError,
     InfinityError,
@@ -82,6 +84,8 @@ __all__ = [
     "AdamW",
     "ConfigError",
     "DamagedFileError",
+    "DeviceCopyError",
+    "DeviceError",
     "DirtyStoreError",
     "ForkError",
     "InfinityError",

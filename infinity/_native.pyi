@@ -83,7 +83,7 @@ class Failure:
     the memory), 'canceled' (the engine was closed first).
     """
 
-    kind: Literal["io", "corruption", "timeout", "canceled"]
+    kind: Literal["io", "corruption", "timeout", "canceled", "device"]
     operation: str
     path: str
     offset: int

@@ -157,16 +157,15 @@ class SwapIOError(InfinityError, OSError):
         cause = detail or os.strerror(errno)
         advice = self.advice or _ADVICE.get(errno, "Check the disk that holds the path.")
         when = f" at step {step}" if step else ""
-        message = printable(
-            f"{operation} of {what} failed{when}: {path}, offset {offset}, {nbytes} bytes: {cause} "
-            f"(errno {errno}). {advice} {_RESTART}"
-        )
-        OSError.__init__(self, errno, message, path)
-        self.message = message
         self.operation = operation
         self.path, self.offset, self.nbytes = path, offset, nbytes
-        self.cause = cause
+        self.errno, self.cause = errno, cause
         self.unit, self.state, self.step = unit, state, step
+        self.message = printable(f"{operation} of {what} failed{when}: {self._where()}. {advice} {_RESTART}")
+        OSError.__init__(self, errno, self.message, path)
+
+    def _where(self) -> str:
+        return f"{self.path}, offset {self.offset}, {self.nbytes} bytes: {self.cause} (errno {self.errno})"
 
     def __str__(self) -> str:
         return self.message
@@ -188,3 +187,18 @@ class SwapTimeoutError(SwapIOError):
         "The device hangs, or is slower than nvme.deadline_s allows: check `dmesg` and the drive's health. This "
         "process may not be able to exit before it answers."
     )
+
+
+class DeviceCopyError(SwapIOError, DeviceError):
+    """What was read from the store, or was to be written there, did not get to or from the device that computes.
+
+    `path` names the device, and `cause` has the number of the runtime's error; there is no place in a file.
+    """
+
+    advice = (
+        "Error 2 is out of memory: lower memory.device, or free what others have there. Others are in the "
+        "documentation of the runtime (cudaError_t, hipError_t), and mostly end what the process does on the device."
+    )
+
+    def _where(self) -> str:
+        return f"{self.path}: {self.cause}"

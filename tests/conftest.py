@@ -33,7 +33,7 @@ logging.getLogger("infinity").setLevel(logging.ERROR)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["pytester", "tests.sampling"]
+pytest_plugins = ["pytester", "tests.sampling", "tests.devices"]
 
 Offload = Callable[..., Any]
 
@@ -55,12 +55,23 @@ def _same_seed() -> None:
 _tests = itertools.count(1)
 
 
-@pytest.fixture(autouse=True)
-def _collect_now_and_then() -> Iterator[None]:
+def pytest_collection_finish() -> None:
+    _collect_and_freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
-    yield
+    result = yield
     if next(_tests) % 50 == 0:
-        gc.collect()
+        _collect_and_freeze()
+    return result
+
+
+def _collect_and_freeze() -> None:
+    """What is there now is what was imported: the collector, which tests call often, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +179,20 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
         yield place.spec.name, bytes(view[start : start + itemsize * place.spec.numel])
 
 
+def _bytes_of_slots(coordinator: Coordinator) -> int:
+    """Of the units that are fetched, and of slots that are freed when room is wanted."""
+    slots = coordinator.room._slots
+    fetched = [
+        record.unit.weight_bytes
+        for record in coordinator.units
+        if slots.counts(record.homes.weights) and record.weights.residency is not Residency.RELEASED
+    ]
+    on_device = coordinator.resources.device is not None
+    viewed = [slot for slot in coordinator.room._viewed if on_device or slot.lease is not None]
+    assert not any(slot.outstanding() for slot in viewed)
+    return sum(round_up(nbytes, PAGE_BYTES) for nbytes in [*fetched, *(slot.tensor.numel() for slot in viewed)])
+
+
 def require_no_leaks(model: torch.nn.Module) -> None:
     """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
     fetched; no state has the same copy twice."""
@@ -177,17 +202,13 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     assert not coordinator.updates.speculative
     assert not coordinator.updates.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
-    fetched = sum(
-        record.unit.weight_bytes
-        for record in coordinator.units
-        if record.homes.weights.lease is None and record.weights.residency is not Residency.RELEASED
-    )
-    viewed = [slot for slot in coordinator.room._viewed if slot.lease is not None]  # freed when room is wanted
-    assert not any(slot.outstanding() for slot in viewed)
-    fetched += sum(slot.tensor.numel() for slot in viewed)
-    slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" else 0
+    if resources.device is None:
+        slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" else 0
+        assert resources.arena.free_bytes + _bytes_of_slots(coordinator) == round_up(slots, PAGE_BYTES)
+    else:
+        assert resources.device.ring.free_bytes == resources.device.ring.nbytes
+        assert resources.device.slots.free_bytes + _bytes_of_slots(coordinator) == resources.device.slots.nbytes
     lent = coordinator.updates.shadows.lent_bytes
-    assert resources.arena.free_bytes + fetched == round_up(slots, PAGE_BYTES)
     assert resources.weights_ram.free_bytes + lent == plan.budgets.shadow_bytes
     assert coordinator.updates.shadows.free_bytes + lent == plan.budgets.shadow_bytes
     if resources.landing is not None:

@@ -92,7 +92,13 @@ def _axis(pair: tuple[str, Hashable]) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test with the mark `covering(strength=2)` runs with some of its parameters, every other one with all."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
-    marked = [item for item in items if isinstance(item, pytest.Function) and item.get_closest_marker("covering")]
+    marked = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function)
+        and item.get_closest_marker("covering")
+        and not item.get_closest_marker("simulated")  # drawn by tests/devices.py
+    ]
     for item in marked:
         functions.setdefault((str(item.path), item.originalname), []).append(item)
     left_out: set[pytest.Item] = set()

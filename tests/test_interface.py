@@ -33,6 +33,8 @@ NAMES = {
     ),
     "ConfigError": "(InfinityError, ValueError)",
     "DamagedFileError": "(ManifestError)",
+    "DeviceCopyError": "(SwapIOError, DeviceError)",
+    "DeviceError": "(InfinityError, RuntimeError)",
     "DirtyStoreError": "(ResumeError)",
     "ForkError": "(InfinityError)",
     "InfinityError": "(Exception)",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from tests import sampling
 
 AXES: dict[str, tuple[Any, ...]] = {"a": (0, 1, 2, 3), "b": "xyz", "c": (True, False), "d": (None, 1, 2)}
-ROOT = Path(__file__).parents[1]
 EVERY = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
 
 
@@ -70,8 +68,13 @@ def test_a_share_that_is_none_is_refused() -> None:
         sampling._share("2")
 
 
-def test_a_marked_test_runs_with_some_of_its_parameters_and_an_unmarked_one_with_all(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\npytest_plugins = ['tests.sampling']\n")
+def test_a_marked_test_runs_with_some_of_its_parameters_and_an_unmarked_one_with_all(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def outcomes(*arguments: str) -> dict[str, int]:
+        done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "tests.sampling", *arguments)
+        return done.parseoutcomes()
+
     pytester.makepyfile(
         """
         import pytest
@@ -89,11 +92,10 @@ def test_a_marked_test_runs_with_some_of_its_parameters_and_an_unmarked_one_with
         """
     )
     for share, least, most in (("", 9, 11), ("0.5", 13, 15), ("all", 18, 18)):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("INFINITY_TESTS", share)
-            counts = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider").parseoutcomes()
+        monkeypatch.setattr(sampling, "SHARE", sampling._share(share))
+        counts = outcomes()
         assert least <= counts["passed"] - 7 <= most
         assert counts["passed"] + counts.get("deselected", 0) == 25
     for name in ("a1 and first and True", "a2 and second and False", "a0 and third and True"):
-        asked_for = pytester.runpytest_subprocess("-q", "-k", f"test_marked and {name}").parseoutcomes()
-        assert asked_for["passed"] == 1
+        monkeypatch.setattr(sampling, "SHARE", sampling._share(""))
+        assert outcomes("-k", f"test_marked and {name}")["passed"] == 1

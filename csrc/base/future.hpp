@@ -18,6 +18,7 @@ enum class FailureKind : std::uint8_t {
   corruption,  // what was read is not what was written
   timeout,     // no answer before the deadline: the device may still use the request's memory, for ever
   canceled,    // taken back, or closed first
+  device,      // the runtime of a device that computes said no
 };
 
 // Why an operation failed. `error_number` is an errno value, or 0 where no system call failed.

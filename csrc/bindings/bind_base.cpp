@@ -161,7 +161,7 @@ void bind_base(py::module_& module) {
   py::class_<Failure>(module, "Failure")
       .def_property_readonly("kind",
                              [](const Failure& failure) {
-                               constexpr std::array kNames = {"io", "corruption", "timeout", "canceled"};
+                               constexpr std::array kNames = {"io", "corruption", "timeout", "canceled", "device"};
                                return kNames[static_cast<std::size_t>(failure.kind)];
                              })
       .def_readonly("operation", &Failure::operation)

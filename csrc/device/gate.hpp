@@ -60,6 +60,7 @@ class DeviceGate {
   [[nodiscard]] std::optional<Failure> failure(const char* doing, int error) const {
     if (error == 0) return std::nullopt;
     Failure result;
+    result.kind = FailureKind::device;
     result.operation = doing;
     result.path = "device " + std::to_string(device_);
     result.cause = "the device's runtime returned error " + std::to_string(error);

@@ -226,6 +226,8 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
     for name in changed:
         unit.views.value_in(slot, name).copy_(unit.parameters[name])
     touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
+    if touched:
+        resources.synchronize_uploads()
     for index in sorted(touched):
         group = unit.unit.groups[index]
         weight = unit.homes.weights.groups[index]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from infinity import _native
 from infinity.config import NvmeConfig
-from infinity.errors import ConfigError, SwapCorruptionError, SwapIOError, SwapTimeoutError
+from infinity.errors import ConfigError, DeviceCopyError, SwapCorruptionError, SwapIOError, SwapTimeoutError
 from infinity.io.profile import profile_of
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class Transfer:
             SwapIOError: the device failed.
             SwapCorruptionError: the device returned other data than was written.
             SwapTimeoutError: the device was given up. It may still use the memory, which must never be reused.
+            DeviceCopyError: the runtime of the device that computes failed.
         """
         self.wait()
         failure = self.future.failure()
@@ -60,7 +61,7 @@ class Transfer:
 
 def error_of(failure: _native.Failure, unit: str = "", state: str = "", step: int = 0) -> SwapIOError:
     """The exception for a failed request."""
-    kinds = {"corruption": SwapCorruptionError, "timeout": SwapTimeoutError}
+    kinds = {"corruption": SwapCorruptionError, "timeout": SwapTimeoutError, "device": DeviceCopyError}
     return kinds.get(failure.kind, SwapIOError)(
         failure.operation,
         path=failure.path,

@@ -18,7 +18,7 @@ another, or converted, is copied to a bounce buffer first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,8 +92,26 @@ class Packed:
         return self.lease.memory.view(self.group.dtype)
 
 
-class GradientQueue:
-    """One stream down.
+class _Downward:
+    """One stream down, and the native thread that takes what comes."""
+
+    def __init__(self, accelerator: Accelerator, gate: _native.DeviceGate, pool: _native.ThreadPool) -> None:
+        self._accelerator = accelerator
+        self._native = _native.Landings(gate, pool)
+        self._stream = accelerator.stream()
+
+    def close(self) -> None:
+        """Wait until no copy uses host memory."""
+        self._native.close()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Wait for the copies, also those that the native thread knows nothing of."""
+        self._accelerator.synchronize(self._accelerator.record(self._stream))
+
+
+class GradientQueue(_Downward):
+    """Gradients on their way down.
 
     Invariant: `_open` are the pieces that were not sent, the first packed first; each has a lease of the ring.
     """
@@ -101,11 +119,9 @@ class GradientQueue:
     def __init__(
         self, accelerator: Accelerator, gate: _native.DeviceGate, ring: Slab, bounce: Space, pool: _native.ThreadPool
     ) -> None:
-        self._accelerator = accelerator
+        super().__init__(accelerator, gate, pool)
         self._ring = ring
         self._bounce = bounce
-        self._native = _native.Landings(gate, pool)
-        self._stream = accelerator.stream()
         self._open: list[Packed] = []
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
@@ -156,11 +172,6 @@ class GradientQueue:
             before = () if packed.specs else packed.lease.after  # who packed has waited for that
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
-    def close(self) -> None:
-        """Wait until no copy uses host memory."""
-        self._native.close()
-        self._accelerator.synchronize(self._accelerator.record(self._stream))
-
     def _send_to_place(self, packed: Packed) -> Landing:
         event = self._copy(packed, torch.frombuffer(packed.target, dtype=torch.uint8))
         name = native_name(packed.dtype)
@@ -172,7 +183,7 @@ class GradientQueue:
         try:
             landing = self._land_over(packed, lease.view(0, packed.lease.nbytes))
         except BaseException:
-            self._accelerator.synchronize(self._accelerator.record(self._stream))
+            self._rest()
             lease.release()
             raise
         self._bounced.append((landing, lease))
@@ -240,36 +251,34 @@ class WeightsCopy:
         self.lease.release()
 
 
-class WeightsQueue:
+class WeightsQueue(_Downward):
     """Weights on their way down: an update of a unit whose weights are in the store takes them from the slot, where
     they are anyway, and not from the disk again. A stream of its own: they do not wait for gradients."""
 
     def __init__(
         self, accelerator: Accelerator, gate: _native.DeviceGate, space: Space, pool: _native.ThreadPool
     ) -> None:
-        self._accelerator = accelerator
+        super().__init__(accelerator, gate, pool)
         self._space = space
-        self._native = _native.Landings(gate, pool)
-        self._stream = accelerator.stream()
 
-    def copy(self, weights: torch.Tensor, ready: Event) -> WeightsCopy | None:
+    def copy(self, weights: torch.Tensor, after: Sequence[Event]) -> WeightsCopy | None:
         """Start copying the weights of a slot. None where there is no memory.
 
         Args:
             weights: uint8 [weight_bytes] on the device; must stay as it is until the copy's event.
-            ready: the weights are there.
+            after: the weights are there, and what a forward wrote to them.
         """
         lease = self._space.try_lease(weights.numel())
         if lease is None:
             return None
-        into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
-        event = self._accelerator.copy(into, weights, on=self._stream, after=[ready])
-        return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
-
-    def close(self) -> None:
-        """Wait until no copy uses host memory."""
-        self._native.close()
-        self._accelerator.synchronize(self._accelerator.record(self._stream))
+        try:
+            into = torch.frombuffer(lease.view(0, weights.numel()), dtype=torch.uint8)
+            event = self._accelerator.copy(into, weights, on=self._stream, after=after)
+            return WeightsCopy(lease, self._native.land(self._accelerator.handle(event), []), event)
+        except BaseException:
+            self._rest()
+            lease.release()
+            raise
 
 
 def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memoryview:

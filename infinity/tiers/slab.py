@@ -72,7 +72,9 @@ class Slab:
         begin, end = lease.offset, lease.offset + lease.nbytes
         with self._lock:
             after = [event for left, right, events in self._left if left < end and begin < right for event in events]
-        return SlabLease(lease, self._memory[begin : begin + nbytes], after)
+        with torch._C._DisableFuncTorch():  # a transformation that fetches weights has no part in where they lie
+            memory = self._memory[begin : begin + nbytes]
+        return SlabLease(lease, memory, after)
 
     def give_back(self, lease: SlabLease, last_uses: Iterable[Event]) -> None:
         """Args: last_uses: behind everything that the lease's holder, or one before it, queued with these bytes."""
@@ -109,6 +111,10 @@ class Uses:
         for stream, event in self._last.items():
             if event is None:
                 self._last[stream] = self._accelerator.record(stream)
+
+    def so_far(self) -> list[Event]:
+        """Behind every use that was queued until now. Uses go on."""
+        return [self._accelerator.record(stream) if event is None else event for stream, event in self._last.items()]
 
     def also(self, event: Event) -> None:
         """The memory is used until this event, too."""

@@ -111,7 +111,7 @@ class SlabSlot(Slot):
         return True
 
     def copy_down(self) -> WeightsCopy | None:
-        copy = self._down.copy(self._leased.memory, self._ready)
+        copy = self._down.copy(self._leased.memory, [self._ready, *self._uses.so_far()])
         if copy is not None:
             self._uses.also(copy.event)
         return copy
@@ -131,8 +131,24 @@ class Fetch(ABC):
         for transfer in self._transfers:
             transfer.wait()
 
+    def finish(self) -> Slot:
+        """Raises SwapIOError; then the memory was given back, unless the disk was given up, which may still write."""
+        try:
+            wait_all(self._transfers)
+        except SwapTimeoutError:
+            raise
+        except Exception:
+            self._give_up()
+            raise
+        return self._slot()
+
     @abstractmethod
-    def finish(self) -> Slot: ...
+    def _slot(self) -> Slot:
+        """Of weights that are there, or whose event streams can wait for."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Nothing is on its way there any more."""
 
 
 class SlotPool(Protocol):
@@ -150,10 +166,13 @@ class SlotPool(Protocol):
 class _There(Fetch):
     def __init__(self, slot: Slot) -> None:
         super().__init__()
-        self._slot = slot
+        self._there = slot
 
-    def finish(self) -> Slot:
-        return self._slot
+    def _slot(self) -> Slot:
+        return self._there
+
+    def _give_up(self) -> None:
+        self._there.free()
 
 
 class HostSlots:
@@ -193,15 +212,11 @@ class _LeaseFetch(Fetch):
         super().__init__(transfers)
         self._lease = lease
 
-    def finish(self) -> Slot:
-        try:
-            wait_all(self._transfers)
-        except SwapTimeoutError:
-            raise  # the device may still write to the lease
-        except Exception:
-            self._lease.release()
-            raise
+    def _slot(self) -> Slot:
         return HostSlot(self._lease.tensor(), self._lease)
+
+    def _give_up(self) -> None:
+        self._lease.release()
 
 
 class SlabSlots:
@@ -270,15 +285,11 @@ class _SlabFetch(Fetch):
         self._lease = lease
         self._ready = ready
 
-    def finish(self) -> Slot:
-        try:
-            wait_all(self._transfers)
-        except SwapTimeoutError:
-            raise  # the disk was given up
-        except Exception:
-            self._pool.give_up(self._lease)
-            raise
+    def _slot(self) -> Slot:
         return self._pool.slot(self._lease, self._ready)
+
+    def _give_up(self) -> None:
+        self._pool.give_up(self._lease)
 
 
 def open_slots(resources: Resources) -> SlotPool:

@@ -121,7 +121,7 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            wide = self._accumulates and self._queue is None and self._room_bytes >= self._fp32_bytes
+            wide = self._accumulates and self._room_bytes >= self._fp32_bytes
             self.dtype = torch.float32 if wide else self._group.dtype
             self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
             self._accumulates = False

@@ -128,6 +128,7 @@ def test_a_plan_that_does_not_fit_names_what_the_memory_is_shared_with(checkpoin
             torch.optim.AdamW(models[0].parameters())
 
 
+@pytest.mark.cpu_only("about host memory to the byte")
 def test_a_model_that_is_loaded_when_another_was_used_gets_what_that_one_left(
     checkpoint: Path, launch: Launch, ids: torch.Tensor
 ) -> None:

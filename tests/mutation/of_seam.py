@@ -6,6 +6,7 @@ from tests.mutation.mutant import Mutant
 
 _SCHEDULES = ("tests/sim/test_schedules.py",)
 _DISTURBED = ("tests/sim/test_disturbed.py",)
+_SIMULATE = ("tests/sim/test_simulate.py",)
 _SEAM = ("tests/sim", "tests/tiers")
 
 OF_SEAM = [
@@ -26,9 +27,30 @@ OF_SEAM = [
     Mutant(
         "a lease knows who used its bytes before",
         "infinity/tiers/slab.py",
-        "        return SlabLease(lease, self._memory[begin : begin + nbytes], after)\n",
-        "        return SlabLease(lease, self._memory[begin : begin + nbytes], ())\n",
+        "        return SlabLease(lease, memory, after)\n",
+        "        return SlabLease(lease, memory, ())\n",
         _SCHEDULES,
+    ),
+    Mutant(
+        "a lease has no part in a transformation of torch.func",
+        "infinity/tiers/slab.py",
+        "        with torch._C._DisableFuncTorch():",
+        "        if True:",
+        ("tests/tiers/test_slab.py",),
+    ),
+    Mutant(
+        "weights go down behind what a forward wrote to them",
+        "infinity/tiers/slots.py",
+        "[self._ready, *self._uses.so_far()]",
+        "[self._ready]",
+        _SIMULATE,
+    ),
+    Mutant(
+        "weights in RAM are written when no upload reads them",
+        "infinity/coordinator/gathering.py",
+        "        resources.synchronize_uploads()\n",
+        "        pass\n",
+        _SIMULATE,
     ),
     Mutant(
         "who computes waits for the upload",
@@ -159,8 +181,8 @@ OF_SEAM = [
     Mutant(
         "a copy of weights waits for their upload",
         "infinity/tiers/downloads.py",
-        "on=self._stream, after=[ready])",
-        "on=self._stream)",
+        "event = self._accelerator.copy(into, weights, on=self._stream, after=after)",
+        "event = self._accelerator.copy(into, weights, on=self._stream)",
         _SCHEDULES,
     ),
     Mutant(
@@ -206,11 +228,32 @@ OF_SEAM = [
         _DISTURBED,
     ),
     Mutant(
-        "the end waits for gradients",
+        "the end waits for what comes down",
         "infinity/tiers/downloads.py",
-        "        self._native.close()\n        self._accelerator.synchronize(self._accelerator.record(self._stream))\n"
-        "\n    def _send",
-        "        self._native.close()\n\n    def _send",
+        "        self._native.close()\n        self._rest()\n",
+        "        self._native.close()\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "a copy of weights that no native thread took is waited for",
+        "infinity/tiers/downloads.py",
+        "self._accelerator.handle(event), []), event)\n        except BaseException:\n            self._rest()\n",
+        "self._accelerator.handle(event), []), event)\n        except BaseException:\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "gradients in the bounce buffer that no native thread took are waited for",
+        "infinity/tiers/downloads.py",
+        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n            self._rest()\n",
+        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n",
+        _DISTURBED,
+    ),
+    Mutant(
+        "a piece that could not be sent is used until what was queued for it",
+        "infinity/tiers/downloads.py",
+        "                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it "
+        "failed\n",
+        "",
         _DISTURBED,
     ),
     Mutant(
@@ -218,6 +261,6 @@ OF_SEAM = [
         "infinity/tiers/slots.py",
         '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, lease.after)\n',
         '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, ())\n',
-        _SEAM,
+        ("tests/tiers/test_slots.py",),
     ),
 ]

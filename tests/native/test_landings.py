@@ -141,7 +141,7 @@ def test_an_error_of_the_gate_fails_that_landing_and_every_later_one(
                 assert len(future.sums) == 1
             else:
                 assert failure is not None
-                assert (failure.kind, failure.errno, failure.path) == ("io", 0, "device 0")
+                assert (failure.kind, failure.errno, failure.path) == ("device", 0, "device 0")
                 assert failure.cause == "the device's runtime returned error 700"
                 assert not target.any()
                 with pytest.raises(RuntimeError, match="error 700"):

@@ -158,7 +158,7 @@ def test_an_error_of_the_gate_fails_a_job_with_its_number(call: int, tmp_path: P
     failures = [failure for failure in map(finish, futures) if failure is not None]
     assert failures
     for failure in failures:
-        assert (failure.kind, failure.errno, failure.path) == ("io", 0, "device 0")
+        assert (failure.kind, failure.errno, failure.path) == ("device", 0, "device 0")
         assert failure.cause == "the device's runtime returned error 719"
     rig.close()
 

@@ -133,12 +133,13 @@ def test_transformers_recomputation_changes_nothing(architecture: str, offload: 
         assert torch.equal(weight, results[1][1][name]), name
 
 
-def test_t5_with_recomputation_matches_torch(offload: Any) -> None:
+def test_t5_with_recomputation_matches_torch(offload: Any, computes_on: Any) -> None:
     """Both with recomputation: in transformers 5.23 that changes T5's gradients, with or without infinity."""
+    memory = TIGHT if computes_on is None else TIGHT | {"device": "1MiB"}  # its units break up less than that
     plain, batch = make("t5")
     plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     expected = reference(plain.train(), batch)
-    model = offload(make("t5")[0].train(), activations="recompute", memory=TIGHT)
+    model = offload(make("t5")[0].train(), activations="recompute", memory=memory)
     losses = train(model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0), batch)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     assert_close(model, plain)

@@ -147,6 +147,7 @@ def combinations() -> list[Combination]:
     return every if os.environ.get("INFINITY_OVERLAP_FULL") else sampling.drawn(every, every)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("combination", combinations(), ids=_id)
 def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path: Path) -> None:
     clipping, accumulation = combination.pop("clipping"), combination.pop("accumulation")

@@ -87,7 +87,9 @@ def shares(least: Plan) -> list[int]:
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("name", "dtype", "form"), FORMS)
-def test_any_share_in_ram_ends_in_the_same_bits(name: str, dtype: Any, form: Any, every: int, tmp_path: Path) -> None:
+def test_any_share_in_ram_ends_in_the_same_bits(
+    name: str, dtype: Any, form: Any, every: int, tmp_path: Path, computes_on: Any
+) -> None:
     placed = Placed(tmp_path, name, dtype, commit_every=every, **form)
     expected = placed.train(8 << 20, weights="host", optimizer="host")
     held = []
@@ -96,9 +98,11 @@ def test_any_share_in_ram_ends_in_the_same_bits(name: str, dtype: Any, form: Any
         assert_same(found, expected)
         held.append((found[2].layout.arena.weights, found[2].layout.arena.states))
     assert held == sorted(held)
-    assert held[0] == (0, 0)
-    assert 0 < held[1][0] < held[-1][0] == expected[2].layout.weight_bytes
-    assert 0 < held[2][1] < held[3][1] < held[-1][1] == expected[2].layout.state_bytes
+    assert held[-1] == (expected[2].layout.weight_bytes, expected[2].layout.state_bytes)
+    if computes_on is None:  # on a device the plan has memory for copies, and leaves it to others
+        assert held[0] == (0, 0)
+        assert 0 < held[1][0] < held[-1][0]
+        assert 0 < held[2][1] < held[3][1] < held[-1][1]
 
 
 @pytest.mark.parametrize("every", [0, 1])
@@ -126,6 +130,7 @@ def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path
         infinity.close(model, discard=True)
 
 
+@pytest.mark.cpu_only("a device fetches them, too")
 def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
     placed = Placed(tmp_path, overlap="off")
     least = placed.least()

@@ -16,8 +16,7 @@ from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
-from infinity.units.weights import Residency
-from tests.conftest import states_of, weights_of
+from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of
 
 MEMORY = {"device": "640KiB", "host": "512MiB"}
@@ -63,22 +62,10 @@ def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 
         optim.step()
         optim.zero_grad()
         norms.append(optim.last_grad_norm)
-    assert_nothing_is_lost(model)
+    require_no_leaks(model)
     result = losses, norms, weights_of(model) | states_of(model)
     infinity.close(model)
     return result
-
-
-def assert_nothing_is_lost(model: Any) -> None:
-    """No gradient is held, no lease of the window or of the arena is missing."""
-    infinity.synchronize(model)
-    coordinator = registry.coordinator_of(model)
-    landing = coordinator.resources.landing
-    if landing is not None:
-        assert landing.space.free_bytes == landing.space.nbytes
-    held = sum(r.unit.weight_bytes for r in coordinator.units if r.weights.residency is not Residency.RELEASED)
-    if coordinator.resources.plan.placement.weights.tier == "nvme":
-        assert coordinator.resources.arena.free_bytes + held == coordinator.resources.plan.budgets.slot_bytes
 
 
 def assert_same(found: Result, expected: Result) -> None:
@@ -243,7 +230,7 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
             named.add(error.state)
             if registry.coordinator_of(model).health.failure is None:
                 optim.zero_grad()
-                assert_nothing_is_lost(model)
+                require_no_leaks(model)
                 step(model, batch, optim)  # nothing of the states was touched
                 assert all(torch.equal(value, expected[key]) for key, value in weights_of(model).items())
         else:
@@ -304,7 +291,7 @@ def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offl
         del loss
         assert raised
         optim.zero_grad()
-        assert_nothing_is_lost(model)
+        require_no_leaks(model)
     losses = []
     for _ in range(3):
         loss = loss_of(model, batch)
@@ -331,7 +318,7 @@ def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
         loss_of(model, batch).backward()  # on top of those that were stepped with
         optim.step()
         optim.zero_grad()
-        assert_nothing_is_lost(model)
+        require_no_leaks(model)
         found = weights_of(model) | states_of(model) | {"norm": torch.tensor(optim.last_grad_norm)}
         infinity.close(model)
         return found

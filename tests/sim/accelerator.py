@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from infinity.base.accelerator import GateTable
-from tests.sim.clocks import NATIVE, Actor, Order, place
+from tests.sim.clocks import NATIVE, Access, Actor, Order, Unordered, place
 from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, SimStream, Wait
 from tests.sim.slab import POISON, Slab
 
@@ -367,8 +367,14 @@ class SimAccelerator:
             where = (caused_by or actor).place or NATIVE
         try:
             self.order.use(actor, begin, end, write=write, text=text, place=where)
-        except AssertionError as error:
-            self.found(error)
+        except Unordered as error:
+            self.found(Unordered(f"{error}. {self._who_knows(error.other, caused_by)}", error.other))
+
+    def _who_knows(self, other: Access, caused_by: Actor | None) -> str:
+        """Whom an order could have come through."""
+        asked = [each for each in (caused_by, self.host) if each is not None]
+        known = ", ".join(f"{each.name} {each.clock.get(other.index, 0)}" for each in asked)
+        return f"{other.actor} did it at its {other.at}. Of {other.actor} know: {known}"
 
     def found(self, error: AssertionError) -> None:
         """Keep an error: whoever calls may swallow it."""

@@ -30,7 +30,15 @@ Place: TypeAlias = tuple[str, int]
 
 
 class Unordered(AssertionError):  # noqa: N818 (the name says what is wrong with the two uses)
-    """Two uses of the same bytes, of which one writes, and nothing orders them."""
+    """Two uses of the same bytes, of which one writes, and nothing orders them.
+
+    Attributes:
+        other: the use that came before.
+    """
+
+    def __init__(self, text: str, other: Access) -> None:
+        super().__init__(text)
+        self.other = other
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +222,7 @@ class Order:
         if conflict is not None:
             other, first, last = conflict
             first, last = max(first, begin), min(last, end)
-            raise Unordered(f"{access} is not ordered behind {other}: {last - first} bytes at {first:#x}")
+            raise Unordered(f"{access} is not ordered behind {other}: {last - first} bytes at {first:#x}", other)
 
 
 # -- the line that caused it -------------------------------------------------------------------------------------------

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from torch import nn
 
-import infinity
-from infinity.coordinator import registry
 from infinity.plan import planner
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
+from infinity.plan.problem import Problem
 from infinity.tiers import resources
-from infinity.units.weights import Residency
 from tests.sim.accelerator import Misuse, SimAccelerator
 from tests.sim.host import follow_the_host
 from tests.sim.queues import LAZY, Policy
@@ -28,11 +24,17 @@ Simulate = Callable[..., SimAccelerator]
 class Simulation:
     """What `simulate` set up.
 
+    Args:
+        gradients_apart: the ring for gradients is not counted in memory.device, so that a config leaves as much for
+            weights as it does on the CPU.
+
     Attributes:
         sim: the device.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, policy: Policy, **options: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, policy: Policy, *, gradients_apart: bool = False, **options: Any
+    ) -> None:
         self.sim = SimAccelerator(policy, **options)
         self._opened: list[tuple[resources.Resources, tuple[int, ...]]] = []
         self._entered = ExitStack()
@@ -41,6 +43,8 @@ class Simulation:
         monkeypatch.setattr(resources, "open_accelerator", lambda device: self.sim)
         limits_of = planner.limits_of
         monkeypatch.setattr(planner, "limits_of", lambda *given: replace(limits_of(*given), in_place=False))
+        if gradients_apart:
+            _leave_memory_for_gradients(monkeypatch)
         self._follow_leases(monkeypatch)
         self._entered.enter_context(watched(self.sim))
 
@@ -50,8 +54,11 @@ class Simulation:
         def closed(opened: resources.Resources, **options: Any) -> None:
             close(opened, **options)
             device = opened.device
-            if device is not None and device.ring.free_bytes != device.ring.nbytes:
-                lost = device.ring.nbytes - device.ring.free_bytes
+            if device is None:
+                return
+            unsent = sum(packed.lease.lease.nbytes for packed in device.gradients._open)  # what nobody wants any more
+            lost = device.ring.nbytes - device.ring.free_bytes - unsent
+            if lost:
                 self.sim.errors.append(Misuse(f"{lost} bytes of the gradients' ring were never given back"))
 
         monkeypatch.setattr(resources.Resources, "close", closed)
@@ -62,23 +69,19 @@ class Simulation:
         self.sim.check()
 
 
-def require_no_device_leaks(model: nn.Module) -> None:
-    """Between steps the ring is free, and of the slots' memory what the units that are on the device have."""
-    infinity.synchronize(model)
-    gc.collect()  # what an exception ended may hang in cycles
-    coordinator = registry.coordinator_of(model)
-    device = coordinator.resources.device
-    assert device is not None
-    assert device.ring.free_bytes == device.ring.nbytes
-    fetched = sum(
-        round_up(record.unit.weight_bytes, PAGE_BYTES)
-        for record in coordinator.units
-        if record.weights.residency is not Residency.RELEASED
-    )
-    viewed = coordinator.room._viewed  # they are freed when room is wanted
-    assert not any(slot.outstanding() for slot in viewed)
-    fetched += sum(round_up(slot.tensor.numel(), PAGE_BYTES) for slot in viewed)
-    assert device.slots.free_bytes + fetched == device.slots.nbytes
+def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    device_bytes = planner.device_bytes
+
+    def with_gradients(problem: Problem, *given: Any) -> tuple[int, int]:
+        for ring in problem.rings:  # for one unit's, or for two units'
+            more = int(ring / WEIGHT_SHARE_OF_DEVICE)
+            limits = replace(problem.limits, device=problem.limits.device + more)
+            slots, taken = device_bytes(replace(problem, limits=limits), *given)
+            if taken == ring:
+                break
+        return slots, taken
+
+    monkeypatch.setattr(planner, "device_bytes", with_gradients)
 
 
 @pytest.fixture

@@ -46,20 +46,22 @@ class Requests:
 
     def begin(self, name: str, after: Iterable[Any] = ()) -> Actor:
         """A request is about to be submitted."""
-        actor = self.sim.order.actor(name, behind=self.sim.host)
-        actor.place = place()
-        for future in after:
-            if future is not None:
-                self._join(actor, future)
-        return actor
+        with self.sim.lock:
+            actor = self.sim.order.actor(name, behind=self.sim.host)
+            actor.place = place()
+            for future in after:
+                if future is not None:
+                    self._join(actor, future)
+            return actor
 
     def use(self, actor: Actor, memory: Memory, text: str, *, write: bool) -> None:
         self.sim.uses(*memory, write=write, text=text, actor=actor)
 
     def submitted(self, future: Any, actor: Actor) -> Any:
         """All that it uses was named."""
-        end = self.sim.order.end(actor)
-        self.known(future, lambda: end)
+        with self.sim.lock:
+            end = self.sim.order.end(actor)
+            self.known(future, lambda: end)
         weakref.finalize(future, self._host_knows, end)
         return future
 
@@ -102,8 +104,9 @@ class Requests:
 
     def copies(self, future: Any, actor: Actor) -> Any:
         """A native thread copies for it until the host is told that it is done."""
-        self._copying[future] = actor
-        return self.known(future, lambda: self.sim.order.snapshot(actor))
+        with self.sim.lock:
+            self._copying[future] = actor
+            return self.known(future, lambda: self.sim.order.snapshot(actor))
 
     def _uploading(self, address: int) -> Actor | None:
         return next((actor for begin, end, actor in self._uploads if begin <= address < end), None)

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import infinity
+from infinity import _native
 from infinity.coordinator import registry
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
 from tests import sampling
-from tests.conftest import states_of, weights_of
-from tests.sim.fixtures import Simulate, require_no_device_leaks
+from tests.conftest import require_no_leaks, states_of, weights_of
+from tests.sim.fixtures import Simulate
 from tests.sim.queues import EAGER, LAZY, random_policy
 from tests.sim.test_schedules import WIDTH, Blocks, FailedError, _fail, simulated
 from tests.stress.interrupts import CtrlC
@@ -43,19 +44,22 @@ def offloaded(tiers: tuple[str, str], directory: Path, *, slots: int = 2, **conf
 BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def train_through(model: Blocks, disturbances: Iterator[Any], expected: Sequence[type[BaseException]]) -> int:
+def train_through(
+    model: Blocks, disturbances: Iterator[Any], expected: Sequence[type[BaseException]], micro_batches: int = 1
+) -> int:
     """Steps, each begun again from its forward if something disturbed it before it was decided. Returns how often."""
     optim, disturbed = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9), 0
     while (done := registry.coordinator_of(model).steps) < STEPS:
         try:
             with next(disturbances):
-                model(BATCH).backward()
+                for _ in range(micro_batches):
+                    model(BATCH).backward()
                 optim.step()
         except tuple(expected):
             disturbed += 1
         if registry.coordinator_of(model).steps == done:
             optim.zero_grad()
-            require_no_device_leaks(model)
+            require_no_leaks(model)
         else:
             optim.zero_grad()
     return disturbed
@@ -69,13 +73,9 @@ def bits(model: Blocks) -> dict[str, torch.Tensor]:
 def undisturbed(tmp_path: Path) -> Any:
     """The bits after the steps on the CPU, by tiers."""
 
-    def of(tiers: tuple[str, str]) -> dict[str, torch.Tensor]:
+    def of(tiers: tuple[str, str], micro_batches: int = 1) -> dict[str, torch.Tensor]:
         model = offloaded(tiers, tmp_path / "cpu")
-        optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9)
-        for _ in range(STEPS):
-            model(BATCH).backward()
-            optim.step()
-            optim.zero_grad()
+        train_through(model, itertools.repeat(contextlib.nullcontext()), [], micro_batches)
         found = bits(model)
         infinity.close(model, discard=True)
         return found
@@ -89,27 +89,42 @@ def require_bits(model: Blocks, expected: dict[str, torch.Tensor]) -> None:
     infinity.close(model, discard=True)
 
 
-class NoMemory:
-    """A context manager: the nth upload from now on finds no memory."""
+class Failing:
+    """A context manager: the nth call of these methods from now on raises.
 
-    def __init__(self, patch: pytest.MonkeyPatch, nth: int) -> None:
-        self._patch, self._left = patch, nth
+    Args:
+        nth: counted over all of them.
+    """
+
+    def __init__(self, nth: int, owner: type, *names: str, error: type[Exception] = torch.OutOfMemoryError) -> None:
+        self._patch, self._left, self._owner, self._names = pytest.MonkeyPatch(), nth, owner, names
+        self._error = error
 
     def __enter__(self) -> None:
-        for name in ("from_ram", "from_store"):
-            self._patch.setattr(UploadQueue, name, self._failing(getattr(UploadQueue, name)))
+        for name in self._names:
+            self._patch.setattr(self._owner, name, self._failing(getattr(self._owner, name)))
 
-    def _failing(self, upload: Any) -> Any:
-        def fail(*arguments: Any) -> Any:
+    def _failing(self, method: Any) -> Any:
+        def fail(*arguments: Any, **options: Any) -> Any:
             self._left -= 1
             if self._left == 0:
-                raise torch.OutOfMemoryError("as the test wants")
-            return upload(*arguments)
+                raise self._error("as the test wants")
+            return method(*arguments, **options)
 
         return fail
 
     def __exit__(self, *_: object) -> None:
         self._patch.undo()
+
+
+def no_memory(nth: int) -> Failing:
+    """The nth upload finds no memory."""
+    return Failing(nth, UploadQueue, "from_ram", "from_store")
+
+
+def not_sent(nth: int) -> Failing:
+    """The nth piece of gradients, or copy of weights, is copied down, and no native thread takes it."""
+    return Failing(nth, _native.Landings, "land", error=MemoryError)
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids="-".join)
@@ -121,10 +136,37 @@ def test_no_memory_for_an_upload_leaks_nothing_and_the_step_can_be_done_again(
     draw = random.Random(str(tiers))
     with simulated(policy):
         model = offloaded(tiers, tmp_path / "sim")
-        failing = (NoMemory(pytest.MonkeyPatch(), draw.randint(1, 8)) for _ in range(STEPS))
+        failing = (no_memory(draw.randint(1, 8)) for _ in range(STEPS))
         disturbances = itertools.chain(failing, itertools.repeat(contextlib.nullcontext()))
         assert train_through(model, disturbances, [torch.OutOfMemoryError]) > 0
         require_bits(model, expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("tiers", TIERS, ids="-".join)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_gradients_that_could_not_be_sent_leak_nothing_and_the_step_can_be_done_again(
+    policy: Any, tiers: tuple[str, str], micro_batches: int, undisturbed: Any, tmp_path: Path
+) -> None:
+    expected = undisturbed(tiers, micro_batches)
+    draw = random.Random(f"{tiers} {micro_batches}")
+    with simulated(policy):
+        model = offloaded(tiers, tmp_path / "sim")
+        failing = (not_sent(draw.randint(1, 3 * micro_batches)) for _ in range(STEPS))
+        disturbances = itertools.chain(failing, itertools.repeat(contextlib.nullcontext()))
+        assert train_through(model, disturbances, [MemoryError], micro_batches) > 0
+        require_bits(model, expected)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_the_end_waits_for_a_copy_that_no_native_thread_took(policy: Any, nth: int, tmp_path: Path) -> None:
+    with simulated(policy):
+        model = offloaded(("nvme", "nvme"), tmp_path, overlap="during_backward")
+        infinity.AdamW(model.parameters(), lr=1e-2)
+        with not_sent(nth), contextlib.suppress(MemoryError):
+            model(BATCH).backward()
+        infinity.close(model, discard=True)
 
 
 @pytest.mark.parametrize("nth", range(sampling.number(6, 200)))
@@ -200,6 +242,26 @@ def test_units_that_are_alike_have_the_same_addresses_in_each_step(
             optim.step()
             optim.zero_grad()
     assert len(set(seen)) <= 3 + 2 + 2, "two slots for those that are alike, one for the other, and the ring's"
+    infinity.close(model, discard=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_gradients_that_were_added_up_begin_the_next_step_in_fp32_and_native_threads_widen_them(
+    policy: Any, monkeypatch: pytest.MonkeyPatch, simulate: Simulate, tmp_path: Path
+) -> None:
+    simulate(policy)
+    widened: list[int] = []
+    widen = _native.widen_in_place
+    monkeypatch.setattr(_native, "widen_in_place", lambda *given: (widened.append(given[2]), widen(*given)))
+    model = offloaded(("host", "host"), tmp_path)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=2)
+    for step in range(3):
+        for _ in range(2):
+            model(BATCH).backward()
+        assert bool(widened) == (step == 0)
+        widened.clear()
+        optim.step()
+        optim.zero_grad()
     infinity.close(model, discard=True)
 
 

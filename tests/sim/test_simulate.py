@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.coordinator import registry
 from tests import models
-from tests.conftest import Offload, weights_of
+from tests.conftest import Offload, require_no_leaks, weights_of
 from tests.sim.accelerator import Misuse
-from tests.sim.fixtures import Simulate, Simulation, require_no_device_leaks
+from tests.sim.fixtures import Simulate, Simulation
 from tests.sim.queues import LAZY, Policy, random_policy
 from tests.sim.test_accelerator import every_policy
 
@@ -65,7 +65,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     if registry.coordinator_of(model).resources.device is not None:
-        require_no_device_leaks(model)
+        require_no_leaks(model)
     return weights_of(model)
 
 
@@ -114,7 +114,42 @@ def test_evaluation_between_steps_is_ordered(simulate: Simulate, offload: Offloa
             model(batch)
         optimizer.step()
         optimizer.zero_grad()
-    require_no_device_leaks(model)
+    require_no_leaks(model)
+
+
+class Clamped(nn.Linear):
+    """Its forward writes to the weight behind everybody's back, as some of gemma3n's do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@every_policy
+def test_what_a_forward_writes_to_weights_is_ordered_before_their_update(
+    simulate: Simulate, offload: Offload, policy: Policy
+) -> None:
+    simulate(policy)
+    plain = Toy().bfloat16()
+    for block in plain.blocks:
+        block[0] = Clamped(32, 64).bfloat16()
+    model = offload(plain, overlap="during_backward")
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.randn(4, 32).bfloat16()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@every_policy
+def test_weights_that_are_written_in_gathered_are_no_longer_on_their_way_up(
+    simulate: Simulate, offload: Offload, policy: Policy
+) -> None:
+    simulate(policy)
+    model = offload(Toy().bfloat16(), "host")
+    with infinity.gathered(model, write=True):
+        for parameter in model.parameters():
+            parameter.data.mul_(0.5)
 
 
 @pytest.mark.parametrize(

@@ -72,14 +72,12 @@ class Watch(TorchDispatchMode):
         plan = _plans.get(func)
         if plan is None:
             plan = _plans[func] = _Plan(func)
-        if not plan.touches:
-            return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            used = list(self._used(plan, args, kwargs))
-        if not used:
-            return func(*args, **kwargs)
-        with self.sim.used(used, str(func)):
-            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # it was asked before, where torch asks
+            used = list(self._used(plan, args, kwargs)) if plan.touches else []
+            if not used:
+                return func(*args, **kwargs)
+            with self.sim.used(used, str(func)):
+                return func(*args, **kwargs)
 
     def _used(self, plan: _Plan, args: Any, kwargs: Any) -> Iterator[Used]:
         for argument, write in zip(args, plan.writes, strict=False):
@@ -99,7 +97,7 @@ class Watch(TorchDispatchMode):
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """From its first element to its last: address and bytes. None for what has no memory."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu" or not tensor.numel():
         return None
     try:
         address = tensor.data_ptr()

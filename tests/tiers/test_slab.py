@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.slab import SlabLease, Uses
@@ -67,6 +68,18 @@ def test_a_slab_without_room_gives_nothing(rig: Callable[..., Rig]) -> None:
     made.slab.give_back(one, [])
     with pytest.raises(AssertionError, match="released twice"):
         made.slab.give_back(one, [])
+
+
+def test_what_a_transformation_of_torch_leases_has_memory_of_its_own(rig: Callable[..., Rig]) -> None:
+    """Within torch.func.jvp what is sliced has none."""
+    made, leases = rig(), []
+
+    def fetches(x: torch.Tensor) -> torch.Tensor:
+        leases.append(lease(made, 1))
+        return x * 2
+
+    torch.func.jvp(fetches, (torch.ones(2),), (torch.ones(2),))
+    assert leases[0].memory.data_ptr() == lease(made, 1).memory.data_ptr() - PAGE_BYTES
 
 
 def test_each_tensor_of_a_lease_has_a_storage_of_its_own(rig: Callable[..., Rig]) -> None:
