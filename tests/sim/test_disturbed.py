@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,14 +170,20 @@ def test_the_end_waits_for_a_copy_that_no_native_thread_took(policy: Any, nth: i
         infinity.close(model, discard=True)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[CtrlC]:
+    before = signal.getsignal(signal.SIGINT)
+    yield CtrlC()
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("nth", range(sampling.number(6, 200)))
 def test_ctrl_c_at_any_line_leaks_nothing_and_the_step_can_be_done_again(
-    nth: int, undisturbed: Any, tmp_path: Path
+    nth: int, ctrl_c: CtrlC, undisturbed: Any, tmp_path: Path
 ) -> None:
     draw = random.Random(f"{sampling.SEED} {nth}")
     tiers = draw.choice(TIERS)
     expected = undisturbed(tiers)
-    ctrl_c = CtrlC()
     with simulated(draw.choice(POLICIES)):
         model = offloaded(tiers, tmp_path / "sim", overlap=draw.choice(["auto", "during_backward"]))
         lines = [draw.randint(1, 9000) for _ in range(STEPS)]
