@@ -44,7 +44,7 @@ TEST_CASE("an error of the runtime is a failure that names the device and the er
   for (const auto& failure : {gate.enter(), gate.copy(nullptr, nullptr, 1, nullptr), gate.record(nullptr, nullptr),
                               gate.wait(nullptr, nullptr), gate.synchronize(nullptr)}) {
     REQUIRE(failure);
-    CHECK(failure->kind == FailureKind::io);
+    CHECK(failure->kind == FailureKind::device);
     CHECK(failure->path == "device 3");
     CHECK(failure->cause == "the device's runtime returned error 700");
     CHECK(failure->message == failure->operation + " on device 3: " + failure->cause);
