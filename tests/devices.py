@@ -50,16 +50,17 @@ def _takes_part(metafunc: pytest.Metafunc) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def computes_on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Policy | None]:
+def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
     """None for the CPU; else models that are offloaded to the CPU take a device's way, and what is to be ordered there
     is checked at the end."""
     policy = getattr(request, "param", None)
     if policy is None:
         yield None
         return
-    simulation = Simulation(monkeypatch, policy, gradients_apart=True)
-    yield policy
-    simulation.finish()
+    with pytest.MonkeyPatch.context() as patch:  # its own: tests undo theirs
+        simulation = Simulation(patch, policy, gradients_apart=True)
+        yield policy
+        simulation.finish()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the sample of other parameters is drawn

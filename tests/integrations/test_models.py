@@ -143,6 +143,7 @@ def test_a_model_that_is_loaded_when_another_was_used_gets_what_that_one_left(
         assert plans[0].placement.optimizer.tier == "host"
 
 
+@pytest.mark.cpu_only("about host memory to the byte")
 def test_a_model_for_which_nothing_is_left_names_the_other_and_the_fix(checkpoint: Path, launch: Launch) -> None:
     with launch(weights="auto", optimizer="auto", memory={"device": "640KiB", "host": "5MiB"}):
         first = AutoModelForCausalLM.from_pretrained(checkpoint)

@@ -323,6 +323,7 @@ def test_a_second_step_with_the_same_gradients_goes_on_from_the_first(
     assert all(torch.equal(values, found[0][name]) for name, values in found[1].items())
 
 
+@pytest.mark.cpu_only("a device computes with copies")
 def test_a_view_of_weights_in_ram_stays_one_of_them(tmp_path: Path) -> None:
     """Step after step, while the homes of others move about."""
     config = config_of(tmp_path / "swap", "host", "none", overlap="during_backward", moments="fp32")
