@@ -80,7 +80,7 @@ class Failure:
     """Why a request failed. `errno` is 0 where no system call failed.
 
     `kind`: 'io', 'corruption' (a page differs from its checksum), 'timeout' (the device was given up and may still use
-    the memory), 'canceled' (the engine was closed first).
+    the memory), 'canceled' (the engine was closed first), 'device' (the runtime of the device that computes refused).
     """
 
     kind: Literal["io", "corruption", "timeout", "canceled", "device"]

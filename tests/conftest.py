@@ -56,7 +56,9 @@ _tests = itertools.count(1)
 
 
 def pytest_collection_finish() -> None:
-    _collect_and_freeze()
+    """What is there now is what was imported: the collector, which tests call often, need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,14 +66,8 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
     result = yield
     if next(_tests) % 50 == 0:
-        _collect_and_freeze()
+        gc.collect()
     return result
-
-
-def _collect_and_freeze() -> None:
-    """What is there now is what was imported: the collector, which tests call often, need not look at it again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +204,10 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     else:
         assert resources.device.ring.free_bytes == resources.device.ring.nbytes
         assert resources.device.slots.free_bytes + _bytes_of_slots(coordinator) == resources.device.slots.nbytes
+        copies, bounce = resources.device.weights._space, resources.device.gradients._bounce
+        assert copies.free_bytes == copies.nbytes
+        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when room is wanted
+        assert bounce.free_bytes + landed == bounce.nbytes
     lent = coordinator.updates.shadows.lent_bytes
     assert resources.weights_ram.free_bytes + lent == plan.budgets.shadow_bytes
     assert coordinator.updates.shadows.free_bytes + lent == plan.budgets.shadow_bytes

@@ -308,7 +308,7 @@ std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::ui
   tile->phase = phase;
   tile->first = first;
   tile->numel = static_cast<std::size_t>(std::min<std::uint64_t>(tile_numel_, job->given.numel - first));
-  if (!job->in_memory()) tile->buffer = staging_.take();
+  if (phase == TilePhase::ahead || !job->in_memory()) tile->buffer = staging_.take();
   ++counts_[static_cast<std::size_t>(phase)];
   ++job->tiles;
   return tile;

@@ -394,6 +394,8 @@ class _Run:
     def _loss(self, batch: torch.Tensor) -> torch.Tensor:
         try:
             loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        except InfinityError:
+            raise
         except (IndexError, RuntimeError) as error:  # sequences too long, or too many: only the model knows
             raise ModelError(
                 f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "

@@ -273,7 +273,7 @@ def _without_bars() -> None:
 def _fail(error: Exception, code: int) -> int:
     if os.environ.get("INFINITY_DEBUG"):
         raise error
-    memory = isinstance(error, MemoryError | RuntimeError)
+    memory = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, InfinityError)
     what = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length." if memory else str(error)
     print(f"error: {one_line(what)}", file=sys.stderr)
     return code

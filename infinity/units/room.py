@@ -46,6 +46,7 @@ class Room:
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
         forward = [unit.index for unit in units if not unit.unit.stays]
+        self._staying = [unit.index for unit in units if unit.unit.stays]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self._training = True
 
@@ -145,7 +146,7 @@ class Room:
             self._trace.upcoming(),
             self._room_bytes,
             self._resources.plan.budgets.slot_bytes,
-            [unit.index for unit in (*self._present.values(), *self._held) if unit.unit.stays or unit.weights.in_use],
+            [*self._staying, *(unit.index for unit in (*self._present.values(), *self._held) if unit.weights.in_use)],
         )
         upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:

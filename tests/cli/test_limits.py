@@ -12,7 +12,9 @@ import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM
 
+import infinity
 from infinity.cli.main import main
+from infinity.units.room import Room
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY, gpt2, llama
 
@@ -73,6 +75,17 @@ def test_positions_that_the_config_does_not_tell_are_named_too(
     assert run(job | {"--sequence-length": 33}) == 2
     assert "the model cannot take sequences of 33 tokens" in capsys.readouterr().err
     assert not (tmp_path / "swap").exists()
+
+
+def test_a_device_that_fails_a_copy_is_told_as_that(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def bring(room: Room, unit: Any) -> None:
+        raise infinity.DeviceCopyError("copying", path="device 0", detail="the device's runtime returned error 2")
+
+    monkeypatch.setattr(Room, "bring", bring)
+    assert run(job) == 1
+    told = capsys.readouterr().err
+    assert "device 0: the device's runtime returned error 2" in told
+    assert "--sequence-length" not in told
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])

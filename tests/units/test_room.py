@@ -434,6 +434,15 @@ def test_a_prefetch_leaves_the_room_of_a_nearer_unit_whose_update_is_not_compute
     assert [fetch.waits for fetch in pool.fetches] == [0, 1]  # for nothing that was to come later
 
 
+def test_a_prefetch_leaves_the_room_of_a_unit_that_stays_and_has_to_come_again() -> None:
+    room, pool = alone(budget=2, sizes=(1, 1, 1, 1))
+    room.prefetch()
+    assert residencies(room) == ["fetching", "released", "released", "released"]
+    brought(room, STAYS)
+    assert residencies(room) == ["fetching", "released", "released", "resident"]
+    assert [fetch.waits for fetch in pool.fetches] == [0, 1]
+
+
 def test_a_unit_whose_weights_are_used_where_they_rest_takes_no_room_while_its_update_is_computed() -> None:
     room, _ = alone(budget=2, sizes=(1, 1, 1), in_ram=(0,))
     decided(room)
