@@ -33,6 +33,8 @@ from peers.workload import SMALL, WORKLOADS, Job, Workload
 CONTENDERS = "infinity-host,infinity-nvme,infinity-nvme-int8"
 NEW, OLD, AGAIN = "new", "old", "old again"
 
+_KEPT = ("seconds", "peak_rss_bytes", "loss")
+
 Steps = dict[str, list[dict[str, Any]]]
 
 
@@ -58,7 +60,7 @@ def measure(name: str, workload: Workload, pythons: dict[str, Path], rounds: int
                     f"round {number}: losses differ: { {name: each['loss'] for name, each in found.items()} }"
                 )
             for version, each in found.items():
-                steps[version].append(each)
+                steps[version].append({key: each[key] for key in _KEPT})
     return steps
 
 
