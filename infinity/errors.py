@@ -197,7 +197,7 @@ class DeviceCopyError(SwapIOError, DeviceError):
 
     advice = (
         "Error 2 is out of memory: lower memory.device, or free what others have there. Others are in the "
-        "documentation of the runtime (cudaError_t, hipError_t), and mostly end what the process does on the device."
+        "documentation of the device's runtime, and mostly end what the process does on the device."
     )
 
     def _where(self) -> str:

@@ -28,8 +28,8 @@ namespace infinity {
 //
 // Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
 // the other, and their new states are written. Jobs in memory have a queue of their own and no staging: their tiles are
-// computed, in order, while no tile of another job is ready. So they do not let the disk idle, and wait for it only where
-// it is faster than the processor.
+// computed, in order, while no tile of another job is ready. So they do not let the disk idle, and wait for it only
+// where it is faster than the processor.
 class Driver {
  public:
   Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
