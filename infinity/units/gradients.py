@@ -121,7 +121,9 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            wide = self._accumulates and self._room_bytes >= self._fp32_bytes
+            # What comes from a device and spills moves fewer bytes in the dtype it comes in.
+            room = self._room_bytes if self._queue is None else self._home_bytes
+            wide = self._accumulates and room >= self._fp32_bytes
             self.dtype = torch.float32 if wide else self._group.dtype
             self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
             self._accumulates = False
@@ -182,9 +184,12 @@ class GroupGradients:
         return self._group.numel * 4
 
     @property
+    def _home_bytes(self) -> int:
+        return 0 if self._home is None else self._home.nbytes
+
+    @property
     def _room_bytes(self) -> int:
-        home = 0 if self._home is None else self._home.nbytes
-        return home if self._spill is None else max(home, self._spill.nbytes)
+        return self._home_bytes if self._spill is None else max(self._home_bytes, self._spill.nbytes)
 
     def _widen(self) -> None:
         if self.dtype == torch.float32:
