@@ -36,7 +36,6 @@ class Simulation:
         self, monkeypatch: pytest.MonkeyPatch, policy: Policy, *, gradients_apart: bool = False, **options: Any
     ) -> None:
         self.sim = SimAccelerator(policy, **options)
-        self._opened: list[tuple[resources.Resources, tuple[int, ...]]] = []
         self._entered = ExitStack()
         follow_the_host(monkeypatch, self.sim)
         watch_every_thread(monkeypatch, self.sim)
