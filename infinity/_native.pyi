@@ -306,7 +306,16 @@ def optimizer_update(
             overlaps another, or the segments are not sorted, disjoint and within the buffers.
     """
 
-def sum_squares(data: Buffer, dtype: DTypeName, pool: ThreadPool, isa: str | None = None) -> float: ...
+def sums_of_squares(
+    data: Buffer, dtype: DTypeName, pool: ThreadPool, isa: str | None = None, *, first: int = 0
+) -> list[float]:
+    """Σ x² in double of each partial of 65,536 elements: the same for any number of threads and instruction set.
+
+    Args:
+        first: `data` has the elements from this one on of a larger whole. A partial begins wherever the whole has a
+            multiple of 65,536; so a whole that is cut there has the same partials in its parts.
+    """
+
 def land_gradient(
     dst: Buffer,
     dst_dtype: DTypeName,
@@ -316,8 +325,9 @@ def land_gradient(
     add: bool,
     pool: ThreadPool,
     isa: str | None = None,
-) -> float:
-    """dst = src, or dst += src. Returns the sum_squares of the new dst, taken in the same pass.
+    first: int = 0,
+) -> list[float]:
+    """dst = src, or dst += src. Returns the sums_of_squares of the new dst, taken in the same pass.
 
     dst has the dtype of src or is fp32, and is fp32 to add.
     """

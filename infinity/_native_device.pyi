@@ -41,9 +41,10 @@ class LandingPiece:
 
     Args:
         target: the gradient in host memory, of `dtype`.
-        source: None: only the sum of squares of `target` is taken, as by `sum_squares`. Else `source` is copied to
-            `target`, or added to it, as by `land_gradient(target, dtype, source, source_dtype, add=add)`.
+        source: None: only the sums of squares of `target` are taken, as by `sums_of_squares`. Else `source` is copied
+            to `target`, or added to it, as by `land_gradient(target, dtype, source, source_dtype, add=add)`.
         source_dtype: None: `dtype`.
+        first: as `sums_of_squares` takes it.
 
     Raises:
         ValueError: a buffer is misaligned, no whole number of elements or too small, `target` is read-only and has a
@@ -58,18 +59,19 @@ class LandingPiece:
         source: Buffer | None = None,
         source_dtype: DTypeName | None = None,
         add: bool = False,
+        first: int = 0,
     ) -> None: ...
 
 class LandingFuture(IOFuture):
     @property
-    def sums(self) -> list[float]:
-        """The sum of squares of each piece's target. RuntimeError while not done, and when the landing failed."""
+    def sums(self) -> list[list[float]]:
+        """The sums of squares of each piece's target. RuntimeError while not done, and when the landing failed."""
 
 class Landings:
     """A native thread that waits for gradients on their way from the device, and lands them in the order of the calls.
 
-    The bits, and the sums, are those of `sum_squares` and `land_gradient`. After an error of the gate nothing lands any
-    more: that landing and every later one fail, with a failure of kind 'io' and errno 0.
+    The bits, and the sums, are those of `sums_of_squares` and `land_gradient`. After an error of the gate nothing lands
+    any more: that landing and every later one fail, with a failure of kind 'io' and errno 0.
     """
 
     def __init__(self, gate: DeviceGate, pool: ThreadPool, isa: str | None = None) -> None: ...

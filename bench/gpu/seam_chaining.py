@@ -11,6 +11,7 @@ import torch
 from gpu.cuda import DEVICE, Sleeper, accelerator
 from gpu.seam import MIB, FileStore, Seam, group_of
 from infinity import _native
+from infinity.state.unit import ParameterSpec
 from infinity.tiers.downloads import GradientQueue, Landing
 
 
@@ -107,25 +108,23 @@ def landings(sleeper: Sleeper, *, numel: int = 4 * MIB, parts: int = 4) -> dict[
     found: dict[str, bool] = {}
     sums = send(direct, torch.bfloat16, values[0], add=False).sums()
     found["values"] = torch.equal(direct.tensor().view(torch.bfloat16), values[0])
-    found["sums of squares"] = all(
-        sums[spec.name] == _sum_squares(values[0][spec.offset : spec.offset + spec.numel], seam) for spec in group.specs
-    )
+    found["sums of squares"] = all(sums[spec.name] == _sums_of_squares(values[0], spec, seam) for spec in group.specs)
     first, second = (send(wide, torch.float32, flat, add=bool(turn)) for turn, flat in enumerate(values))
     first.sums(), second.sums()
     expected = values[0].float() + values[1].float()
     found["added"] = torch.equal(wide.tensor().view(torch.float32), expected)
     found["sums of what was added"] = all(
-        second.sums()[spec.name] == _sum_squares(expected[spec.offset : spec.offset + spec.numel], seam)
-        for spec in group.specs
+        second.sums()[spec.name] == _sums_of_squares(expected, spec, seam) for spec in group.specs
     )
     found["the ring is free again"] = _all_back(queue)
     seam.close()
     return found
 
 
-def _sum_squares(flat: torch.Tensor, seam: Seam) -> float:
+def _sums_of_squares(flat: torch.Tensor, spec: ParameterSpec, seam: Seam) -> list[float]:
     name = "fp32" if flat.dtype == torch.float32 else "bf16"
-    return _native.sum_squares(flat.contiguous().view(torch.uint8).numpy(), name, seam.pool)
+    values = flat[spec.offset : spec.offset + spec.numel].contiguous().view(torch.uint8).numpy()
+    return _native.sums_of_squares(values, name, seam.pool, first=spec.offset)
 
 
 def _all_back(queue: GradientQueue) -> bool:

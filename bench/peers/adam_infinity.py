@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ class _States:
             self._steps[other] = self._steps[row] + 1 if other == row else 0
         scale = 1.0
         if whole:
-            squares = _native.sum_squares(_bytes(self.grad16), "bf16", self.pool)
+            squares = math.fsum(_native.sums_of_squares(_bytes(self.grad16), "bf16", self.pool))
             norm = squares**0.5 / LOSS_SCALE
             scale = min(1.0, MAX_GRAD_NORM / (norm + 1e-6)) / LOSS_SCALE
         beta1, beta2 = BETAS

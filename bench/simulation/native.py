@@ -54,11 +54,13 @@ class Pool:
         self._fluid.start(Activity(numel, machine.land, takes, weight=machine.cores), done)
 
 
-def land_gradient(dst: memoryview, dtype: str, src: object, src_dtype: str, *, add: bool, pool: Pool) -> float:
+def land_gradient(
+    dst: memoryview, dtype: str, src: object, src_dtype: str, *, add: bool, pool: Pool, **_: object
+) -> list[float]:
     future = Future(pool.clock)
     pool.land(dst.nbytes // _ITEM_BYTES[dtype], future.complete)
     future.wait()
-    return 0.0
+    return [0.0]
 
 
 # -- gradients from a device -------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ class LandingPiece:
 class LandingFuture(Future):
     def __init__(self, clock: Clock, pieces: int) -> None:
         super().__init__(clock)
-        self.sums = [0.0] * pieces
+        self.sums = [[0.0]] * pieces
 
 
 class Landings:

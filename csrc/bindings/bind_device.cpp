@@ -40,12 +40,13 @@ struct PyPiece {
 };
 
 PyPiece make_piece(const py::object& target, const std::string& dtype, const py::object& source,
-                   const std::optional<std::string>& source_dtype, bool add) {
+                   const std::optional<std::string>& source_dtype, bool add, std::uint64_t first) {
   PyPiece result;
   LandingPiece& piece = result.piece;
   piece.dtype = dtype_from(dtype);
   piece.source_dtype = dtype_from(source_dtype.value_or(dtype));
   piece.add = add;
+  piece.first = first;
   if (source.is_none() && (source_dtype || add))
     throw py::value_error("a piece without a source has no source_dtype, and adds nothing");
   result.target = memory_of(target, 0, itemsize(piece.dtype), !source.is_none(), "target");
@@ -67,7 +68,7 @@ class PyLanding : public PyFuture {
  public:
   PyLanding(LandingFuture future, std::vector<Memory> kept)
       : PyFuture(future, std::move(kept)), landing_(std::move(future)) {}
-  [[nodiscard]] const std::vector<double>& sums() const {
+  [[nodiscard]] const std::vector<std::vector<double>>& sums() const {
     if (failure()) throw std::runtime_error("the landing failed: " + failure()->message);
     return landing_->sums;
   }
@@ -98,7 +99,7 @@ std::unique_ptr<PyLanding> land(const PyLandings& self, std::uintptr_t event,
 void bind_landings(py::module_& module) {
   py::class_<PyPiece>(module, "LandingPiece")
       .def(py::init(&make_piece), py::arg("target"), py::arg("dtype"), py::kw_only(), py::arg("source") = py::none(),
-           py::arg("source_dtype") = py::none(), py::arg("add") = false);
+           py::arg("source_dtype") = py::none(), py::arg("add") = false, py::arg("first") = 0);
   py::class_<PyLanding, PyFuture>(module, "LandingFuture").def_property_readonly("sums", &PyLanding::sums);
   py::class_<PyLandings>(module, "Landings")
       .def(py::init([](const py::object& gate, const PyPool& pool, const std::optional<std::string>& isa) {

@@ -70,8 +70,9 @@ bool update(const py::object& weight, const py::object& residual, const py::obje
   return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data, true}, 0, numel, segments, isa, threads);
 }
 
-double land(const py::object& dst, const std::string& dst_dtype, const py::object& src, const std::string& src_dtype,
-            bool add, const PyPool& pool, const std::optional<std::string>& isa_name) {
+std::vector<double> land(const py::object& dst, const std::string& dst_dtype, const py::object& src,
+                         const std::string& src_dtype, bool add, const PyPool& pool,
+                         const std::optional<std::string>& isa_name, std::uint64_t first) {
   const DType from = dtype_from(src_dtype);
   const DType to = dtype_from(dst_dtype);
   const std::size_t numel = numel_of(src, itemsize(from), "src");
@@ -81,7 +82,7 @@ double land(const py::object& dst, const std::string& dst_dtype, const py::objec
   const Isa isa = isa_from(isa_name);
   ThreadPool& threads = *pool.get();
   const py::gil_scoped_release unlocked;
-  return land_gradient(target.data, to, source.data, from, numel, add, isa, threads);
+  return land_gradient(target.data, to, source.data, from, first, numel, add, isa, threads);
 }
 
 void traffic(const py::object& a, const py::object& b, const py::object& c, const py::object& d, const PyPool& pool,
@@ -241,19 +242,21 @@ void bind_optimizer(py::module_& module) {
              py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("pool"),
              py::arg("isa") = py::none());
   module.def(
-      "sum_squares",
-      [](const py::object& data, const std::string& dtype, const PyPool& pool, const std::optional<std::string>& isa) {
+      "sums_of_squares",
+      [](const py::object& data, const std::string& dtype, const PyPool& pool, const std::optional<std::string>& isa,
+         std::uint64_t first) {
         const DType type = dtype_from(dtype);
         const std::size_t numel = numel_of(data, itemsize(type), "data");
         const Memory memory = values(data, numel, itemsize(type), false, "data");
         const Isa kernels = isa_from(isa);
         ThreadPool& threads = *pool.get();
         const py::gil_scoped_release unlocked;
-        return sum_squares(memory.data, type, numel, kernels, threads);
+        return sums_of_squares(memory.data, type, first, numel, kernels, threads);
       },
-      py::arg("data"), py::arg("dtype"), py::arg("pool"), py::arg("isa") = py::none());
+      py::arg("data"), py::arg("dtype"), py::arg("pool"), py::arg("isa") = py::none(), py::kw_only(),
+      py::arg("first") = 0);
   module.def("land_gradient", &land, py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"),
-             py::kw_only(), py::arg("add"), py::arg("pool"), py::arg("isa") = py::none());
+             py::kw_only(), py::arg("add"), py::arg("pool"), py::arg("isa") = py::none(), py::arg("first") = 0);
   module.def("read_modify_write", &traffic, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("d"), py::arg("pool"),
              py::arg("isa") = py::none());
   bind_conversions(module);

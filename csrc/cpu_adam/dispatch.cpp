@@ -110,18 +110,19 @@ Constants constants_of(const Segment& segment) {
   return c;
 }
 
-// Runs `work(begin, end)` over fixed partials and adds what it returns, in index order.
+// Runs `work(begin, end)` over elements that are cut where a partial of the whole begins, of which they are the ones
+// from `first` on. Returns what each gives.
 template <class Work>
-double sum_partials(std::size_t numel, ThreadPool& pool, const Work& work) {
-  std::vector<double> partials((numel + kPartialNumel - 1) / kPartialNumel);
+std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPool& pool, const Work& work) {
+  if (numel == 0) return {};
+  const std::size_t gone = first % kPartialNumel;  // elements of the first partial that come before
+  std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
   pool.parallel_for(partials.size(), [&](std::size_t index) {
     const IeeeArithmetic ieee;
-    const std::size_t begin = index * kPartialNumel;
-    partials[index] = work(begin, std::min(begin + kPartialNumel, numel));
+    const std::size_t begin = std::max(index * kPartialNumel, gone) - gone;
+    partials[index] = work(begin, std::min((index + 1) * kPartialNumel - gone, numel));
   });
-  double total = 0.0;
-  for (const double partial : partials) total += partial;
-  return total;
+  return partials;
 }
 
 }  // namespace
@@ -230,18 +231,19 @@ bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, st
   return finite;
 }
 
-double sum_squares(const void* data, DType dtype, std::size_t numel, Isa isa, ThreadPool& pool) {
+std::vector<double> sums_of_squares(const void* data, DType dtype, std::uint64_t first, std::size_t numel, Isa isa,
+                                    ThreadPool& pool) {
   const Kernels& kernels = kernels_for(isa);
-  return sum_partials(numel, pool,
-                      [&](std::size_t begin, std::size_t end) { return kernels.sum_squares(data, dtype, begin, end); });
+  return partials_of(first, numel, pool,
+                     [&](std::size_t begin, std::size_t end) { return kernels.sum_squares(data, dtype, begin, end); });
 }
 
-double land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel, bool add, Isa isa,
-                     ThreadPool& pool) {
+std::vector<double> land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::uint64_t first,
+                                  std::size_t numel, bool add, Isa isa, ThreadPool& pool) {
   require(dst_dtype == DType::fp32 || dst_dtype == src_dtype, "a gradient lands in its own dtype or in fp32");
   require(!add || dst_dtype == DType::fp32, "gradients add up in fp32");
   const Kernels& kernels = kernels_for(isa);
-  return sum_partials(numel, pool, [&](std::size_t begin, std::size_t end) {
+  return partials_of(first, numel, pool, [&](std::size_t begin, std::size_t end) {
     return kernels.land(dst, dst_dtype, src, src_dtype, add, begin, end);
   });
 }

@@ -98,17 +98,21 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 // kChunkNumel.
 [[nodiscard]] std::size_t task_numel();
 
-// Elements per partial of a sum of squares; fixed, so that the sum never depends on the number of threads.
+// Elements per partial of a sum of squares; fixed, so that no partial depends on the number of threads.
 inline constexpr std::size_t kPartialNumel = 64 * 1024;
 
-// Σ x² in double over fixed partials added in index order: the same for any number of threads and ISA.
-[[nodiscard]] double sum_squares(const void* data, DType dtype, std::size_t numel, Isa isa, ThreadPool& pool);
+// Σ x² in double of each partial: the same for any number of threads and ISA. The elements are those from `first` on of
+// a larger whole, and a partial begins wherever the whole has a multiple of kPartialNumel. So a whole that is cut there
+// has the same partials in its parts.
+[[nodiscard]] std::vector<double> sums_of_squares(const void* data, DType dtype, std::uint64_t first, std::size_t numel,
+                                                  Isa isa, ThreadPool& pool);
 
-// Lands a gradient: dst = src, or dst += src in fp32 where `add`. Returns the sum_squares of the new `dst`, taken in
-// the same pass. dst has the dtype of src, or is fp32; to add it must be fp32. Throws std::invalid_argument for other
-// dtypes.
-[[nodiscard]] double land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::size_t numel,
-                                   bool add, Isa isa, ThreadPool& pool);
+// Lands a gradient: dst = src, or dst += src in fp32 where `add`. Returns the sums_of_squares of the new `dst`, taken
+// in the same pass. dst has the dtype of src, or is fp32; to add it must be fp32. Throws std::invalid_argument for
+// other dtypes.
+[[nodiscard]] std::vector<double> land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype,
+                                                std::uint64_t first, std::size_t numel, bool add, Isa isa,
+                                                ThreadPool& pool);
 
 // A buffer that holds `numel` 16-bit values at its start becomes the same values in fp32 (it must have room).
 void widen_in_place(void* data, DType dtype, std::size_t numel);

@@ -58,10 +58,11 @@ struct Landings::Impl {
     future.complete(broken);
   }
 
-  [[nodiscard]] double land(const LandingPiece& piece) const {
+  [[nodiscard]] std::vector<double> land(const LandingPiece& piece) const {
     const auto numel = static_cast<std::size_t>(piece.numel);
-    if (piece.source == nullptr) return sum_squares(piece.target, piece.dtype, numel, isa, *pool);
-    return land_gradient(piece.target, piece.dtype, piece.source, piece.source_dtype, numel, piece.add, isa, *pool);
+    if (piece.source == nullptr) return sums_of_squares(piece.target, piece.dtype, piece.first, numel, isa, *pool);
+    return land_gradient(piece.target, piece.dtype, piece.source, piece.source_dtype, piece.first, numel, piece.add,
+                         isa, *pool);
   }
 };
 

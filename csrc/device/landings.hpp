@@ -13,8 +13,8 @@
 
 namespace infinity {
 
-// A piece of a landing. Without `source` the gradient is in `target`, and only its sum of squares is taken, as by
-// sum_squares. With `source` it is copied to `target` or added to it, as by land_gradient.
+// A piece of a landing. Without `source` the gradient is in `target`, and only its sums of squares are taken, as by
+// sums_of_squares. With `source` it is copied to `target` or added to it, as by land_gradient.
 struct LandingPiece {
   std::byte* target = nullptr;
   DType dtype = DType::fp32;          // of `target`
@@ -22,11 +22,13 @@ struct LandingPiece {
   const std::byte* source = nullptr;  // apart from `target`
   DType source_dtype = DType::fp32;
   bool add = false;
+  std::uint64_t first = 0;  // of the whole that the elements belong to, where they begin
 };
 
 // The memory of the pieces is not used any more once it is done.
 struct LandingCompletion : Completion {
-  std::vector<double> sums;  // of squares of each piece's target; there once this is done without a failure
+  std::vector<std::vector<double>>
+      sums;  // of squares of each piece's target; there once this is done without a failure
 };
 using LandingFuture = std::shared_ptr<LandingCompletion>;
 

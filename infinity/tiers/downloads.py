@@ -52,8 +52,8 @@ class Landing:
         """Until they have landed, or are lost."""
         self.future.wait()
 
-    def sums(self) -> Mapping[str, float]:
-        """Wait until they have landed. By parameter, Σ g² of what is there now.
+    def sums(self) -> Mapping[str, Sequence[float]]:
+        """Wait until they have landed. By parameter, Σ g² of what is there now, in partials on the group's grid.
 
         Raises:
             DeviceError: they were lost.
@@ -175,7 +175,10 @@ class GradientQueue(_Downward):
     def _send_to_place(self, packed: Packed) -> Landing:
         event = self._copy(packed, torch.frombuffer(packed.target, dtype=torch.uint8))
         name = native_name(packed.dtype)
-        pieces = [_native.LandingPiece(_range(packed.target, spec, packed.dtype), name) for spec in packed.specs]
+        pieces = [
+            _native.LandingPiece(_range(packed.target, spec, packed.dtype), name, first=spec.offset)
+            for spec in packed.specs
+        ]
         return self._land(packed, event, pieces)
 
     def _send_to_bounce(self, packed: Packed) -> Landing:
@@ -199,6 +202,7 @@ class GradientQueue(_Downward):
                 source=_range(bounce, spec, source_dtype),
                 source_dtype=native_name(source_dtype),
                 add=spec.name in packed.added,
+                first=spec.offset,
             )
             for spec in packed.specs
         ]

@@ -17,6 +17,7 @@ what reads them is chained to that, or asks `settle`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
@@ -38,7 +39,7 @@ class GroupGradients:
     """The gradients of one trainable group.
 
     Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
-    in `present`, but for what is in `_packed` or `_on_way`, which may not have landed.
+    in `present`, in partials, but for what is in `_packed` or `_on_way`, which may not have landed.
 
     Args:
         home: RAM they wait in; None: they spill.
@@ -67,7 +68,7 @@ class GroupGradients:
         self._on_way: list[Landing] = []  # what was sent before, in that order
         self.dtype = group.dtype
         self.present: set[str] = set()
-        self._sums: dict[str, float] = {}
+        self._sums: dict[str, Sequence[float]] = {}
         self._accumulates = False
 
     def stream(self) -> _native.StateStream:
@@ -97,7 +98,7 @@ class GroupGradients:
     def finite(self) -> bool:
         """Whether what is present and was summed up is: what comes from a device is, once it has landed and was asked
         for."""
-        return all(part < float("inf") for part in self._sums.values())
+        return all(part < float("inf") for parts in self._sums.values() for part in parts)
 
     def _range(self, spec: ParameterSpec) -> memoryview:
         begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
@@ -141,6 +142,7 @@ class GroupGradients:
             native_name(flat.dtype),
             add=adds,
             pool=self._pool,
+            first=spec.offset,
         )
 
     def _pack(self, queue: GradientQueue, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
@@ -176,7 +178,7 @@ class GroupGradients:
         self.send()
         while self._on_way:
             sums = self._on_way[0].sums()
-            self._sums.update({name: part for name, part in sums.items() if name in self.present})
+            self._sums.update({name: parts for name, parts in sums.items() if name in self.present})
             del self._on_way[0]
 
     @property
@@ -249,14 +251,19 @@ class GroupGradients:
         if self._spill is not None:
             self._spill.leave()
 
-    def sum_squares(self, spec: ParameterSpec) -> float:
-        """Σ g² in double, the same for any number of threads; not finite when any element is not. Waits until the
-        gradient has landed, and raises as `settle`."""
+    def partials(self, spec: ParameterSpec) -> Sequence[float]:
+        """Σ g² in double of each part that the group's grid cuts, the same for any number of threads; not finite where
+        an element is not. Waits until the gradient has landed, and raises as `settle`."""
         if spec.name not in self._sums:
             self.settle()
         if spec.name not in self._sums:
-            self._sums[spec.name] = _native.sum_squares(self._range(spec), native_name(self.dtype), self._pool)
+            name = native_name(self.dtype)
+            self._sums[spec.name] = _native.sums_of_squares(self._range(spec), name, self._pool, first=spec.offset)
         return self._sums[spec.name]
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """Σ g² in double; not finite when any element is not. Waits and raises as `partials`."""
+        return total_of(self.partials(spec))
 
     def drop(self, name: str) -> None:
         self.present.discard(name)
@@ -279,6 +286,12 @@ def open_gradients(unit: Unit, resources: Resources) -> dict[int, GroupGradients
         )
         for index, states in resources.units[unit.index].states.items()
     }
+
+
+def total_of(partials: Iterable[float]) -> float:
+    """The sum of partials, rounded once: the same in whatever order they come, so that any number of ranks which have
+    a share of them finds the same norm."""
+    return math.fsum(partials)
 
 
 class UnitGradients:
@@ -365,11 +378,11 @@ class Gradients:
             self._window.clear()
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        """The sum over `places`, in their order, and the first name whose part is not finite ('' when all are)."""
-        total, bad = 0.0, ""
+        """The sum over `places`, and the first name whose part is not finite ('' when all are)."""
+        every: list[float] = []
         for place in places:
-            part = self.of(place).sum_squares(place.spec)
-            if not bad and not part < float("inf"):
-                bad = place.spec.name
-            total += part
-        return total, bad
+            parts = self.of(place).partials(place.spec)
+            if not all(part < float("inf") for part in parts):
+                return float("nan"), place.spec.name
+            every += parts
+        return total_of(every), ""

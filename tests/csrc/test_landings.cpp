@@ -39,10 +39,10 @@ TEST_CASE("what lands has the bits and the sums of the functions that do the sam
   std::vector<float> half = numbers(3);  // as bf16: twice as many
   std::vector<float> summed = second;
   std::vector<float> wide(kNumel);
-  const double sums[] = {
-      sum_squares(first.data(), DType::fp32, kNumel, kIsa, alone),
-      land_gradient(summed.data(), DType::fp32, first.data(), DType::fp32, kNumel, true, kIsa, alone),
-      land_gradient(wide.data(), DType::fp32, half.data(), DType::bf16, kNumel, false, kIsa, alone)};
+  const std::vector<std::vector<double>> sums = {
+      sums_of_squares(first.data(), DType::fp32, 0, kNumel, kIsa, alone),
+      land_gradient(summed.data(), DType::fp32, first.data(), DType::fp32, 0, kNumel, true, kIsa, alone),
+      land_gradient(wide.data(), DType::fp32, half.data(), DType::bf16, 0, kNumel, false, kIsa, alone)};
   std::vector<float> widened(kNumel);
   const auto future = landings.land(nullptr, {{bytes(first), DType::fp32, kNumel},
                                               {bytes(second), DType::fp32, kNumel, bytes(first), DType::fp32, true},
@@ -69,10 +69,10 @@ TEST_CASE("a gradient lands once its event is reached") {
       device.record_on_host(handle(100 + index), stream);
       futures.push_back(landings.land(handle(100 + index), {{bytes(targets[index]), DType::fp32, kNumel}}));
     }
-    const double sum = sum_squares(from.data(), DType::fp32, kNumel, kIsa, alone);
+    const std::vector<double> sum = sums_of_squares(from.data(), DType::fp32, 0, kNumel, kIsa, alone);
     for (const auto& future : futures) {
       REQUIRE(wait(future) == nullptr);
-      CHECK(future->sums == std::vector<double>{sum});
+      CHECK(future->sums == std::vector{sum});
     }
   }
 }
@@ -148,12 +148,12 @@ TEST_CASE("landings from many threads are all done") {
       std::vector<float> target(kNumel);
       std::vector<float> expected(kNumel);
       for (unsigned round = 0; round < 10; ++round) {
-        const double sum =
-            land_gradient(expected.data(), DType::fp32, source.data(), DType::fp32, kNumel, true, kIsa, alone);
+        const std::vector<double> sum =
+            land_gradient(expected.data(), DType::fp32, source.data(), DType::fp32, 0, kNumel, true, kIsa, alone);
         device.record_on_host(handle(10 + thread), handle(1 + thread));
         const auto future = landings.land(handle(10 + thread),
                                           {{bytes(target), DType::fp32, kNumel, bytes(source), DType::fp32, true}});
-        if (wait(future) != nullptr || future->sums != std::vector<double>{sum} || target != expected) ++wrong;
+        if (wait(future) != nullptr || future->sums != std::vector{sum} || target != expected) ++wrong;
       }
     });
   }

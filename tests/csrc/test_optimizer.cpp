@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "cpu_adam/optimizer.hpp"
@@ -154,6 +155,25 @@ TEST_CASE("moments stay within their memory on both sides of a chunk") {
   }
 }
 
+TEST_CASE("a whole that is cut between partials has the same ones in its parts") {
+  ThreadPool pool(2);
+  constexpr std::size_t kNumel = 4 * kPartialNumel + 77;
+  std::vector<float> whole(kNumel);
+  for (std::size_t at = 0; at < kNumel; ++at) whole[at] = 0.1f * static_cast<float>(at % 1013);
+  for (const std::uint64_t first : {std::uint64_t{0}, std::uint64_t{256}, std::uint64_t{kPartialNumel - 1}}) {
+    const auto all = sums_of_squares(whole.data(), DType::fp32, first, kNumel, Isa::baseline, pool);
+    CHECK(all.size() == (first % kPartialNumel + kNumel + kPartialNumel - 1) / kPartialNumel);
+    for (const std::uint64_t cut : {kPartialNumel, 3 * kPartialNumel}) {
+      const auto before = static_cast<std::size_t>(cut - first);
+      auto parts = sums_of_squares(whole.data(), DType::fp32, first, before, Isa::baseline, pool);
+      const auto rest = sums_of_squares(whole.data() + before, DType::fp32, cut, kNumel - before, Isa::baseline, pool);
+      parts.insert(parts.end(), rest.begin(), rest.end());
+      CHECK(parts == all);
+    }
+  }
+  CHECK(sums_of_squares(whole.data(), DType::fp32, 5, 0, Isa::baseline, pool).empty());
+}
+
 TEST_CASE("gradients land within their memory at every size") {
   ThreadPool pool(2);
   for (const std::size_t numel : {std::size_t{1}, std::size_t{17}, std::size_t{1023}, kPartialNumel + 5}) {
@@ -164,10 +184,14 @@ TEST_CASE("gradients land within their memory at every size") {
       std::vector<float> wide(numel, 1.0f);
       round_weights(values.data(), from.data(), source, numel);
       for (const Isa isa : supported_isas()) {
+        const auto sum = [&](void* into, DType dtype, bool add) {
+          const auto parts = land_gradient(into, dtype, from.data(), source, 0, numel, add, isa, pool);
+          return std::accumulate(parts.begin(), parts.end(), 0.0);
+        };
         const auto count = static_cast<double>(numel);
-        CHECK(land_gradient(same.data(), source, from.data(), source, numel, false, isa, pool) == 0.25 * count);
-        CHECK(land_gradient(wide.data(), DType::fp32, from.data(), source, numel, false, isa, pool) == 0.25 * count);
-        CHECK(land_gradient(wide.data(), DType::fp32, from.data(), source, numel, true, isa, pool) == count);
+        CHECK(sum(same.data(), source, false) == 0.25 * count);
+        CHECK(sum(wide.data(), DType::fp32, false) == 0.25 * count);
+        CHECK(sum(wide.data(), DType::fp32, true) == count);
       }
     }
   }

@@ -119,7 +119,7 @@ def test_updates_of_anything(call: Any, scale: float) -> None:
 def test_conversions_of_anything(one: Any, other: Any, a: str, b: str, moments: str, yes: bool, numel: int) -> None:
     calls = [
         lambda: _native.land_gradient(one, a, other, b, add=yes, pool=POOL),
-        lambda: _native.sum_squares(one, a, POOL),
+        lambda: _native.sums_of_squares(one, a, POOL),
         lambda: _native.widen_in_place(one, a, numel),
         lambda: _native.encode_split16(one, other, other),
         lambda: _native.decode_split16(one, other, other),

@@ -48,11 +48,11 @@ def test_what_lands_is_what_the_functions_of_the_same_arithmetic_give(
     first, second = values(1), values(2)
     added, widened, copied = second.copy(), np.empty(2 * NUMEL, np.float32), np.empty_like(first)
     sums = [
-        _native.sum_squares(first, "fp32", pool, isa),
+        _native.sums_of_squares(first, "fp32", pool, isa),
         _native.land_gradient(added, "fp32", first, "fp32", add=True, pool=pool, isa=isa),
         _native.land_gradient(widened, "fp32", first, "bf16", add=False, pool=pool, isa=isa),
-        _native.sum_squares(first, "fp32", pool, isa),
-        _native.sum_squares(first, "fp16", pool, isa),
+        _native.sums_of_squares(first, "fp32", pool, isa),
+        _native.sums_of_squares(first, "fp16", pool, isa),
     ]
     wide = np.empty(2 * NUMEL, np.float32)
     pieces = [
@@ -65,7 +65,7 @@ def test_what_lands_is_what_the_functions_of_the_same_arithmetic_give(
     with closing(_native.Landings(runtime.gate(), pool, isa)) as landings:
         future = landings.land(0, pieces)
         assert finish(future) is None
-    assert np.array(future.sums).tobytes() == np.array(sums).tobytes()
+    assert [np.array(each).tobytes() for each in future.sums] == [np.array(each).tobytes() for each in sums]
     assert second.tobytes() == added.tobytes()
     assert wide.tobytes() == widened.tobytes()
     assert copied.tobytes() == first.tobytes()
@@ -79,7 +79,7 @@ def test_a_gradient_lands_once_its_event_is_reached(runtime: Runtime, pool: _nat
     with closing(_native.Landings(runtime.gate(), pool)) as landings:
         future = landings.land(7, [_native.LandingPiece(target, "fp32")])
         assert finish(future) is None
-    assert future.sums == [_native.sum_squares(source, "fp32", pool)]
+    assert future.sums == [_native.sums_of_squares(source, "fp32", pool)]
     assert threading.get_ident() not in runtime.threads
 
 
@@ -177,7 +177,7 @@ def test_buffers_live_until_the_landing_is_done(runtime: Runtime, pool: _native.
         del pieces, targets
         gc.collect()
         assert finish(future) is None
-    assert future.sums == [_native.sum_squares(source, "fp32", pool)] * 8
+    assert future.sums == [_native.sums_of_squares(source, "fp32", pool)] * 8
 
 
 def test_the_gate_and_its_callbacks_live_as_long_as_the_landings(pool: _native.ThreadPool) -> None:

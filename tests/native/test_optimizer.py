@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -274,7 +275,7 @@ def test_a_thread_that_flushes_denormals_gets_the_same_bits() -> None:
     def results() -> tuple[set[float], list[bytes]]:
         state = states.pop()
         state.update([segment(0, 1000, step=1)])
-        return {_native.sum_squares(raw(tiny), "fp32", pool) for pool in pools}, state.bits()
+        return {math.fsum(_native.sums_of_squares(raw(tiny), "fp32", pool)) for pool in pools}, state.bits()
 
     expected = results()
     assert len(expected[0]) == 1
@@ -399,19 +400,34 @@ def test_the_gradient_is_scaled_first() -> None:
 
 
 @pytest.mark.parametrize("dtype", GRADS)
-def test_sum_squares_is_the_same_everywhere_and_right(dtype: str) -> None:
+def test_sums_of_squares_are_the_same_everywhere_and_right(dtype: str) -> None:
     data = torch.randn(300_007, generator=torch.Generator().manual_seed(0)).to(TORCH[dtype])
     pools = [_native.ThreadPool(threads) for threads in (1, 2, 7)]
-    sums = {_native.sum_squares(raw(data), dtype, pool, isa) for isa in ISAS for pool in pools}
+    sums = {tuple(_native.sums_of_squares(raw(data), dtype, pool, isa)) for isa in ISAS for pool in pools}
     assert len(sums) == 1
-    torch.testing.assert_close(sums.pop(), data.double().square().sum().item(), rtol=1e-12, atol=0)
+    expected = [part.double().square().sum().item() for part in data.split(65_536)]
+    torch.testing.assert_close(list(sums.pop()), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", GRADS)
+@pytest.mark.parametrize("first", [0, 256, 65_536, 131_071])
+def test_parts_that_are_cut_on_the_grid_have_the_partials_of_the_whole(dtype: str, first: int) -> None:
+    data = torch.randn(300_007, generator=torch.Generator().manual_seed(0)).to(TORCH[dtype])
+    pool, cut = _native.ThreadPool(2), 3 * 65_536 - first
+    parts = [
+        *_native.sums_of_squares(raw(data[:cut]), dtype, pool, first=first),
+        *_native.sums_of_squares(raw(data[cut:].clone()), dtype, pool, first=first + cut),
+    ]
+    assert parts == _native.sums_of_squares(raw(data), dtype, pool, first=first)
+    lands = torch.empty_like(data)
+    assert parts == _native.land_gradient(raw(lands), dtype, raw(data), dtype, add=False, pool=pool, first=first)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_sum_squares_is_not_finite_when_an_element_is_not(bad: float) -> None:
+def test_a_sum_of_squares_is_not_finite_when_an_element_is_not(bad: float) -> None:
     data = torch.ones(100_000)
     data[77_777] = bad
-    assert not np.isfinite(_native.sum_squares(raw(data), "fp32", _native.ThreadPool(2)))
+    assert list(np.isfinite(_native.sums_of_squares(raw(data), "fp32", _native.ThreadPool(2)))) == [True, False]
 
 
 @pytest.mark.parametrize("add", [False, True])
@@ -427,9 +443,9 @@ def test_landing_takes_the_sum_of_squares_of_what_has_landed(src: str, dst: str,
             with pytest.raises(ValueError, match="add up in fp32"):
                 _native.land_gradient(raw(into), dst, raw(lands), src, add=True, pool=pool, isa=isa)
             continue
-        total = _native.land_gradient(raw(into), dst, raw(lands), src, add=add, pool=pool, isa=isa)
+        sums = _native.land_gradient(raw(into), dst, raw(lands), src, add=add, pool=pool, isa=isa)
         assert torch.equal(into, expected)
-        assert total == _native.sum_squares(raw(into), dst, pool, isa)
+        assert sums == _native.sums_of_squares(raw(into), dst, pool, isa)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

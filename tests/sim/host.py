@@ -262,7 +262,7 @@ def _follow_native_calls(monkeypatch: pytest.MonkeyPatch, requests: Requests) ->
         monkeypatch.setattr(_native, name, called)
 
     follow("land_gradient", [("dst", 0, True), ("src", 2, False)])
-    follow("sum_squares", [("data", 0, False)])
+    follow("sums_of_squares", [("data", 0, False)])
     follow("widen_in_place", [("data", 0, True)])
 
 

@@ -48,9 +48,9 @@ def values(target: Lease, spec: ParameterSpec, dtype: torch.dtype = torch.bfloat
     return target.tensor().view(dtype)[spec.offset : spec.offset + spec.numel]
 
 
-def sum_squares(flat: torch.Tensor, rig: Rig) -> float:
+def sums_of_squares(flat: torch.Tensor, spec: ParameterSpec, rig: Rig) -> list[float]:
     name = "fp32" if flat.dtype == torch.float32 else "bf16"
-    return _native.sum_squares(flat.clone().view(torch.uint8).numpy(), name, rig.pool)
+    return _native.sums_of_squares(flat.clone().view(torch.uint8).numpy(), name, rig.pool, first=spec.offset)
 
 
 @every_policy
@@ -65,7 +65,7 @@ def test_a_group_goes_down_in_one_copy_with_its_sums(rig: Callable[..., Rig], po
     assert made.sim.counts["copies down"] == 1
     for index, spec in enumerate(group.specs):
         assert torch.equal(values(target, spec), gradient(index))
-        assert sums[spec.name] == sum_squares(gradient(index), made)
+        assert sums[spec.name] == sums_of_squares(gradient(index), spec, made)
     assert made.slab.free_bytes == made.slab.nbytes
 
 
@@ -120,6 +120,7 @@ def test_what_is_added_goes_through_the_bounce_buffer_to_the_bits_of_land_gradie
                 "bf16",
                 add=turn > 0,
                 pool=made.pool,
+                first=spec.offset,
             )
         assert queue.send(packed).sums() == sums
     assert torch.equal(target.tensor().view(torch.float32), expected)
