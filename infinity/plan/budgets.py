@@ -62,6 +62,7 @@ class Budgets:
         upload_bytes: host memory that weights are read into before they are copied to the device.
         bounce_bytes: host memory that gradients are copied to before they are added to others.
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
+        exchange_bytes: host memory for gradients on their way to the ranks that own them.
         landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
         shadow_bytes: host memory for the new weights of updates that speculate, where weights rest in RAM; lent to the
             staging while none speculates.
@@ -73,6 +74,7 @@ class Budgets:
     upload_bytes: int
     bounce_bytes: int
     copies_bytes: int
+    exchange_bytes: int
     landing_bytes: int
     shadow_bytes: int
     staging: Staging
@@ -162,7 +164,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
     def ring_beside(nbytes: int) -> int:
         return two if 4 * two <= limits.device and nbytes + two <= limits.device else one
 
-    if weights.tier == "device" or (limits.in_place and weights.tier == "host"):
+    if limits.shares and weights.tier == "device":
+        raise PlanError(
+            "weights: device keeps all weights on every device, and with several ranks each keeps a slice. Set "
+            "weights: host or auto."
+        )
+    if weights.tier == "device" or (limits.used_at_home and weights.tier == "host"):
         ring = ring_beside(problem.weight)
         if weights.tier == "device" and problem.weight + ring > limits.device:
             raise PlanError(
@@ -171,12 +178,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
                 "activations need, or set weights: host or nvme."
             )
         return problem.weight, ring
-    fetched = problem.every - weights.in_ram if limits.in_place else problem.every
-    needed = needed_at_once([unit.unit for unit in problem.units], sites, fetched)
+    fetched = problem.every - weights.in_ram if limits.used_at_home else problem.every
+    needed = needed_at_once([unit.whole for unit in problem.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
     ring = ring_beside(nbytes)
     share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring
-    slots = min(max(share, nbytes), problem.weight_of(fetched))
+    slots = min(max(share, nbytes), sum(unit.whole.weight_bytes for unit in problem.units if unit.index in fetched))
     if slots + ring > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])

@@ -113,6 +113,7 @@ class ArenaBytes:
         transfers: not leased for good: weights are fetched into it, or read into it on their way to the device.
         bounce: for gradients from the device on their way to others that they are added to.
         copies: for weights from the device, which updates read.
+        exchange: for gradients on their way to the ranks that own them.
     """
 
     weights: int
@@ -124,6 +125,7 @@ class ArenaBytes:
     transfers: int
     bounce: int
     copies: int
+    exchange: int
 
     @property
     def weights_and_shadows(self) -> int:
@@ -134,7 +136,7 @@ class ArenaBytes:
     def nbytes(self) -> int:
         """Exact size of the one pinned allocation."""
         resting = self.weights_and_shadows + self.states + self.gradients
-        return resting + self.landing + self.staging + self.transfers + self.bounce + self.copies
+        return resting + self.landing + self.staging + self.transfers + self.bounce + self.copies + self.exchange
 
 
 @dataclass(frozen=True)
@@ -215,6 +217,8 @@ def _lay_out_groups(
     unit: UnitBytes, problem: Problem, placement: Placement, file: _SwapFile
 ) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: Resting, *, changes: bool = True) -> StateLayout:
+        if not nbytes:
+            return StateLayout(0, (), 0)  # a rank may have nothing of a group
         in_ram = unit.index in resting.in_ram
         copies = problem.copies(changes=changes, in_ram=in_ram)
         if copies and changes and unit.index in placement.updates.spare_units:
@@ -243,7 +247,7 @@ def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _Swa
 
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
-    slots_are_here = budgets.limits.in_place and placement.weights.tier == "nvme"
+    slots_are_here = budgets.limits.in_place and (budgets.limits.shares or placement.weights.tier == "nvme")
     weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
         weights=weights,
@@ -255,6 +259,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: B
         transfers=budgets.slot_bytes if slots_are_here else budgets.upload_bytes,
         bounce=budgets.bounce_bytes,
         copies=budgets.copies_bytes,
+        exchange=budgets.exchange_bytes,
     )
 
 

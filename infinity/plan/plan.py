@@ -9,8 +9,9 @@ from infinity.io.profile import profile_of
 from infinity.plan.budgets import Budgets
 from infinity.plan.layout import Layout, SwapBytes
 from infinity.plan.placement import Placement
-from infinity.plan.problem import Problem
+from infinity.plan.problem import ALONE, Peers, Problem
 from infinity.sizes import format_bytes
+from infinity.state.shard import Cut
 
 _OVERLAP = {
     "auto": "during backward as long as that turns out right, else before the next forward",
@@ -61,6 +62,7 @@ class Plan:
         budgets: the memory they may take, and what of it is for moving them.
         layout: every extent of the swap file and every lease of the arena.
         forecast: what a step moves.
+        peers: the other ranks: placement, layout and forecast are of this rank's slices.
     """
 
     device: str
@@ -68,13 +70,14 @@ class Plan:
     budgets: Budgets
     layout: Layout
     forecast: Forecast
+    peers: Peers = ALONE
 
     @property
     def device_bytes(self) -> int:
         """What the plan takes of the device's budget. Where the device has no memory of its own, weights in RAM are
         used where they are."""
-        used_in_place = self.budgets.limits.in_place and self.placement.weights.tier == "host"
-        return 0 if used_in_place else self.budgets.slot_bytes + self.budgets.ring_bytes
+        used_at_home = self.budgets.limits.used_at_home and self.placement.weights.tier == "host"
+        return 0 if used_at_home else self.budgets.slot_bytes + self.budgets.ring_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -94,7 +97,7 @@ class Plan:
         return "\n".join(
             [
                 f"{layout.numel / 1e6:.1f} M parameters, {layout.trainable_numel / 1e6:.1f} M trained, "
-                f"on {self.device}",
+                f"on {self.device}{_rank(self.peers.cut)}",
                 f"  weights      {weights.tier:<7}{format_bytes(layout.weight_bytes):>12}"
                 f"{weights_share if weights.tier == 'nvme' else ''}",
                 f"  optimizer    {optimizer.tier:<7}{format_bytes(layout.state_bytes):>12}  (master {form.master}, "
@@ -150,6 +153,10 @@ def _rate(config: SwapConfig) -> float | None:
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def _rank(cut: Cut) -> str:
+    return "" if cut.count == 1 else f": what rank {cut.index} of {cut.count} keeps"
 
 
 def _share(held_bytes: int, held: int, count: int) -> str:

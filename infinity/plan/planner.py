@@ -24,7 +24,7 @@ from infinity.plan.placement import (
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.problem import Limits, Problem, UnitBytes, count
+from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count
 from infinity.plan.speculation import ahead_bytes, reserve, shadow_wanted
 from infinity.sizes import exact_bytes, format_bytes
 from infinity.state.discover import HookSite
@@ -45,6 +45,7 @@ def make_plan(
     accumulation_steps: int | None = None,
     sites: Sequence[HookSite] = (),
     resumes: bool = False,
+    peers: Peers = ALONE,
 ) -> Plan:
     """Place every state, and decide how often to commit where the config leaves it open.
 
@@ -54,17 +55,23 @@ def make_plan(
         accumulation_steps: backward passes before each step; None: not known, and one is counted.
         sites: which units each module needs; none: every unit has a module of its own.
         resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
+        peers: the other ranks, where this process is one of several: the plan is that of its slices.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
     stored = STORED[optimizer]
-    counted = tuple(UnitBytes(unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in units)
+    limits = limits_of(config, device, peers)
+    kept = [peers.cut.of(unit).local for unit in units]
+    counted = tuple(
+        UnitBytes(mine, whole, tuple(count(group, config, stored) for group in mine.groups))
+        for mine, whole in zip(kept, units, strict=True)
+    )
 
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits_of(config, device), counted, stored, accumulation_steps or 1, commits.every)
-        return _plan(problem, commits, device, can_recompute=can_recompute, sites=sites)
+        problem = Problem(config, limits, counted, stored, accumulation_steps or 1, commits.every)
+        return replace(_plan(problem, commits, device, can_recompute=can_recompute, sites=sites), peers=peers)
 
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
@@ -106,7 +113,7 @@ def _plan(
     config = problem.config
     staging, placed, gradients = _place(problem)
     _require_paths(problem, placed, gradients)
-    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + problem.exchange_bytes
     reserved = reserve(problem, placed, gradients, problem.limits.host - host_bytes)
     copies = copies_bytes(problem, placed.weights, problem.limits.host - host_bytes - reserved.host_bytes)
     host_bytes += reserved.host_bytes + copies
@@ -131,6 +138,7 @@ def _plan(
         upload_bytes=placed.upload_bytes,
         bounce_bytes=placed.bounce_bytes,
         copies_bytes=copies,
+        exchange_bytes=problem.exchange_bytes,
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
@@ -142,20 +150,23 @@ def _plan(
     return plan
 
 
-def limits_of(config: SwapConfig, device: torch.device) -> Limits:
-    """The two budgets: those of the config, or a share of what is available now."""
-    in_place = device.type == "cpu"
+def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) -> Limits:
+    """The two budgets: those of the config, or a share of what is available now. What the ranks of a machine have
+    together is divided by their number."""
+    in_place, ranks = device.type == "cpu", peers.on_machine
+    on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9))
     return Limits(
-        device=config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9)),
-        host=config.memory.host or int(available_host_bytes() * HOST_SHARE),
+        device=on_device // ranks if in_place else on_device,
+        host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
+        shares=peers.cut.count > 1,
     )
 
 
 def _place(problem: Problem) -> tuple[Staging, Placed, GradientPlacement]:
     """Where everything rests, and the update's memory: the first placement of the gradients that fits beside what must
     be there, and then what fits of weights and states. Fewer tiles for the update come before a worse placement."""
-    host = problem.limits.host
+    host = problem.limits.host - problem.exchange_bytes
     least = place(problem, 0)
     stagings = {
         spills: [
@@ -173,7 +184,10 @@ def _place(problem: Problem) -> tuple[Staging, Placed, GradientPlacement]:
             if placed.host_bytes <= room:
                 return staging, placed, gradients
     tried = [
-        (stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes, gradients)
+        (
+            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + problem.exchange_bytes,
+            gradients,
+        )
         for gradients in gradient_placements(problem, 0)
     ]
     needed, gradients = min(tried, key=lambda each: each[0])

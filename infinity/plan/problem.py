@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infinity.config import SwapConfig
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.sizes import PAGE_BYTES
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
+from infinity.state.shard import Cut
 from infinity.state.unit import Group, Unit
 
 _CHECKSUM_BYTES = 4  # of RAM for each page of the swap file
@@ -27,13 +28,19 @@ class Limits:
     Attributes:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that is kept or staged there.
-        in_place: weights that rest in RAM are used where they are: the device has no memory of its own, and both
-            budgets are RAM.
+        in_place: the device has no memory of its own: both budgets are RAM.
+        shares: every unit is cut over ranks, and its weights are put together in a slot to be used.
     """
 
     device: int
     host: int
     in_place: bool
+    shares: bool = False
+
+    @property
+    def used_at_home(self) -> bool:
+        """Weights that rest in RAM are used where they are."""
+        return self.in_place and not self.shares
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,32 @@ class GroupBytes:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """What a plan must know of the other ranks.
+
+    Attributes:
+        cut: which slice of every unit is this rank's.
+        on_machine: ranks on this machine, which have its RAM and its cores together.
+    """
+
+    cut: Cut
+    on_machine: int
+
+
+ALONE = Peers(Cut(1, 0), 1)
+
+
+@dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit; those of its groups together."""
+    """Bytes of one unit; those of its groups together.
+
+    Attributes:
+        unit: what this rank keeps of it: all, or its slice.
+        whole: the unit, as a slot holds it.
+    """
 
     unit: Unit
+    whole: Unit
     groups: tuple[GroupBytes, ...]
 
     @property
@@ -136,8 +165,16 @@ class Problem:
         """Device memory for the gradients of the largest unit, and of the two largest; 0 where they need not move."""
         if self.limits.in_place:
             return 0, 0
-        sizes = sorted(sum(round_up(group.gradient_native, PAGE_BYTES) for group in unit.groups) for unit in self.units)
+        sizes = sorted(_gradient_bytes(unit.whole) for unit in self.units)
         return sizes[-1], sum(sizes[-2:])
+
+    @cached_property
+    def exchange_bytes(self) -> int:
+        """Host memory for the gradients of the two largest units on their way to the ranks that own them: as they are
+        sent, and as they come from all ranks."""
+        if not self.limits.shares:
+            return 0
+        return 2 * sum(sorted(_gradient_bytes(unit.whole) for unit in self.units)[-2:])
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)
@@ -172,13 +209,18 @@ class Problem:
         return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
 
+def _gradient_bytes(unit: Unit) -> int:
+    """Of a whole unit, as autograd gives them."""
+    return sum(group.state_bytes(group.dtype.itemsize) for group in unit.trainable_groups)
+
+
 def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
     """The bytes of one group.
 
     Args:
         stored: the moments that the optimizer keeps.
     """
-    if not group.trainable:
+    if not group.trainable or not group.numel:
         return GroupBytes(group, {}, 0, 0)
     residual = group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
     return GroupBytes(

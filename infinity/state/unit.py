@@ -110,7 +110,8 @@ class Unit:
 
     @property
     def trainable_groups(self) -> tuple[Group, ...]:
-        return tuple(group for group in self.groups if group.trainable)
+        """Those that have elements: a slice may have nothing of a group."""
+        return tuple(group for group in self.groups if group.trainable and group.numel)
 
 
 @dataclass(frozen=True)
