@@ -115,6 +115,36 @@ class NewerVersionError(ManifestError):
     read."""
 
 
+class PeerError(InfinityError):
+    """This rank cannot go on, because of another rank or of what the ranks do together.
+
+    Attributes:
+        rank: the rank at fault; None where no single one is known to be.
+        ranks: all that are at fault, ascending.
+        cause: what happened, in words.
+        advice: what to do.
+    """
+
+    ADVICE = "All ranks must end: remove the cause, start all of them again, and resume from the last generation."
+
+    def __init__(self, cause: str, ranks: tuple[int, ...] = (), advice: str = ADVICE) -> None:
+        self.ranks, self.cause, self.advice = tuple(sorted(ranks)), printable(cause), advice
+        super().__init__(f"{self.cause}. {advice}".rstrip())
+
+    @property
+    def rank(self) -> int | None:
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    def __reduce__(self) -> tuple[type[PeerError], tuple[str, tuple[int, ...], str]]:
+        return type(self), (self.cause, self.ranks, self.advice)
+
+    def again(self) -> PeerError:
+        """The same error, to be raised once more: one that was raised keeps its first traceback."""
+        copy = PeerError(self.cause, self.ranks, self.advice)
+        copy.__cause__ = self.__cause__
+        return copy
+
+
 _RESTART = (
     "With commit_every, resume the run. Without it the states may be partly updated: start again from a saved model."
 )

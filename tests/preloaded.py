@@ -11,6 +11,7 @@ import infinity.integrations.accelerate
 import infinity.integrations.models
 import infinity.integrations.strategy
 import infinity.integrations.transformers
+import infinity.ranks.exchange
 import tests.crash.job
 import tests.crash.pinned_job
 import tests.crash.rotating_job

@@ -47,6 +47,7 @@ NAMES = {
     "NewerVersionError": "(ManifestError)",
     "NonFiniteGradientError": "(InfinityError)",
     "NotAvailableError": "(ConfigError)",
+    "PeerError": "(InfinityError)",
     "PlanError": "(InfinityError)",
     "ReleasedParameterError": "(ModelError)",
     "ResumeError": "(InfinityError)",

@@ -1,0 +1,88 @@
+"""The collectives themselves, over torch.distributed, as asynchronous works that can be polled.
+
+[Note: what of gloo is used]
+As read in torch 2.13: gloo's `all_gather_into_tensor` makes a temporary of the whole, so weights are gathered by one
+in-place broadcast from each rank. Its `reduce_scatter_tensor` is a clone and an all-reduce of everything, rounds bf16
+sums at every hop and cannot be polled; so gradients go by `all_to_all_single`, which writes directly, and the owner
+adds. A header goes by `all_to_all_single` too: directly to each rank, where `all_gather` goes around a ring in N - 1
+legs.
+
+Only host memory: on a device gathers would be in-place all-gathers of NCCL, whose input is a slice of their output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+
+from infinity.errors import NotAvailableError
+from infinity.ranks.operations import AllToAll, Gather, Operation
+from infinity.ranks.ranks import Group
+
+
+def check(operation: Operation, gather: Group, shard: Group) -> None:
+    """Raises ValueError or NotAvailableError where the buffers are not what the collective needs."""
+    moved = operation.collective
+    if isinstance(moved, Gather):
+        _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather)
+    elif isinstance(moved, AllToAll):
+        _check_buffer(operation, "send", moved.send, moved.send_splits, shard)
+        _check_buffer(operation, "receive", moved.receive, moved.receive_splits, shard)
+
+
+def _check_buffer(operation: Operation, which: str, buffer: torch.Tensor, sizes: Sequence[int], group: Group) -> None:
+    where = f"{which} of {operation.name}"
+    if buffer.device.type != "cpu":
+        raise NotAvailableError(f"{where} is on {buffer.device}: ranks exchange host memory only")
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(f"{where} is {buffer.dtype} of shape {tuple(buffer.shape)}: flat, contiguous bytes are needed")
+    if len(sizes) != group.size or min(sizes) < 0 or sum(sizes) != buffer.numel():
+        raise ValueError(
+            f"{where} has {buffer.numel()} bytes, which the sizes {list(sizes)} of {group.size} ranks do not make up"
+        )
+
+
+def alone(operation: Operation) -> list[bytes]:
+    """What a collective of one rank does."""
+    moved = operation.collective
+    if isinstance(moved, Gather):
+        return []
+    if isinstance(moved, AllToAll):
+        moved.receive.copy_(moved.send)
+        return []
+    return [moved.payload]
+
+
+def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Work]:
+    ends = list(accumulate(moved.slices))
+    return [
+        _work(dist.broadcast(moved.buffer[end - nbytes : end], rank, group=talking, async_op=True))
+        for rank, nbytes, end in zip(group.ranks, moved.slices, ends, strict=True)
+        if nbytes
+    ]
+
+
+def begin_all_to_all(moved: AllToAll, talking: ProcessGroup) -> list[Work]:
+    received, sent = list(moved.receive_splits), list(moved.send_splits)
+    return [_work(dist.all_to_all_single(moved.receive, moved.send, received, sent, group=talking, async_op=True))]
+
+
+def begin_header(header: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
+    """Send `header` to all ranks; those of rank 0, 1, … arrive behind each other."""
+    sent = torch.frombuffer(bytearray(header), dtype=torch.uint8).repeat(into.numel() // len(header))
+    return [_work(dist.all_to_all_single(into, sent, group=talking, async_op=True))]
+
+
+def begin_telling(payload: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
+    """Send `payload`, padded, to all ranks; `into` has a row of the longest payload's length for each rank."""
+    padded = torch.frombuffer(bytearray(payload.ljust(into.shape[1], b"\0")), dtype=torch.uint8)
+    return [_work(dist.all_gather(list(into.unbind()), padded, group=talking, async_op=True))]
+
+
+def _work(begun: Work | None) -> Work:
+    return cast(Work, begun)  # asynchronous, and this rank is in the group

@@ -1,0 +1,356 @@
+"""The FIFO of collectives: one thread, which issues them in the order in which they were submitted.
+
+[Note: one operation]
+The thread alone talks in the process groups, so that their collectives come in one order on all ranks:
+
+    header of k → what k comes after → headers compared → k issued → header of k + 1 → k awaited → ticket of k done
+
+The header of k + 1 moves while k does, where k + 1 was submitted by then, and k is not `Control`, which is issued in
+the same group as headers are. No wait is without an end: several times a second the thread looks whether the watch
+knows of a failure (see watch.py), and after the deadline it asks who is missing. Its waits for what an operation comes
+after are bounded by what it waits for.
+
+A header costs a message from each rank to each: measured with N processes on two busy cores, 1 to 1.5 ms for N = 2 and
+2 to 4 ms for N = 4, nearly all of it waiting for a core.
+
+A gloo collective cannot be aborted. One that another rank never joins stays with gloo's threads until the process of
+that rank closes the connection; `close` says so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import re
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import Work
+
+from infinity.base.fork import close_in_children, refuse_in_forked_child
+from infinity.base.interrupt import interruptible, interrupts_deferred
+from infinity.errors import PeerError
+from infinity.ranks import collectives, headers
+from infinity.ranks.headers import Header
+from infinity.ranks.operations import Control, Gather, Operation
+from infinity.ranks.ranks import Ranks
+from infinity.ranks.watch import Trouble
+
+_POLL_S = 0.25
+_CLOSE_S = 5.0
+_LAST_BYTES_S = 1.0  # until the last bytes of a rank that has closed arrive
+_PLACE = re.compile(r"^\[\S+:\d+\] ")  # in gloo's sources
+
+# How far a rank is with an operation, for whoever asks: see Watch.note.
+_ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
+
+
+class Ticket:
+    """An operation that was submitted. Any thread may wait."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._told: list[bytes] = []
+        self._error: BaseException | None = None
+
+    def _finish(self, told: list[bytes], error: BaseException | None) -> None:
+        if not self._done.is_set():
+            self._told, self._error = told, error
+            self._done.set()
+
+    def done(self) -> bool:
+        """Whether the bytes have arrived, or never will. Does not raise."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done; whether it is. Does not raise what failed (but lets Ctrl-C in)."""
+        with interruptible():
+            return self._done.wait(timeout_s)
+
+    def result(self) -> list[bytes]:
+        """Wait, and raise what failed. The bytes of each rank for `Control`, otherwise an empty list.
+
+        Raises:
+            PeerError: a rank failed, died, did not come, or is at another operation; names it and says why.
+            Exception: what this operation came after, or its `arrived`, raised on this rank.
+        """
+        self.wait()
+        if isinstance(self._error, PeerError):
+            raise self._error.again() from self._error.__cause__
+        if self._error is not None:
+            raise self._error
+        return self._told
+
+
+class _Begun:
+    """An operation whose header was sent, and the headers of all ranks as they arrive."""
+
+    def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks) -> None:
+        self.operation, self.ticket, self.index = operation, ticket, index
+        self.header = Header.of(operation, index, ranks.gather, ranks.shard)
+        self._arriving = torch.empty(ranks.world * headers.NBYTES, dtype=torch.uint8)
+        self.works: list[Work] = []
+        if ranks.world > 1:
+            self.works = collectives.begin_header(self.header.encode(), self._arriving, ranks.talking)
+
+    @property
+    def what(self) -> str:
+        return ("the gather of", "the exchange of", "the agreement on")[self.header.kind] + f" {self.operation.name}"
+
+    def headers(self) -> list[Header]:
+        """Of rank 0, 1, …, once `works` are done."""
+        data = self._arriving.numpy().tobytes()
+        return [Header.decode(data[at : at + headers.NBYTES]) for at in range(0, len(data), headers.NBYTES)]
+
+
+class Exchange:
+    """The collectives of one offloaded model, in one order on all ranks.
+
+    Every rank must submit the same operations in the same order; when is of no account. Before each one the ranks agree
+    on what it is. The first failure of any rank breaks the exchange for good: operations that wait, and all that are
+    submitted later, raise it.
+
+    It takes `ranks` over: `close` closes them.
+    """
+
+    # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or is about to be.
+
+    def __init__(self, ranks: Ranks) -> None:
+        refuse_in_forked_child()
+        self._ranks = ranks
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Operation, Ticket]] = deque()
+        self._index = 0
+        self._begun: deque[_Begun] = deque()  # the one under way, and perhaps the one whose header moves meanwhile
+        self._works: list[Work] = []  # of the one under way, which touch its memory
+        self._awaited: Sequence[Work] = ()
+        self._broken: PeerError | None = None
+        self._closed = self._forked = False
+        self._quiet = True  # what `close` returned
+        self._thread = threading.Thread(target=self._run, name="infinity-exchange", daemon=True)
+        close_in_children(self)
+        atexit.register(self.close)  # a daemon thread that wakes while the interpreter ends may abort the process
+        self._thread.start()
+
+    def close_in_child(self) -> None:
+        """In a forked child, which has no thread and must leave the parent's connections alone."""
+        self._forked = True
+        atexit.unregister(self.close)
+
+    # What any thread may call.
+
+    def submit(self, operation: Operation) -> Ticket:
+        """Append an operation. Returns at once.
+
+        Raises:
+            PeerError: the exchange is broken.
+            ValueError: sizes do not fit the buffers.
+            NotAvailableError: a buffer is not in host memory.
+            ForkError: in a forked child.
+        """
+        refuse_in_forked_child()
+        collectives.check(operation, self._ranks.gather, self._ranks.shard)
+        ticket = Ticket()
+        with self._changed:
+            self.raise_if_broken()
+            self._queue.append((operation, ticket))
+            self._changed.notify_all()
+        return ticket
+
+    def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
+        """Submit a `Control` and wait for it."""
+        return self.submit(Operation(Control(payload), subject, name)).result()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one cannot go on. Returns when they can know, or soon after. Does not raise.
+
+        Idempotent: the first error counts. Here, later operations raise PeerError from `error`."""
+        if self._forked:
+            return
+        with interrupts_deferred():
+            first = self._break(error)
+            if first and self._ranks.watch.verdict is None:
+                self._ranks.watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+    def raise_if_broken(self) -> None:
+        """Raises PeerError where any rank is known to have failed: for loops that wait for something else."""
+        error = self._broken or self._ranks.watch.verdict
+        if error is not None:
+            raise error.again() from error.__cause__
+
+    def close(self) -> bool:
+        """End the thread and wait for what it does, for a bounded time. Needs no communication, and is idempotent.
+
+        Returns: whether nothing touches the memory of operations any more. Where something may, it must not be freed.
+        """
+        if self._closed or self._forked:
+            return self._quiet
+        with interrupts_deferred():
+            self._closed = True
+            atexit.unregister(self.close)
+            self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
+            self._thread.join(_CLOSE_S)
+            ended = not self._thread.is_alive()
+            self._drop_all()
+            self._quiet = ended and all(work.is_completed() for work in self._works)
+            others = [*self._awaited, *(work for begun in self._begun for work in begun.works)]
+            self._ranks.close(idle=self._quiet and all(work.is_completed() for work in others))
+        return self._quiet
+
+    def _break(self, error: BaseException) -> bool:
+        """Nothing is issued from now on; whether this is the first error."""
+        with self._changed:
+            if self._broken is not None:
+                return False
+            if isinstance(error, PeerError):
+                self._broken = error
+            else:
+                self._broken = PeerError(f"rank {self._ranks.rank}, this one, failed: {error}", (self._ranks.rank,))
+                self._broken.__cause__ = error
+            self._changed.notify_all()
+        return True
+
+    def _drop_all(self) -> None:
+        """End all tickets that nobody will carry out."""
+        with self._changed:
+            assert self._broken is not None
+            tickets = [begun.ticket for begun in self._begun] + [ticket for _, ticket in self._queue]
+            self._queue.clear()
+            for ticket in tickets:
+                ticket._finish([], self._broken)
+
+    # From here on: on the thread.
+
+    def _run(self) -> None:
+        try:
+            while self._begun or self._begin_next(wait=True):
+                self._carry_out(self._begun[0])
+                self._begun.popleft()
+        except PeerError as error:
+            self._break(error)
+        except BaseException as error:
+            if self._begun:
+                self._begun[0].ticket._finish([], error)
+            self.fail(error)
+        self._drop_all()
+
+    def _begin_next(self, *, wait: bool) -> bool:
+        """Send the header of the next operation, where there is one or one is waited for; whether it was sent."""
+        with self._changed:
+            while wait and not self._queue and self._broken is None:
+                self._changed.wait()
+            if not self._queue or self._broken is not None:
+                return False
+            operation, ticket = self._queue.popleft()
+        try:
+            self._begun.append(_Begun(operation, ticket, self._index, self._ranks))
+        except RuntimeError as error:
+            ticket._finish([], trouble := self._inquire("connection", operation.name, _first_words(error)))
+            raise trouble from error
+        self._index += 1
+        return True
+
+    def _carry_out(self, begun: _Begun) -> None:
+        operation, watch, index = begun.operation, self._ranks.watch, begun.index
+        for each in operation.after:
+            watch.note(index, _BEFORE, f"what comes before {begun.what}")
+            each.wait()
+        self.raise_if_broken()
+        watch.note(index, _AGREEING, begun.what)
+        told = self._move(begun) if self._ranks.world > 1 else collectives.alone(operation)
+        if operation.arrived is not None:
+            operation.arrived()
+        watch.note(index + 1, _ELSEWHERE, f"work of its own, after {begun.what}")
+        begun.ticket._finish(told, None)
+
+    def _move(self, begun: _Begun) -> list[bytes]:
+        self._await(begun.works, begun.what)
+        said = begun.headers()
+        try:
+            headers.require_same(said)
+            if not headers.sizes_fit(said):
+                sizes = self._tell_all(json.dumps(headers.sizes_of(begun.operation)).encode(), begun.what)
+                raise headers.misfit(said, [json.loads(each) for each in sizes])
+        except PeerError as error:
+            self._ranks.watch.announce(error)
+            raise
+        self._ranks.watch.note(begun.index, _MOVING, begun.what)
+        moved = begun.operation.collective
+        if isinstance(moved, Control):
+            return self._tell_all(moved.payload, begun.what, [header.sent for header in said])
+        group = self._ranks.gather if isinstance(moved, Gather) else self._ranks.shard
+        if group.size == 1:
+            return collectives.alone(begun.operation)
+        talking = self._ranks.group_of(group)
+        self.raise_if_broken()
+        try:
+            if isinstance(moved, Gather):
+                self._works = collectives.begin_gather(moved, group, talking)
+            else:
+                self._works = collectives.begin_all_to_all(moved, talking)
+        except RuntimeError as error:
+            raise self._inquire("connection", begun.what, _first_words(error)) from error
+        self._begin_next(wait=False)
+        self._await(self._works, begun.what)
+        self._works = []
+        return []
+
+    def _tell_all(self, payload: bytes, what: str, lengths: list[int] | None = None) -> list[bytes]:
+        """The payloads of all ranks, whose lengths are told first where they are not known."""
+        ranks = self._ranks
+        if lengths is None:
+            each = torch.empty(ranks.world, 8, dtype=torch.uint8)
+            self._await(collectives.begin_telling(struct.pack("<q", len(payload)), each, ranks.talking), what)
+            lengths = [int(length) for (length,) in struct.iter_unpack("<q", each.numpy().tobytes())]
+        if not any(lengths):
+            return [b""] * ranks.world
+        into = torch.empty(ranks.world, max(lengths), dtype=torch.uint8)
+        self._await(collectives.begin_telling(payload, into, ranks.talking), what)
+        return [row.numpy().tobytes()[:length] for row, length in zip(into, lengths, strict=True)]
+
+    def _await(self, works: Sequence[Work], what: str) -> None:
+        """Wait for works, for what others say, and for the deadline.
+
+        Raises:
+            PeerError: not all works ended well.
+        """
+        deadline_s, watch = self._ranks.deadline_s, self._ranks.watch
+        began, left_at, self._awaited = time.monotonic(), 0.0, works
+        for work in works:
+            while not self._ended(work, what):
+                self.raise_if_broken()
+                now = time.monotonic()
+                left_at = left_at or (now if watch.left else 0.0)
+                if left_at and now > left_at + _LAST_BYTES_S:
+                    raise self._inquire("connection", what, "its connections are still open")
+                if now > began + deadline_s:
+                    raise self._inquire("deadline", what, f"within {deadline_s:g} s")
+
+    def _ended(self, work: Work, what: str) -> bool:
+        """Wait a short time; whether the work is done."""
+        try:
+            work.wait(timedelta(seconds=_POLL_S))
+            return True
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+        try:
+            work.wait()
+            return True
+        except RuntimeError as error:
+            raise self._inquire("connection", what, _first_words(error)) from error
+
+    def _inquire(self, trouble: Trouble, what: str, detail: str) -> PeerError:
+        if self._broken is not None:  # closed by this rank
+            return self._broken.again()
+        return self._ranks.watch.inquire(trouble, what, detail).again()
+
+
+def _first_words(error: BaseException) -> str:
+    """What gloo says, without the place in its sources and the advice."""
+    return _PLACE.sub("", str(error)).partition(". ")[0]

@@ -1,0 +1,147 @@
+"""What each rank says of an operation before any rank begins it, and what differs between them.
+
+A header has a fixed length, so that it costs one small collective. Where the ranks differ, what was said is the same
+on all of them, and so is the error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from infinity.errors import PeerError
+from infinity.ranks.operations import AllToAll, Gather, Operation
+from infinity.ranks.ranks import Group
+from infinity.ranks.watch import listed
+
+_FORM = struct.Struct("<qqqQQq")
+NBYTES = 128
+_ADVICE = (
+    "Every rank must run the same modules in the same order; all ranks have to end. Look for what depends on the rank "
+    "or on its data."
+)
+_VERBS = ("gathers", "exchanges", "is at")
+
+
+@dataclass(frozen=True)
+class Header:
+    """An operation, as the ranks compare it.
+
+    Attributes:
+        index: how many operations the rank had before.
+        kind: 0 a gather, 1 an exchange, 2 control.
+        sent, received: digests of the sizes; of control the length of the payload, and 0.
+        leader: the first of the ranks that share what is gathered.
+        name: of the subject, cut.
+    """
+
+    index: int
+    kind: int
+    subject: int
+    sent: int
+    received: int
+    leader: int
+    name: str
+
+    @classmethod
+    def of(cls, operation: Operation, index: int, gather: Group, shard: Group) -> Header:
+        moved = operation.collective
+        if isinstance(moved, Gather):
+            sizes = 0, _digest(tuple(moved.slices)), 0, gather.ranks[0]
+        elif isinstance(moved, AllToAll):
+            me = shard.ranks[shard.position]
+            sent = _pairs(me, shard.ranks, tuple(moved.send_splits), True)
+            sizes = 1, sent, _pairs(me, shard.ranks, tuple(moved.receive_splits), False), 0
+        else:
+            sizes = 2, len(moved.payload), 0, 0
+        kind, sent, received, leader = sizes
+        return cls(index, kind, operation.subject, sent, received, leader, operation.name)
+
+    def encode(self) -> bytes:
+        fixed = _FORM.pack(self.index, self.kind, self.subject, self.sent, self.received, self.leader)
+        return (fixed + self.name.encode()[: NBYTES - len(fixed)]).ljust(NBYTES, b"\0")
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        name = data[_FORM.size :].rstrip(b"\0").decode(errors="ignore")
+        index, kind, subject, sent, received, leader = _FORM.unpack_from(data)
+        return cls(index, kind, subject, sent, received, leader, name)
+
+    @property
+    def what(self) -> str:
+        """What the rank does, as a predicate."""
+        return f"{_VERBS[self.kind]} {self.name}"
+
+
+def require_same(headers: Sequence[Header]) -> None:
+    """Raises PeerError where ranks are at different operations; `headers` are those of rank 0, 1, …"""
+    same: dict[tuple[int, int, int], list[int]] = {}
+    for rank, header in enumerate(headers):
+        same.setdefault((header.index, header.kind, header.subject), []).append(rank)
+    if len(same) == 1:
+        return
+    most = max(same.values(), key=len)  # of equals the one with rank 0
+    others = tuple(rank for rank in range(len(headers)) if rank not in most)
+    first = headers[others[0]]
+    raise PeerError(
+        f"rank {others[0]} {first.what} while rank {most[0]} {headers[most[0]].what}"
+        + (f" ({listed(others)} differ from {listed(most)})" if len(headers) > 2 else ""),
+        others,
+        _ADVICE,
+    )
+
+
+def sizes_fit(headers: Sequence[Header]) -> bool:
+    """Whether the sizes of the same operation fit each other."""
+    if headers[0].kind == 0:
+        return len({(header.leader, header.sent) for header in headers}) == len({header.leader for header in headers})
+    if headers[0].kind == 1:
+        return (sum(header.sent for header in headers) - sum(header.received for header in headers)) % 2**64 == 0
+    return True
+
+
+def sizes_of(operation: Operation) -> list[list[int]]:
+    """What ranks tell each other when their sizes do not fit."""
+    moved = operation.collective
+    if isinstance(moved, Gather):
+        return [list(moved.slices)]
+    if isinstance(moved, AllToAll):
+        return [list(moved.send_splits), list(moved.receive_splits)]
+    return []
+
+
+def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
+    """What to raise, the same on all ranks; `sizes` are `sizes_of` rank 0, 1, …"""
+    ranks, name = range(len(headers)), headers[0].name
+    if headers[0].kind == 0:
+        for a in ranks:
+            for b in ranks:
+                if headers[a].leader == headers[b].leader and sizes[a] != sizes[b]:
+                    cause = f"rank {b} gathers {name} as slices of {sizes[b][0]} bytes, rank {a} as {sizes[a][0]}"
+                    return PeerError(cause, (b,), _ADVICE)
+    for a in ranks:
+        for b in ranks:
+            if sizes[a][0][b] != sizes[b][1][a]:
+                sent, expected = sizes[a][0][b], sizes[b][1][a]
+                cause = f"rank {a} sends {sent} bytes of {name} to rank {b}, which expects {expected}"
+                return PeerError(cause, (a, b), _ADVICE)
+    raise AssertionError("sizes whose digests differ are the same")
+
+
+@lru_cache(256)
+def _digest(sizes: tuple[int, ...]) -> int:
+    return _short(struct.pack(f"<{len(sizes)}q", *sizes))
+
+
+@lru_cache(256)
+def _pairs(me: int, ranks: tuple[int, ...], sizes: tuple[int, ...], outward: bool) -> int:
+    """A sum over pieces of what, from whom, to whom: that of all pieces sent is that of all received, if they fit."""
+    pairs = ((me, rank, size) if outward else (rank, me, size) for rank, size in zip(ranks, sizes, strict=True))
+    return sum(_short(struct.pack("<3q", *pair)) for pair in pairs) % 2**64
+
+
+def _short(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,70 @@
+"""What ranks do together: gathering slices, an all-to-all, and telling each other bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+class Waits(Protocol):
+    """What an operation waits for before it is issued, such as the read that fills this rank's slice."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Put the slices of all ranks of G together, in place.
+
+    Args:
+        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is in its place; the others arrive.
+        slices: bytes of each rank of G, in the order of the ranks. May be uneven; 0 for a rank that holds nothing.
+    """
+
+    buffer: torch.Tensor
+    slices: Sequence[int]
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Send a piece to each rank of W, and receive one from each.
+
+    Args:
+        send: uint8, contiguous, `sum(send_splits)` bytes: the pieces for rank 0, 1, … of W behind each other.
+        receive: uint8, contiguous, `sum(receive_splits)` bytes: the pieces from rank 0, 1, … arrive behind each other.
+    """
+
+    send: torch.Tensor
+    send_splits: Sequence[int]
+    receive: torch.Tensor
+    receive_splits: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Control:
+    """Tell all ranks of the world bytes of any length; `Ticket.result()` is a list with the bytes of each rank."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, and where it stands in the run.
+
+    Args:
+        collective: what is moved. Its memory belongs to the exchange until the ticket is done.
+        subject: a number that is the same on all ranks, such as the index of a unit; compared before anything is moved.
+        name: of the subject, for messages: "unit 'layers.3'", "step 7".
+        after: awaited in their order before the collective is issued. What one of them raises is this rank's failure.
+        arrived: called on the exchange's thread when the bytes are there and before the ticket is done. Short: the next
+            operation waits. On a device it is where the exchange's stream is told to the one that uses the bytes.
+    """
+
+    collective: Gather | AllToAll | Control
+    subject: int
+    name: str
+    after: Sequence[Waits] = field(default=())
+    arrived: Callable[[], None] | None = None

@@ -1,0 +1,238 @@
+"""Who the ranks are: this one's number, which of them share a machine, and the process groups that they talk in.
+
+[Note: stages are two groups]
+Weights are gathered over G, states are sharded over W. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of
+one machine is hpZ (ZeRO++) or MiCS. ZeRO-1 needs no mode of its own: gradients leave unit by unit anyway. (Rajbhandari
+et al., ZeRO, 2020, §5; Wang et al., ZeRO++, 2023, §3.)
+
+torch.distributed is the engine. What moves data is its group of the device (gloo for host memory); what the ranks agree
+on moves over gloo whatever the device. Where G = W one communicator serves gathers and exchanges, since two that are
+used at once may block each other (nccl#195).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, TCPStore, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from infinity.base.fork import refuse_in_forked_child
+from infinity.base.interrupt import interrupts_deferred
+from infinity.errors import PeerError
+from infinity.ranks.watch import Watch, private
+
+Gathered = Literal["world", "node", "none"]
+
+_MARGIN_S = 60.0  # gloo's own deadline comes after ours, which names the rank
+_numbers = itertools.count()  # all ranks offload their models in the same order
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some of the ranks.
+
+    Attributes:
+        ranks: their numbers in the world, ascending.
+        position: which of them this rank is; always one of them.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+class Ranks:
+    """This process among the others.
+
+    Attributes:
+        rank, world: this rank, and how many there are.
+        local_rank, local_world: the same among the ranks of this machine: budgets are divided by `local_world`.
+        node: number of this machine, in the order of the machines' first ranks.
+        control: all ranks, over gloo, for what is no tensor.
+        gather: G, over which weights are gathered: the world (ZeRO-3), the ranks of this machine (hpZ, MiCS), or this
+            rank alone (ZeRO-2).
+        shard: W, over which states are sharded and gradients exchanged: the world.
+        deadline_s: how long any rank waits for any other.
+        watch: what the ranks tell each other outside of collectives.
+    """
+
+    def __init__(self, rank: int, world: int, watch: Watch, deadline_s: float) -> None:
+        self.rank, self.world, self.watch, self.deadline_s = rank, world, watch, deadline_s
+        self.local_rank, self.local_world, self.node = 0, 1, 0
+        self.control = self.shard = self.gather = Group(tuple(range(world)), rank)
+        self._assembled = 0
+        self._talking: ProcessGroup | None = None
+        self._moving: dict[tuple[int, ...], ProcessGroup] = {}
+        self._closed = False
+
+    @classmethod
+    def of_world(
+        cls,
+        gather: Gathered = "world",
+        *,
+        deadline_s: float = 330.0,
+        machine: str | None = None,
+        even_alone: bool = False,
+    ) -> Ranks | None:
+        """The ranks of torch.distributed's default group; None where there is none, or only one rank. All ranks call.
+
+        Args:
+            gather: which ranks hold the weights together.
+            deadline_s: how long any rank waits for any other, in seconds: nvme.deadline_s and a margin.
+            machine: the name of this machine, the same for the ranks on it; by default the host's name and boot.
+            even_alone: ranks of a world of one, too.
+
+        Raises:
+            PeerError: a rank did not come within the deadline, or died; names it.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if world == 1 and not even_alone:
+            return None
+        store = distributed_c10d._get_default_store()
+        host, hosted_by = _host_of(store)
+        watch = Watch(
+            private(store, f"infinity/{next(_numbers)}") if world > 1 else store, rank, world, host, hosted_by
+        )
+        ranks = cls(rank, world, watch, deadline_s)
+        try:
+            ranks._meet(machine or _machine(), gather)
+        except BaseException:
+            ranks.close()
+            raise
+        return ranks
+
+    def _meet(self, machine: str, gather: Gathered) -> None:
+        """Learn who shares a machine, and make the groups."""
+        mine = {"machine": machine, "pid": os.getpid(), "pids": _pids(), "gather": gather, "boot": _boot()}
+        told = self._assemble("torch.distributed's groups", json.dumps(mine), self.deadline_s)
+        all_: dict[int, dict[str, Any]] = {rank: json.loads(payload) for rank, payload in sorted(told.items())}
+        for rank, other in all_.items():
+            if other["gather"] != gather:
+                raise PeerError(
+                    f"rank {rank} gathers over '{other['gather']}', rank {self.rank} over '{gather}': "
+                    "ranks.gather must be the same on all ranks",
+                    (rank,),
+                )
+        same = {"boot": mine["boot"], "pids": mine["pids"]}
+        near = {r: other["pid"] for r, other in all_.items() if r != self.rank and same.items() <= other.items()}
+        self.watch.look_at(near)
+        nodes: dict[str, list[int]] = {}
+        for rank, other in all_.items():
+            nodes.setdefault(other["machine"], []).append(rank)
+        here = nodes[machine]
+        self.node, self.local_world, self.local_rank = list(nodes).index(machine), len(here), here.index(self.rank)
+        if self.world > 1:
+            self._talking = self._new_group(range(self.world))
+            self._moving[self.shard.ranks] = self._new_group(range(self.world))
+        if gather == "none":
+            self.gather = Group((self.rank,), 0)
+        elif gather == "node":
+            self.gather = Group(tuple(here), self.local_rank)
+            for members in nodes.values():  # every rank has a part in making every group
+                if 1 < len(members) < self.world:
+                    made = self._new_group(members)
+                    if members is here:
+                        self._moving[self.gather.ranks] = made
+
+    def _new_group(self, members: Any) -> ProcessGroup:
+        timeout = timedelta(seconds=self.deadline_s + _MARGIN_S)
+        try:
+            return cast(ProcessGroup, dist.new_group(list(members), timeout=timeout, backend="gloo"))
+        except Exception as error:
+            what = "the making of a process group"
+            raise self.watch.inquire("connection", what, str(error)).again() from error
+
+    def group_of(self, group: Group) -> ProcessGroup:
+        """What the ranks of W or G move data in. They are more than one."""
+        return self._moving[group.ranks]
+
+    @property
+    def talking(self) -> ProcessGroup:
+        """What all ranks agree in. They are more than one."""
+        assert self._talking is not None
+        return self._talking
+
+    def assemble(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait until all ranks are here. All ranks call, with the same name. For while no operation is under way.
+
+        Args:
+            name: what begins, for messages: "offload", "resume".
+            timeout_s: by default the deadline of `of_world`.
+
+        Raises:
+            PeerError: names the ranks that did not come, or that are at something else.
+        """
+        self._assemble(name, "", self.deadline_s if timeout_s is None else timeout_s)
+
+    def _assemble(self, name: str, payload: str, timeout_s: float) -> dict[int, str]:
+        refuse_in_forked_child()
+        self._assembled += 1
+        return self.watch.assembled(self._assembled, name, payload, timeout_s)
+
+    def close(self, *, idle: bool = True) -> None:
+        """Leave no process group behind. Needs no communication, and is idempotent.
+
+        Args:
+            idle: no collective is under way. One that is holds its group: gloo would wait for its end, and the
+                interpreter with it, so such a group is left to the end of the process.
+        """
+        if self._closed:
+            return
+        with interrupts_deferred():
+            self._closed = True
+            self.watch.close()
+            groups = [*self._moving.values()] + ([self._talking] if self._talking is not None else [])
+            for group in groups:
+                if not idle:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                try:
+                    dist.destroy_process_group(group)
+                except (ValueError, AssertionError):
+                    continue  # the user has destroyed all groups
+            self._moving.clear()
+            self._talking = None
+
+
+def _machine() -> str:
+    """Two containers on one host count as two machines: they have budgets of their own."""
+    return f"{socket.gethostname()} {_boot()}"
+
+
+def _boot() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
+def _pids() -> str:
+    """Which processes a process number counts among."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"unknown to {os.getpid()}"
+
+
+def _host_of(store: Store) -> tuple[str, int | None]:
+    """Where the store is, in words, and the rank whose process it ends with."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return type(store).__name__, None
+    where = f"{store.host}:{store.port}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"{where}, which the launcher hosts", None
+    return f"{where}, which the process of rank 0 hosts", 0

@@ -1,0 +1,351 @@
+"""What the ranks tell each other outside of collectives: who is here, who failed, who died.
+
+[Note: the log]
+The ranks share a log in torch.distributed's store, apart from the process groups: a counter, and one key for each
+entry. Each rank has one thread, the watch, that reads the log twice a second (more often while somebody waits for it)
+and alone talks to the store, for the store may be gone or hang: whoever waits for the watch does so for a bounded time,
+and takes a watch that does not answer as a store that does not.
+
+| entry   | says                                                                                                      |
+|---------|-----------------------------------------------------------------------------------------------------------|
+| here    | the rank has come to `assemble` number `count`                                                            |
+| failed  | the rank cannot go on, and why                                                                            |
+| left    | the rank has closed its model                                                                             |
+| call    | the rank met something that it cannot explain (a closed connection, a deadline): all answer               |
+| alive   | the answer: where in the order of its operations the rank is                                              |
+| verdict | what the rank that called made of the answers. All take over the first one                                |
+| heard   | the rank knows what ends the run. The rank whose process hosts the store stays until all others have heard |
+
+A process that was killed says nothing. On the same machine its process descriptor tells; otherwise the others' answers
+and its missing one do. (gloo raises some 20 ms after a peer's death, but names an address and no rank. Its connections
+stay open while a process lives that the peer forked.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from infinity.errors import PeerError
+
+POLL_S = 0.5
+_HURRY_S = 0.01
+_ANSWER_S = 2.0  # how long a rank has to answer a call
+_STORE_S = 5.0  # how long the store has to answer, where anybody waits for it
+_TEXT_MAX = 2000
+
+Trouble = Literal["connection", "deadline"]
+Entry = dict[str, Any]
+
+
+def listed(ranks: Collection[int]) -> str:
+    """ "rank 3", "ranks 0, 2" """
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+class Watch:
+    """This rank's view of the log, and the thread that keeps it.
+
+    Args:
+        store: of this watch alone, or one whose calls do not block each other.
+        store_host: who ends with the store, for messages, and `store_rank` the rank whose process hosts it, if any.
+    """
+
+    def __init__(self, store: Store, rank: int, world: int, store_host: str, store_rank: int | None) -> None:
+        self._store, self._rank, self._world = store, rank, world
+        self._store_host, self._store_rank = store_host, store_rank
+        self._changed = threading.Condition()
+        self._outbox: list[Entry] = []
+        self._seen = 0
+        self._read_at, self._missing_since = time.monotonic(), 0.0
+        self._position: tuple[int, int, str] = (0, -1, "offload")
+        self._here: dict[int, dict[int, tuple[str, str]]] = {}  # by count, by rank: name and payload
+        self._alive: dict[int, tuple[int, int, str]] = {}
+        self._left: set[int] = set()
+        self._heard: set[int] = set()
+        self._verdict: PeerError | None = None
+        self._pids: dict[int, int] = {}  # process descriptor: rank
+        self._stopping = False
+        self._ended = world == 1
+        self._waiting = 0  # those who wait for what others say
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
+        if world > 1:
+            self._thread.start()
+
+    @property
+    def verdict(self) -> PeerError | None:
+        """What ends the run; None while nothing does. Never changes once it is there."""
+        return self._verdict
+
+    @property
+    def left(self) -> bool:
+        """Whether another rank has closed its model: what it has not taken part in will not come."""
+        return bool(self._left)
+
+    def note(self, index: int, phase: int, what: str) -> None:
+        """Where in the order of its operations this rank is, for whoever calls."""
+        self._position = index, phase, what
+
+    def tell(self, kind: str, **entry: Any) -> None:
+        """Append to the log, soon."""
+        with self._changed:
+            self._outbox.append({"kind": kind, "rank": self._rank, **entry})
+        self._wake.set()
+
+    def announce(self, verdict: PeerError) -> None:
+        """Let all ranks raise what this one does."""
+        self.tell("verdict", text=verdict.cause[:_TEXT_MAX], ranks=verdict.ranks, advice=verdict.advice)
+
+    def fail(self, cause: str) -> None:
+        """This rank cannot go on. Returns when all can know, or cannot be told."""
+        self.tell("failed", text=cause[:_TEXT_MAX])
+        self._wait_for(lambda: not self._outbox, _STORE_S)
+        self._stay_until_heard()
+
+    def look_at(self, pids: Mapping[int, int]) -> None:
+        """Notice when processes of this machine end: `pids` by rank."""
+        for rank, pid in pids.items():
+            try:
+                self._pids[os.pidfd_open(pid)] = rank
+            except OSError:  # ended already, or the system refuses: then gloo's errors and the log have to do
+                continue
+
+    def assembled(self, count: int, name: str, payload: str, timeout_s: float) -> dict[int, str]:
+        """Come to `assemble` number `count` and wait for all ranks; the payload of each.
+
+        Raises:
+            PeerError: a rank did not come, is at another name, failed, or died.
+        """
+        if self._world == 1:
+            return {self._rank: payload}
+        self.note(-1, count, f"'{name}'")
+        self.tell("here", count=count, name=name, payload=payload)
+        self._wait_for(lambda: len(self._here.get(count, ())) == self._world, timeout_s)
+        came = dict(self._here.get(count, {}))
+        missing = tuple(rank for rank in range(self._world) if rank not in came)
+        if missing and self._verdict is not None:
+            raise self._verdict.again()
+        if missing and (self._hangs() or self._rank in missing):
+            raise self._no_store()
+        if missing:
+            where = "; ".join(f"rank {rank} was last seen at {self._last(rank)}" for rank in missing)
+            raise PeerError(f"{listed(missing)} did not come to '{name}' within {timeout_s:g} s ({where})", missing)
+        others = {rank: what for rank, (what, _) in came.items() if what != name}
+        if others:
+            rank, what = min(others.items())
+            raise PeerError(
+                f"rank {rank} is at '{what}' while rank {self._rank} is at '{name}': all ranks must do the same",
+                tuple(others),
+            )
+        return {rank: told for rank, (_, told) in came.items()}
+
+    def _last(self, rank: int) -> str:
+        """The last place that the rank was seen at."""
+        counts = [count for count, came in self._here.items() if rank in came]
+        return f"'{self._here[max(counts)][rank][0]}'" if counts else "the start of its process"
+
+    def inquire(self, trouble: Trouble, what: str, detail: str) -> PeerError:
+        """Find out who is at fault for what this rank met. Takes some seconds at most.
+
+        Args:
+            trouble: a connection of gloo's broke, or a deadline passed.
+            what: this rank was at.
+            detail: gloo's words, or the time.
+        """
+        self.tell("call")
+        self._wait_for(lambda: len(self._alive.keys() | self._left) == self._world, _ANSWER_S)
+        if self._verdict is None and (self._outbox or self._hangs()):  # the store may still say that it is gone
+            self._wait_for(lambda: False, _STORE_S)
+        if self._verdict is None:
+            verdict = self._judge(trouble, what, detail)
+            self.announce(verdict)
+            self._wait_for(self._hangs, _STORE_S)  # another rank's verdict may be the first
+            self._settle(verdict)
+        self._stay_until_heard()
+        assert self._verdict is not None
+        return self._verdict
+
+    def _wait_for(self, condition: Callable[[], bool], within_s: float) -> None:
+        """Wait for what others say, or the store; no longer than until there is a verdict, or the watch has ended."""
+        if self._world == 1:
+            return
+        with self._changed:
+            self._waiting += 1
+            self._wake.set()
+            try:
+                self._changed.wait_for(lambda: condition() or self._ended or self._verdict is not None, within_s)
+            finally:
+                self._waiting -= 1
+
+    def _judge(self, trouble: Trouble, what: str, detail: str) -> PeerError:
+        """What the answers to a call say."""
+        if self._hangs():
+            return self._no_store()
+        silent = tuple(rank for rank in range(self._world) if rank not in self._alive.keys() | self._left)
+        left = tuple(sorted(self._left - {self._rank}))
+        if silent and trouble == "connection":
+            return self._died(silent, f" ({detail})")
+        if silent:
+            return PeerError(
+                f"{listed(silent)} did not answer while rank {self._rank} was at {what} ({detail}): the process hangs, "
+                "or its machine cannot be reached",
+                silent,
+            )
+        if left:
+            return PeerError(f"{listed(left)} closed the model while rank {self._rank} was at {what}", left)
+        index, phase, _ = self._position
+        behind = tuple(rank for rank, (i, p, _) in sorted(self._alive.items()) if (i, p) < (index, phase))
+        where = "; ".join(f"rank {rank} is at {self._alive[rank][2]}" for rank in sorted(self._alive))
+        if behind and trouble == "deadline":
+            return PeerError(f"{listed(behind)} did not come to {what} {detail} ({where})", behind)
+        return PeerError(f"{what} did not end, though all ranks are alive: {detail} ({where})")
+
+    def _died(self, ranks: Collection[int], detail: str = "") -> PeerError:
+        _, _, what = self._position
+        return PeerError(
+            f"{listed(ranks)} died while rank {self._rank} was at {what}: gone without a word{detail}. Look at what "
+            "was printed there last, and at dmesg for a kill for want of memory",
+            tuple(ranks),
+        )
+
+    def _no_store(self) -> PeerError:
+        return PeerError(
+            f"the store of torch.distributed, {self._store_host}, does not answer: the process that hosts it died, "
+            "ended or hangs, or its machine cannot be reached",
+            () if self._store_rank is None else (self._store_rank,),
+        )
+
+    def _hangs(self) -> bool:
+        """Whether the store has not answered for long."""
+        return not self._ended and time.monotonic() - self._read_at > _ANSWER_S / 2 + POLL_S
+
+    def _settle(self, verdict: PeerError) -> None:
+        with self._changed:
+            if self._verdict is None:
+                self._verdict = verdict
+            self._changed.notify_all()
+
+    def _stay_until_heard(self) -> None:
+        """The store must outlive what it has to say."""
+        if self._store_rank != self._rank or self._world == 1:
+            return
+        with self._changed:
+            named = set(() if self._verdict is None else self._verdict.ranks)
+            gone = {self._rank} | (named - self._alive.keys())
+            self._waiting += 1
+            self._wake.set()
+            self._changed.wait_for(
+                lambda: len(self._heard | self._left | gone) == self._world or self._ended, _ANSWER_S
+            )
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """Say that this rank leaves, where the store answers at once; end the thread. Idempotent."""
+        if self._stopping:
+            return
+        self.tell("left")
+        with self._changed:
+            self._changed.wait_for(lambda: not self._outbox or self._ended, 2 * POLL_S)
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(2 * POLL_S)
+        if not self._thread.is_alive():
+            for descriptor in self._pids:
+                os.close(descriptor)
+            self._pids.clear()
+
+    # From here on: on the thread.
+
+    def _run(self) -> None:
+        while not self._stopping:
+            try:
+                self._write()
+                self._read()
+            except Exception:
+                ended = self._who_ended()
+                self._settle(self._died(ended) if ended else self._no_store())
+                break
+            if self._verdict is None and self._who_ended():
+                self._judge_ended()
+            self._wake.wait(_HURRY_S if self._waiting else POLL_S)
+            self._wake.clear()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _write(self) -> None:
+        while self._outbox:
+            entry = self._outbox[0]
+            self._store.set(f"entry/{self._store.add('entries', 1)}", json.dumps(entry))
+            with self._changed:
+                del self._outbox[0]
+                self._changed.notify_all()
+
+    def _read(self) -> None:
+        """What was told since; up to an entry that is counted and not yet there. One whose rank died between the two is
+        passed over after a while."""
+        count, now = self._store.add("entries", 0), time.monotonic()
+        while self._seen < count:
+            key = f"entry/{self._seen + 1}"
+            if self._store.check([key]):
+                self._take(json.loads(self._store.get(key)))
+            elif (self._missing_since or now) > now - _ANSWER_S:
+                self._missing_since = self._missing_since or now
+                break
+            self._seen, self._missing_since = self._seen + 1, 0.0
+        with self._changed:
+            self._read_at = time.monotonic()
+            self._changed.notify_all()
+
+    def _take(self, entry: Entry) -> None:
+        """One entry of the log, in its order."""
+        rank, kind = entry["rank"], entry["kind"]
+        with self._changed:
+            if kind == "here":
+                self._here.setdefault(entry["count"], {})[rank] = entry["name"], entry["payload"]
+            elif kind == "left":
+                self._left.add(rank)
+            elif kind == "alive":
+                self._alive[rank] = entry["index"], entry["phase"], entry["text"]
+            elif kind == "heard":
+                self._heard.add(rank)
+        if kind == "call":
+            index, phase, what = self._position
+            self.tell("alive", index=index, phase=phase, text=what)
+        elif kind == "failed" and rank != self._rank:
+            self._settle(PeerError(f"rank {rank} failed: {entry['text']}", (rank,)))
+            self.tell("heard")
+        elif kind == "verdict":
+            self._settle(PeerError(entry["text"], tuple(entry["ranks"]), entry["advice"]))
+            self.tell("heard")
+
+    def _who_ended(self) -> set[int]:
+        """Ranks of this machine whose processes ended, and that did not say that they leave."""
+        poll = select.poll()
+        for descriptor in self._pids:
+            poll.register(descriptor, select.POLLIN)
+        return {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
+
+    def _judge_ended(self) -> None:
+        with contextlib.suppress(Exception):  # the store may have ended with them
+            self._read()  # what they said before they ended
+        ended = self._who_ended()
+        if ended:
+            self._settle(self._died(ended))
+
+
+def private(store: Store, prefix: str) -> PrefixStore:
+    """The store by a connection of its own, where this torch can make one: a call that blocks in the first does not
+    block the second."""
+    clone = getattr(store, "clone", None)  # since torch 2.8
+    return PrefixStore(prefix, clone() if clone is not None else store)

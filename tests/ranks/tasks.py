@@ -1,0 +1,84 @@
+"""What the tests of several ranks share: an exchange on each rank, and operations whose bytes tell whose they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.errors import PeerError
+from infinity.ranks import ranks as ranks_module
+from infinity.ranks.exchange import Exchange
+from infinity.ranks.operations import AllToAll, Control, Gather, Operation
+from infinity.ranks.ranks import Ranks
+
+KINDS = ("gather", "exchange", "control")
+
+
+def opened(*, apart: bool = False, **options: Any) -> Exchange:
+    """An exchange on this rank.
+
+    Args:
+        apart: the ranks do not see that they share a machine, nor when a process of it ends.
+    """
+    if apart:
+        ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # this process is one test's own
+    ranks = Ranks.of_world(**({"deadline_s": 30.0, "even_alone": True} | options))
+    assert ranks is not None
+    return Exchange(ranks)
+
+
+def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> Operation:
+    """Of one kind, even sizes: `nbytes` for each pair of ranks, with the sender's number as bytes."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    name = f"unit 'layers.{subject}'"
+    if kind == "gather":
+        buffer = torch.zeros(n * nbytes, dtype=torch.uint8)
+        buffer[rank * nbytes : (rank + 1) * nbytes] = rank + 1
+        return Operation(Gather(buffer, [nbytes] * n), subject, name, **options)
+    if kind == "exchange":
+        send = torch.full((n * nbytes,), rank + 1, dtype=torch.uint8)
+        moved = AllToAll(send, [nbytes] * n, torch.zeros_like(send), [nbytes] * n)
+        return Operation(moved, subject, name, **options)
+    return Operation(Control(bytes([rank + 1]) * nbytes), subject, name, **options)
+
+
+def received(operation: Operation, told: list[bytes]) -> bytes:
+    """What arrived, of a finished operation."""
+    moved = operation.collective
+    if isinstance(moved, Gather):
+        return moved.buffer.numpy().tobytes()
+    return moved.receive.numpy().tobytes() if isinstance(moved, AllToAll) else b"".join(told)
+
+
+def done(exchange: Exchange, operation: Operation) -> bytes:
+    return received(operation, exchange.submit(operation).result())
+
+
+class Kill:
+    """Something to wait for that kills this process."""
+
+    def wait(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+
+def told_by(exchange: Exchange, *operations: Operation) -> tuple[tuple[int, ...], str]:
+    """The ranks and the words of the PeerError that comes of these; after it nothing is accepted."""
+    try:
+        for each in operations:
+            exchange.submit(each).result()
+    except PeerError as error:
+        try:
+            exchange.submit(operation("control", 99))
+        except PeerError as again:
+            assert (again.ranks, str(again)) == (error.ranks, str(error))
+        else:
+            raise AssertionError("a broken exchange took an operation") from None
+        exchange.close()
+        return error.ranks, str(error)
+    raise AssertionError("no rank was at fault")
