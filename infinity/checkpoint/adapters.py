@@ -22,7 +22,7 @@ from torch import nn
 from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.coordinator import registry
 from infinity.durable import buffers
-from infinity.errors import ModelError
+from infinity.errors import ModelError, NotAvailableError
 from infinity.runtime.gathered import gathered
 
 Tensors = dict[str, torch.Tensor]
@@ -50,6 +50,8 @@ def save_adapters(model: Any, target: Path) -> None:
         coordinator = registry.coordinator_of(root)
         coordinator.require_usable()
         coordinator.room.require_untouched()
+        if coordinator.shared is not None:
+            raise NotAvailableError("saving adapters with several ranks is not available yet; use model.state_dict()")
     with written_aside(target, "saving to") as aside, _with_values(model, roots) as state:
         if (target / "README.md").exists():  # PEFT changes a model card that is there
             shutil.copy(target / "README.md", aside)

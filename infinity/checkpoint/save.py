@@ -29,7 +29,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation
     config.
 
-    One unit's weights are in memory at a time. Everything is written to another directory first, and renamed when it is
+    One unit's weights are in memory at a time. Where several ranks train the model, all of them call this, and rank 0
+    writes. Everything is written to another directory first, and renamed when it is
     complete and on disk: an error leaves the files of an earlier save.
 
     Of a PEFT model its adapters are written, as PEFT's own save_pretrained writes them (they are in memory at once):
@@ -52,9 +53,18 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.room.require_untouched()
+    parts = _Parts(model, coordinator)
+    if coordinator.plan.peers.cut.index == 0:
+        _write(model, target, parts, max_shard_size)
+    else:
+        for part in parts.values():  # what rank 0 writes is gathered by all
+            part.clear()
+    coordinator.meet(f"saving to {target}")
+
+
+def _write(model: nn.Module, target: Path, parts: _Parts, max_shard_size: str) -> None:
     with written_aside(target, "saving to") as aside:
-        parts = _Parts(model, coordinator)
-        write_weights(aside, parts.meta, parts.values, coordinator.plan.layout.numel, max_shard_size)
+        write_weights(aside, parts.meta, parts.values, parts.numel, max_shard_size)
         write_configs(model, aside)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
@@ -105,6 +115,11 @@ class _Parts:
         self._model = model
         self._coordinator = coordinator
         self._revert = revert_of(model)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(unit.unit.numel for unit in self._coordinator.units)
 
     def meta(self) -> Iterator[Tensors]:
         for unit in self._coordinator.units:

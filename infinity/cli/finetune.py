@@ -32,6 +32,7 @@ from infinity.config import SwapConfig, load_config
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError, SwapIOError, printable
 from infinity.io.headers import header_in
+from infinity.ranks.ranks import require_one_process
 from infinity.runtime.offload import close, synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import commit, finish_commit, track
@@ -44,6 +45,7 @@ def finetune(options: argparse.Namespace) -> int:
         InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
             says where it is.
     """
+    require_one_process("infinity finetune")
     resumed = job.directory_of(options, None if options.config is None else load_config(options.config))
     if resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute()):
         return 0

@@ -3,57 +3,26 @@ parts below in the right order."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from infinity.base.fork import in_forked_child
-from infinity.base.interrupt import interrupts_deferred, whole
-from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.parts import Optimizer, Parts
-from infinity.errors import InfinityError, ReleasedParameterError, SwapIOError, SwapTimeoutError
+from infinity.base.interrupt import whole
+from infinity.coordinator.parts import Optimizer
+from infinity.coordinator.stepping import Stepping, transition
+from infinity.errors import PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.state.released import way_out
-from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def transition(
-    method: Callable[Concatenate[Coordinator, P], R],
-) -> Callable[Concatenate[Coordinator, P], R]:
-    """A method that any thread may call, and that Ctrl-C finds not begun or done, but where it is `interruptible`."""
-
-    @functools.wraps(method)
-    def run(self: Coordinator, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            return method(self, *args, **kwargs)
-
-    return whole(run)
-
-
-class Coordinator(Parts):
+class Coordinator(Stepping):
     """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """For changes of more than one thing by those who are above."""
-        with self._lock:
-            yield
-
-    def require_usable(self) -> None:
-        """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
-        self.health.require_usable()
-        with self.health.failing(SwapIOError):
-            self.updates.require_well()
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +60,9 @@ class Coordinator(Parts):
     def _bring(self, unit: OffloadedUnit) -> None:
         self.require_usable()
         self.progress.carry_on()
-        with self.health.failing(SwapTimeoutError):  # the device was given up: nothing else will come from it
+        with self.health.failing(
+            SwapTimeoutError, PeerError
+        ):  # the device was given up: nothing else will come from it
             self.room.bring(unit)
 
     @transition
@@ -119,10 +90,6 @@ class Coordinator(Parts):
         """A module of the model was called; perhaps alone, outside the forward of any module above it."""
         self._close_if_nobody_reads()
 
-    def _close_if_nobody_reads(self) -> None:
-        if self.readers.nobody:
-            self.room.close_all()
-
     @transition
     def forget_dead(self) -> None:
         """Before what no forward is under way for: gathering, a step, the end. What a call that an exception ended
@@ -145,8 +112,10 @@ class Coordinator(Parts):
         """The backward of these units begins: bring them, keep them until that of other units begins."""
         self.readers.backward_begins()
         self.progress.carry_on()
-        self.room.hold(indices)
-        with self.health.failing(SwapTimeoutError):
+        left = self.room.hold(indices)
+        with self.health.failing(SwapTimeoutError, PeerError):
+            if self.shared is not None:
+                self.shared.left(left)
             self.gradients.backward_begins(indices, self._staying)
         for index in indices:
             self._bring(self.units[index])
@@ -180,7 +149,7 @@ class Coordinator(Parts):
     def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
         unit = self.units[place.unit.index]
-        with self.health.failing(SwapTimeoutError):
+        with self.health.failing(SwapTimeoutError, PeerError):
             if unit.update is not None:
                 unit.apply_update()
                 if unit.speculative is not None:
@@ -199,17 +168,17 @@ class Coordinator(Parts):
         """A backward pass is over, and with `outermost` all those it ran in."""
         if outermost:
             self.passes.end()
-        self.room.hold(())
+        left = self.room.hold(())
         self.gradients.send()
-        with self.health.failing(SwapTimeoutError):
+        with self.health.failing(SwapTimeoutError, PeerError):
+            if self.shared is not None:
+                self.shared.left(left)
+                if outermost:
+                    self.shared.pass_ended()
             self.gradients.backward_begins((), ())
         if outermost:
             self.readers.backward_ends()
             self._close_if_nobody_reads()
-
-    def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
-        """What stands in `parameter.grad` for a gradient that has landed."""
-        return GradientHandle(parameter, self.gradients.of(place), place.spec)
 
     @transition
     def has_gradient(self, place: Place) -> bool:
@@ -233,106 +202,6 @@ class Coordinator(Parts):
                 parameter.grad = None
         self.passes.forget()
 
-    # -- step ---------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """One step: begin_step, then update or skip, then end_step. Ctrl-C is delivered behind it."""
-        with interrupts_deferred(), self.timeline.stall("step"):
-            yield
-
-    @transition
-    def begin_step(self) -> None:
-        """Bring everything but speculative updates to rest: no other update, commit or fetch under way, gradients
-        landed, parameters as infinity left them.
-
-        Raises:
-            SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
-        """
-        self.require_usable()
-        self.readers.step_begins()
-        self._close_if_nobody_reads()
-        self.room.require_untouched()
-        with self.health.failing(SwapTimeoutError), self.timeline.stall("gradient"):
-            self.resources.idle.begins()
-            self.gradients.synchronize()
-        self._rest_for_step()
-
-    def _rest_for_step(self) -> None:
-        with self.progress.committing():
-            self.progress.finish_updates()
-            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
-        self.progress.make_way()
-        with self.health.failing(SwapTimeoutError):
-            self.room.hold(())
-            self.room.finish_fetches()
-            self.resources.synchronize_uploads()
-
-    @transition
-    def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
-        """Of landed gradients: the sum of squares, and the first name whose part is not finite ('' when all are)."""
-        self.gradients.synchronize()
-        return self.gradients.sum_squares(places)
-
-    @transition
-    def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
-        """The step is decided: what is to be done to which (unit, group). Speculative updates that were right go on,
-        others are undone, what is not under way begins. A unit's next use waits for its own update.
-
-        Raises:
-            InfinityError: the step was begun and not finished; every later call raises.
-        """
-        by_unit: dict[int, dict[int, GroupUpdate]] = {}
-        for index, group_index in sorted(requests):
-            by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
-        wrong = self._speculator.wrong(by_unit)
-        self.room.end_iteration()
-        with self._failing_for_good():
-            begun = self.updates.decide(
-                by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
-            )
-        self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
-        with self.health.failing(SwapTimeoutError):
-            for unit in begun:
-                self.room.update_decided(unit)
-
-    @contextmanager
-    def _failing_for_good(self) -> Iterator[None]:
-        """Whatever leaves this context leaves a step that was begun and not finished."""
-        try:
-            yield
-        except SwapIOError as error:
-            self.health.fail(error)
-            raise
-        except BaseException as error:
-            self.health.fail(InfinityError(f"a step was begun and not finished: {error}"))
-            raise
-
-    @transition
-    def skip(self) -> None:
-        """The step is decided: nothing changes."""
-        self.room.end_iteration()
-        self._speculator.drop()
-
-    @transition
-    def end_step(self) -> None:
-        """The step is decided and its updates are under way, or done where nothing overlaps.
-
-        Raises:
-            SwapIOError: an update failed; the states are partly updated, and every later call raises.
-        """
-        self.passes.step_ended()
-        self.room.begin_pass(training=True)
-        self.at_step(self.steps + 1)
-        self.commits.step_done()
-        if self.speculation.mode == "off":
-            self.progress.finish_updates()
-        self.progress.begin_commit(self.steps)
-        self.timeline.end_step(self.steps)
-        with self.health.failing(SwapTimeoutError):
-            self.room.prefetch()
-        self.resources.idle.ends()
-
     @property
     def run(self) -> str:
         """The id of the run, which is that of its store; "" without one."""
@@ -341,13 +210,6 @@ class Coordinator(Parts):
     def is_at(self, run: str, step: int) -> bool:
         """Whether the states are those of a run after a step, as they still are where they were copied from it."""
         return step == self.steps and (run == self.run or (run, step) == self.copied_from)
-
-    def at_step(self, step: int, run: str = "") -> None:
-        """The states are those after this optimizer step. Args: run: which they come from, if not from here."""
-        self.steps = step
-        self.copied_from = (run, step) if run else self.copied_from
-        if self.resources.store is not None:
-            self.resources.store.begin_step(step)
 
     # -- optimizers and commits ---------------------------------------------------------------------------------------
 

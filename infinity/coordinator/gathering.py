@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
 import torch
-from torch import nn
 
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import residual_of, write_parts
-from infinity.errors import InfinityError, ModelError, PlanError
+from infinity.coordinator.ingest import residual_of, sum_of_bits, write_parts
+from infinity.errors import InfinityError, ModelError, NotAvailableError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
@@ -63,6 +62,11 @@ class Gathering:
     @whole
     def _enter(self) -> None:
         coordinator = self._coordinator
+        if self._write and coordinator.shared is not None:
+            raise NotAvailableError(
+                "parameters cannot be written while several ranks have slices of them; change them before "
+                "infinity.offload"
+            )
         self._entered = True
         with coordinator.locked():
             self._fresh = _not_gathered(coordinator, self._wanted, write=self._write)
@@ -75,7 +79,7 @@ class Gathering:
                     self._undo.callback(_scatter, unit, names)
                     unit.views.gather(copies, _slot_in_use(unit))
                 if not self._write:
-                    self._marks |= {id(unit.parameters[name]): _sum_of_bits(unit.parameters[name]) for name in names}
+                    self._marks |= {id(unit.parameters[name]): sum_of_bits(unit.parameters[name]) for name in names}
             if self._saved is not None:
                 self._undo.enter_context(self._saved)
 
@@ -100,12 +104,6 @@ class Gathering:
         with self._coordinator.locked():
             self._undo.close()
             self._entered = False
-
-
-def _sum_of_bits(parameter: nn.Parameter) -> int:
-    """Differs, nearly always, once a value was changed, through `.data` as well; it is for a warning."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return int(parameter.detach().contiguous().view(bits).sum())
 
 
 def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> dict[int, list[str]]:
@@ -142,7 +140,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
         name
         for index, names in wanted.items()
         for name in names
-        if _sum_of_bits(parameter := coordinator.units[index].parameters[name]) != marks[id(parameter)]
+        if sum_of_bits(parameter := coordinator.units[index].parameters[name]) != marks[id(parameter)]
     ]
     if changed:
         logger.warning(

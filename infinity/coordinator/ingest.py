@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from torch import nn
 
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ModelError
+from infinity.errors import ModelError, NotAvailableError, PeerError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
+from infinity.ranks.exchange import Exchange
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.int8 import blocks_of, put_scales_back
@@ -39,34 +42,68 @@ def ingest(coordinator: Coordinator, source: Source | None) -> None:
     Raises:
         SwapIOError: the device failed.
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
+        PeerError: another rank has a parameter with other values: each would keep slices of a model of its own.
     """
+    exchange = coordinator.resources.exchange
     for unit in coordinator.units:
+        if exchange is not None and source is None:
+            _require_same(exchange, unit)
         _ingest_unit(coordinator, unit, source)
         unit.views.adopt(coordinator.resources.torch_device)
+
+
+def _require_same(exchange: Exchange, unit: OffloadedUnit) -> None:
+    names = sorted(unit.parameters)
+    sums = np.array([sum_of_bits(unit.parameters[name]) for name in names], dtype=np.int64)
+    for rank, heard in enumerate(exchange.all_gather(unit.index, f"loading unit '{unit.name}'", sums.tobytes())):
+        different = np.flatnonzero(np.frombuffer(heard, np.int64) != sums)
+        if len(different):
+            raise PeerError(
+                f"parameter '{names[different[0]]}' has other values on rank {rank} than on this one",
+                (rank,),
+                "Give all ranks the same seed before the model is made, or load the same checkpoint.",
+            )
+
+
+def sum_of_bits(parameter: nn.Parameter) -> int:
+    """Differs, nearly always, where a value differs."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return 0 if parameter.is_meta else int(parameter.detach().contiguous().view(bits).sum())
 
 
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None) -> None:
     resources = coordinator.resources
     weights = unit.homes.weights
+    if not weights.nbytes:
+        return  # other ranks have all of it
     if weights.lease is not None:
         _fill(coordinator, unit, weights.lease, source)
         return
     store = resources.require_store()
     # Nothing is fetched yet, so the space for slots (or uploads) is free.
-    lease = resources.arena.lease(unit.unit.weight_bytes, f"loading unit '{unit.name}'")
+    lease = resources.arena.lease(weights.nbytes, f"loading unit '{unit.name}'")
     try:
         _fill(coordinator, unit, lease, source)
-        wait_all([store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in weights.groups])
+        stored = [home for home in weights.groups if home.nbytes]
+        wait_all([store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
     finally:
         lease.release()
 
 
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
+    shard = coordinator.shards[unit.index]
     for index, group in enumerate(unit.unit.groups):
         for spec in group.specs:
+            piece = shard.piece(spec, index)
+            if piece is None and spec.numel:
+                continue  # another rank has all of it
             value = _value_of(unit, spec, source)
-            start, end = group.byte_range(spec)
-            _place(coordinator.resources, unit, index, spec, value, lease.view(start, end - start))
+            if piece is None:
+                continue
+            begin = piece.index - spec.index
+            start, end = unit.local.groups[index].byte_range(piece)
+            mine = value[begin : begin + piece.numel]
+            _place(coordinator.resources, unit, index, piece, mine, lease.view(start, end - start))
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
@@ -93,9 +130,7 @@ def _place(
     weight: memoryview,
 ) -> None:
     """Write one parameter's weight, and the rest of its master where the source is finer than the weight."""
-    group = unit.unit.groups[index]
-    if not spec.numel:
-        return
+    group = unit.local.groups[index]
     states = unit.homes.states.get(index)
     if value.dtype == group.dtype:
         torch.frombuffer(weight, dtype=group.dtype).copy_(value)
@@ -175,6 +210,10 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
         ModelError: the model was offloaded for an optimizer that keeps less.
         SwapIOError: the device failed.
     """
+    if coordinator.shared is not None:
+        raise NotAvailableError(
+            "going on from a portable copy with several ranks is not available yet; use one process"
+        )
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
     for unit in coordinator.units:
         for index, homes in unit.homes.states.items():

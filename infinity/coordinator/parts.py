@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from infinity.base.timeline import Timeline
+from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.progress import Progress
 from infinity.coordinator.readers import Readers
 from infinity.coordinator.speculator import Speculator
@@ -17,12 +18,14 @@ from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.plan.plan import Plan
 from infinity.state.released import Lender, released_class
 from infinity.state.unit import Place, Unit
+from infinity.tiers.gathered import open_pool
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
 from infinity.units.gradients import Gradients, UnitGradients, open_gradients
 from infinity.units.health import Health
 from infinity.units.room import Room
 from infinity.units.shadows import Shadows
+from infinity.units.shared import SharedGradients
 from infinity.units.speculation import Predictable, Speculation
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
@@ -53,7 +56,7 @@ class Parts(Lender):
     ) -> None:
         self.resources = resources
         self.timeline = Timeline()
-        self.health = Health()
+        self.health = Health(resources.exchange)
         self.readers = Readers()
         self.optimizers = optimizers
         self.commits = commits
@@ -68,16 +71,21 @@ class Parts(Lender):
         }
         self._staying = frozenset(unit.index for unit in units if unit.stays)
         released, shadows = released_class(self), _open_shadows(units, resources)
-        gradients = [UnitGradients(unit, open_gradients(unit, resources)) for unit in units]
-        self.gradients = Gradients(gradients, resources.landing)
+        shards = [resources.plan.peers.cut.of(unit) for unit in units]
+        gradients = [UnitGradients(each.unit, open_gradients(each.local, resources)) for each in shards]
+        self.shared: SharedGradients | None = None
+        if resources.exchange is not None:
+            self.shared = SharedGradients(shards, gradients, resources.exchange, resources.between_ranks)
+        self.gradients = Gradients(gradients, resources.landing) if self.shared is None else self.shared
         self.units = [
-            OffloadedUnit(unit, named, homes, of_unit, released, self.timeline, self.health, shadows)
-            for unit, named, homes, of_unit in zip(units, parameters, resources.units, gradients, strict=True)
+            OffloadedUnit(each.unit, each.local, named, homes, of_unit, released, self.timeline, self.health, shadows)
+            for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
         ]
+        self.shards = shards
         self.passes = Passes([each.arrivals for each in gradients])
         self.updates = Updates(resources, shadows)
         self.speculation = Speculation(resources.plan.placement.updates.overlap)
-        self.room = Room(self.units, resources, self.updates, self.timeline)
+        self.room = Room(self.units, resources, self.updates, self.timeline, open_pool(resources, shards))
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
 
@@ -113,6 +121,10 @@ class Parts(Lender):
             for index, group in enumerate(unit.unit.groups):
                 for spec in group.specs:
                     yield unit.parameters[spec.name], Place(unit.unit, index, spec)
+
+    def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
+        """What stands in `parameter.grad` for a gradient that has landed."""
+        return GradientHandle(parameter, self.gradients.of(place), place.spec)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._owners[id(parameter)][1]

@@ -64,11 +64,13 @@ def _replay_passes(coordinator: Coordinator) -> None:
 
 
 def _replay_update(coordinator: Coordinator) -> None:
-    coordinator.begin_step()
+    coordinator.begin_step({}, "")
     requests = {}
     for unit in coordinator.units:
         for group_index in unit.homes.states:
-            whole = SegmentRequest(0, unit.unit.groups[group_index].numel, 1, 0, True, 1.0, (("lr", 0.0), ("eps", 1.0)))
+            whole = SegmentRequest(
+                0, unit.local.groups[group_index].numel, 1, 0, True, 1.0, (("lr", 0.0), ("eps", 1.0))
+            )
             requests[unit.index, group_index] = GroupUpdate((whole,), None, arithmetic=False)
     coordinator.update(requests)
     coordinator.end_step()

@@ -16,6 +16,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
+from infinity.ranks.ranks import require_one_process
 from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
 
 
@@ -41,6 +42,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     from infinity.integrations import accelerate, folders, models, optimizers, strategy, transformers
 
     _require_transformers_5()
+    require_one_process("infinity run")
     _one_device()
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())

@@ -20,7 +20,7 @@ from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, Res
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
-from infinity.optim.scaling import LossScale, forget_scale, loss_scale
+from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
 from infinity.state.moments import Moment
 from infinity.state.records import OptimizerRecord, record_optimizer
 from infinity.state.request import GroupUpdate, SegmentRequest
@@ -119,19 +119,26 @@ class OffloadedOptimizer(GroupedOptimizer):
                 f"the run trained '{min(self._unclaimed)}', which is not among the parameters of this "
                 f"{type(self).__name__}"
             )
-        coordinator.begin_step()
+        reason, self._skip_reason = coordinator.begin_step(self._facts(), self._skip_reason), ""
         active = self._active()
         scale = loss_scale(self, ((each.place.spec.name, each.handle) for each in active))
+        inverse = scale.inverse * inverse_of(float(coordinator.world))
         total, clipped, bad = self._sum_squares(active)
-        reason, self._skip_reason = self._skip_reason, ""
-        self.last_grad_norm = math.sqrt(total) * scale.inverse if not (bad or reason) else float("nan")
+        self.last_grad_norm = math.sqrt(total) * inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:
             self._skip(bad, reason, scale)
         else:
             self._skips_in_a_row = 0
-            self._update(active, scale.inverse * self._clip_factor(math.sqrt(clipped) * scale.inverse))
-            self._inverse_scale = scale.inverse
+            self._update(active, inverse * self._clip_factor(math.sqrt(clipped) * inverse))
+            self._inverse_scale = inverse
         coordinator.end_step()
+
+    def _facts(self) -> dict[str, object]:
+        """What must be the same on all ranks, by what to call it."""
+        facts: dict[str, object] = {"the optimizer": type(self).__name__, "max_grad_norm": self.max_grad_norm}
+        for index, group in enumerate(self.param_groups):
+            facts[f"the rule of param group {index}"] = {key: str(value) for key, value in self._options(group)}
+        return facts
 
     def _active(self) -> list[_Active]:
         """Parameters with a gradient, in the order of the groups."""

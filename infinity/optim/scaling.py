@@ -36,7 +36,7 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
     Raises:
         ModelError: some were unscaled, and others set by hand after that.
     """
-    inverse = _inverse(getattr(optimizer, "grad_scale", None))
+    inverse = inverse_of(getattr(optimizer, "grad_scale", None))
     factors = {handle.inverse_scale: name for name, handle in gradients}
     if len(factors) > 1:
         one, other = list(factors.values())[:2]
@@ -47,7 +47,7 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
     return LossScale(inverse * next(iter(factors), 1.0), bool(getattr(optimizer, "found_inf", False)))
 
 
-def _inverse(scale: Any) -> float:
+def inverse_of(scale: Any) -> float:
     """As GradScaler.unscale_ computes it, so that both ways end in the same bits."""
     return 1.0 if scale is None else torch.as_tensor(scale, dtype=torch.float64).reciprocal().float().item()
 

@@ -52,6 +52,7 @@ class Frequency:
 
 NOTHING_TRAINED = Frequency(0, "nothing is trained")
 NO_PATHS = Frequency(0, "no nvme.paths")
+SEVERAL_RANKS = Frequency(0, "not available yet with several ranks")
 
 
 def affordable_every(commit: float, step: float) -> int:

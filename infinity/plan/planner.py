@@ -11,7 +11,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, plan_staging
 from infinity.plan.disk import room_bytes
-from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
+from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, SEVERAL_RANKS, Frequency, frequency_of
 from infinity.plan.layout import lay_out
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.plan.placement import (
@@ -75,6 +75,8 @@ def make_plan(
 
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
+    if peers.cut.count > 1:
+        return plan(SEVERAL_RANKS)
     return _with_commits(plan, config, resumes=resumes)
 
 

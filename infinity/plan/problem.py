@@ -170,11 +170,12 @@ class Problem:
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """Host memory for the gradients of the two largest units on their way to the ranks that own them: as they are
-        sent, and as they come from all ranks."""
+        """Host memory for the gradients of the two largest units on their way to the ranks that own them, as they are
+        sent and as they come from all ranks, and of those that stay, which are sent last."""
         if not self.limits.shares:
             return 0
-        return 2 * sum(sorted(_gradient_bytes(unit.whole) for unit in self.units)[-2:])
+        staying = sum(_gradient_bytes(unit.whole) for unit in self.units if unit.whole.stays)
+        return 2 * sum(sorted(_gradient_bytes(unit.whole) for unit in self.units)[-2:]) + staying
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

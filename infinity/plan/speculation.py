@@ -42,6 +42,8 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     config = problem.config
     if config.overlap in ("off", "before_forward"):
         return Reserved(UpdateTiming(config.overlap))
+    if problem.limits.shares:
+        return _none("units are cut over ranks")
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")

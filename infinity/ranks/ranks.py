@@ -28,13 +28,19 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from infinity.base.fork import refuse_in_forked_child
 from infinity.base.interrupt import interrupts_deferred
-from infinity.errors import PeerError
+from infinity.errors import NotAvailableError, PeerError
 from infinity.ranks.watch import Watch, private
 
 Gathered = Literal["world", "node", "none"]
 
 _MARGIN_S = 60.0  # gloo's own deadline comes after ours, which names the rank
 _numbers = itertools.count()  # all ranks offload their models in the same order
+
+
+def require_one_process(command: str) -> None:
+    """Raises NotAvailableError under torchrun: each process would train a model of its own."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise NotAvailableError(f"{command} with several ranks is not available yet: start it without torchrun")
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class UnitHomes:
     states: Mapping[int, GroupStates]
 
     def __iter__(self) -> Iterator[Home]:
-        yield from self.weights.groups
+        yield from (home for home in self.weights.groups if home.nbytes)
         for states in self.states.values():
             yield from states.homes()
 

@@ -13,12 +13,14 @@ from infinity import _native
 from infinity.base.accelerator import open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
-from infinity.io.arena import Lease, PinnedArena
+from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
 from infinity.io.store import Extent, Mode, SwapStore
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
+from infinity.ranks.exchange import Exchange
+from infinity.ranks.ranks import Ranks
 from infinity.state.unit import Unit
 from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
@@ -50,8 +52,10 @@ class Resources:
         faults: Sequence[_native.Fault] = (),
         *,
         resume: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan = plan
+        self.exchange = None if ranks is None else Exchange(ranks)
         accelerator = open_accelerator(device)
         self.torch_device = torch_device(accelerator)
         self.device: DeviceTier | None = None
@@ -76,6 +80,9 @@ class Resources:
             if arena.landing:
                 lease = self.arena.lease(arena.landing, "gradients on their way to the store")
                 self.landing = LandingWindow(lease.space(), self.require_store())
+            self.between_ranks = Space(self.arena.memory, 0, 0)
+            if arena.exchange:
+                self.between_ranks = self.arena.lease(arena.exchange, "gradients between ranks").space()
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
             self.pool = _open_pool(staging.threads, node)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
@@ -89,6 +96,8 @@ class Resources:
                 ahead_tiles_max=staging.ahead_tiles,
             )
         except BaseException:
+            if self.exchange is not None:
+                self.exchange.close()
             self.engine.close()
             if self.store is not None:
                 self.store.close()
@@ -201,6 +210,8 @@ class Resources:
     def close(self, *, discard: bool = False) -> None:
         """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
         Idempotent."""
+        if self.exchange is not None:
+            self.exchange.close()
         self.pipeline.close()
         try:
             if self.device is not None:

@@ -152,7 +152,13 @@ class Fetch(ABC):
 
 
 class SlotPool(Protocol):
-    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business."""
+    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business.
+
+    Attributes:
+        agreed: fetches are collectives: which begin, and in which order, must follow from the visits alone.
+    """
+
+    agreed: bool
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
         """Args: after: new weights on their way to the store; they are to be fetched."""
@@ -181,6 +187,8 @@ class HostSlots:
 
     The arena's free space is the budget: everything else in it was leased before.
     """
+
+    agreed = False
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
@@ -225,6 +233,8 @@ class SlabSlots:
     Units of the size that most have come from the low end of the slab, the others from the high end: so units that are
     alike get the same addresses again and again, and do not break up each other's space.
     """
+
+    agreed = False
 
     def __init__(
         self,
@@ -293,7 +303,7 @@ class _SlabFetch(Fetch):
 
 
 def open_slots(resources: Resources) -> SlotPool:
-    """The pool that fits the device."""
+    """The pool that fits the device, for weights that this process has all of."""
     device = resources.device
     return (
         HostSlots(resources)

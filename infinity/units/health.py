@@ -7,6 +7,7 @@ from types import TracebackType
 
 from infinity.base.fork import refuse_in_forked_child
 from infinity.errors import InfinityError
+from infinity.ranks.exchange import Exchange
 
 
 class Health:
@@ -14,9 +15,13 @@ class Health:
 
     Attributes:
         failure: None while there is none.
+
+    Args:
+        exchange: the other ranks, who are told of the failure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: Exchange | None = None) -> None:
+        self._exchange = exchange
         self._why_closed = "was closed (infinity.close); load it again to go on"
         self.failure: InfinityError | None = None
         self.closed = False
@@ -24,6 +29,8 @@ class Health:
     def fail(self, error: InfinityError) -> None:
         """From now on every call raises."""
         self.failure = self.failure or error
+        if self._exchange is not None:
+            self._exchange.fail(error)
 
     def supersede(self) -> None:
         """The model is offloaded anew, and this is closed."""
@@ -37,9 +44,9 @@ class Health:
         """Let go of the failure: its traceback holds the frames that it passed, and with them the model."""
         self.failure = None
 
-    def failing(self, kind: type[InfinityError]) -> AbstractContextManager[None]:
-        """A context manager: an error of this kind that leaves it is a failure of the model."""
-        return _Failing(self, kind)
+    def failing(self, *kinds: type[InfinityError]) -> AbstractContextManager[None]:
+        """A context manager: an error of these kinds that leaves it is a failure of the model."""
+        return _Failing(self, kinds)
 
     def require_open(self) -> None:
         """Raises InfinityError once the model is closed."""
@@ -57,15 +64,15 @@ class Health:
 class _Failing:
     """A class, since a generator would cost each landing of a gradient twice as much."""
 
-    __slots__ = ("_health", "_kind")
+    __slots__ = ("_health", "_kinds")
 
-    def __init__(self, health: Health, kind: type[InfinityError]) -> None:
+    def __init__(self, health: Health, kinds: tuple[type[InfinityError], ...]) -> None:
         self._health = health
-        self._kind = kind
+        self._kinds = kinds
 
     def __enter__(self) -> None:
         return
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if isinstance(error, self._kind):
+        if isinstance(error, self._kinds):
             self._health.fail(error)

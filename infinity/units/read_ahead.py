@@ -40,13 +40,13 @@ class ReadAhead:
 
     def _tiles(self, unit: OffloadedUnit) -> int:
         tile = self._resources.plan.budgets.staging.tile_numel
-        return sum(-(-unit.unit.groups[group].numel // tile) for group in unit.homes.states)
+        return sum(-(-unit.local.groups[group].numel // tile) for group in unit.homes.states)
 
     def _begin(self, unit: OffloadedUnit, step: int) -> None:
         with interrupts_deferred():
             self._units[unit.index] = unit
             for index in unit.homes.states:
-                unit.ahead[index] = read_update_ahead(self._resources, unit.unit, unit.homes, index, step=step)
+                unit.ahead[index] = read_update_ahead(self._resources, unit.local, unit.homes, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
         """The jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""

@@ -15,7 +15,7 @@ from infinity.errors import PlanError
 from infinity.sizes import format_bytes
 from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import Slot, SlotPool, open_slots
+from infinity.tiers.slots import Slot, SlotPool
 from infinity.units.trace import Trace, side_by_side, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
@@ -33,14 +33,19 @@ class Room:
     """
 
     def __init__(
-        self, units: Sequence[OffloadedUnit], resources: Resources, updates: Updates, timeline: Timeline
+        self,
+        units: Sequence[OffloadedUnit],
+        resources: Resources,
+        updates: Updates,
+        timeline: Timeline,
+        slots: SlotPool,
     ) -> None:
         self.units = units
         self._resources = resources
         self._updates = updates
         self._timeline = timeline
         self._at: dict[int, OffloadedUnit] = {}  # by the storage of the slot (its `_cdata`)
-        self._slots: SlotPool = open_slots(resources)
+        self._slots = slots
         self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
@@ -71,8 +76,8 @@ class Room:
     def _trace(self) -> Trace:
         return self._traces[self._training]
 
-    def hold(self, indices: Collection[int]) -> None:
-        """These units are kept, and no others."""
+    def hold(self, indices: Collection[int]) -> list[int]:
+        """These units are kept, and no others. Returns those that were kept and are not any more."""
         before = self._held
         for unit in before:
             unit.weights.hold(False)
@@ -81,6 +86,7 @@ class Room:
             unit.weights.hold(True)
         for unit in before:
             unit.weights.rest()
+        return [unit.index for unit in before if unit.index not in indices]
 
     def unuse(self, unit: OffloadedUnit) -> None:
         """A forward ended, well or not."""
@@ -150,7 +156,8 @@ class Room:
         )
         upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:
-            if self.units[index].can_be_fetched() and not self._start(self.units[index], distance):
+            unit = self.units[index]
+            if (self._slots.agreed or unit.can_be_fetched()) and not self._start(unit, distance):
                 return
 
     def _room_bytes(self, index: int) -> int:
@@ -177,7 +184,8 @@ class Room:
             self._viewed.remove(slot)
             self._slots.free(slot)
         while True:
-            fetch = self._slots.start(unit.homes.weights, unit.weights_under_way())
+            fits = not self._slots.agreed or self._fits(unit)
+            fetch = self._slots.start(unit.homes.weights, unit.weights_under_way()) if fits else None
             if fetch is not None:
                 unit.weights.begin_fetch(fetch)
                 self._fetching[unit.index] = self._present[unit.index] = unit
@@ -187,17 +195,16 @@ class Room:
                 return False
             self._evict(victim)
 
+    def _fits(self, unit: OffloadedUnit) -> bool:
+        """Whether there is room by the bytes of the units that are present, whatever memory is free."""
+        taken = sum(other.unit.weight_bytes for other in self._in_order())
+        return taken + unit.unit.weight_bytes <= self._resources.plan.budgets.slot_bytes
+
     def _start_or_raise(self, unit: OffloadedUnit) -> None:
         if self._start(unit, None):
             return
-        self._updates.wait_for_readers()
-        if self._start(unit, None):
-            return
-        gc.collect()  # views of slots may hang in reference cycles
-        if self._start(unit, None):
-            return
         busy = [other for other in self._in_order() if self._takes_room(other)]
-        if self._move_others(unit):
+        if not self._slots.agreed and self._make_room(unit):
             return
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
         raise PlanError(
@@ -206,6 +213,14 @@ class Room:
             f"{format_bytes(self._resources.plan.budgets.slot_bytes)} planned for weights. Raise memory.device to "
             f"{format_bytes(2 * needed)}."
         )
+
+    def _make_room(self, unit: OffloadedUnit) -> bool:
+        """Begin a fetch that finds no room among what may go now. Whether there was a way."""
+        self._updates.wait_for_readers()
+        if self._start(unit, None):
+            return True
+        gc.collect()  # views of slots may hang in reference cycles
+        return self._start(unit, None) or self._move_others(unit)
 
     def _move_others(self, unit: OffloadedUnit) -> bool:
         """Begin a fetch where there are bytes enough, but not in one piece: units in use that nobody holds views of
@@ -260,6 +275,8 @@ class Room:
         weights = unit.weights
         if weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
             return False
+        if self._slots.agreed:  # how far updates are, and what refers to a slot, may differ between the ranks
+            return not (prefetch and weights.residency is Residency.FETCHING) and not unit.views.saved_by_autograd()
         if prefetch and (weights.residency is Residency.FETCHING or not unit.at_rest):
             return False
         return not weights.referred_to()
@@ -287,10 +304,15 @@ class Room:
 
     def update_decided(self, unit: OffloadedUnit) -> None:
         """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
-        it."""
+        it. With several ranks the update may be one of other ranks' slices alone."""
         unit.weights.bump()
         update, slot = unit.decided, unit.weights.slot
-        if update is None or slot is None or unit.weights.residency is not Residency.RESIDENT:
+        if slot is None or unit.weights.residency is not Residency.RESIDENT:
+            return
+        if self._slots.agreed:
+            self._evict(unit)
+            return
+        if update is None:
             return
         moves = update.place.shadow is not None
         if moves and self._is_viewed(slot):

@@ -37,6 +37,10 @@ class OffloadedUnit:
 
     Invariant: a unit has at most one update under way, speculative or decided.
 
+    Attributes:
+        unit: the whole, as its slot holds it.
+        local: what this rank keeps and updates of it: all, or its slice.
+
     Args:
         parameters: of the unit, by name.
         released: the class of parameters that may not be read.
@@ -46,6 +50,7 @@ class OffloadedUnit:
     def __init__(
         self,
         unit: Unit,
+        local: Unit,
         parameters: dict[str, nn.Parameter],
         homes: UnitHomes,
         gradients: UnitGradients,
@@ -55,6 +60,7 @@ class OffloadedUnit:
         shadows: Shadows,
     ) -> None:
         self.unit = unit
+        self.local = local
         self.index = unit.index
         self.name = unit.name
         self.homes = homes

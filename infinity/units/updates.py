@@ -78,7 +78,7 @@ class Updates:
             slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
             place = replace(place, slot=slot, copy=self._copy_down(unit))
         else:
-            if len(wanted) < len(unit.unit.groups):
+            if len(wanted) < len(unit.local.groups):
                 return False  # the other memory would have nothing of a group without gradients
             shadow = self.shadows.try_lease(unit.homes.weights.nbytes)
             if shadow is None:
@@ -199,7 +199,7 @@ class Updates:
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(
                 self._resources,
-                unit.unit,
+                unit.local,
                 unit.homes,
                 index,
                 group_update,

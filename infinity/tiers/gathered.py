@@ -1,0 +1,160 @@
+"""Weights that are put together from the slices of all ranks, each time they are used, in host memory.
+
+[Note: gathering]
+A fetch is a collective: every rank begins the same fetches in the same order, whatever it has room for at that moment
+and however far its updates are. So a fetch never waits for memory: where views that somebody holds keep the memory of a
+slot that was given up, the next slot takes memory of its own for a while. What must come first on this rank alone (the
+update of its slice, the read of it) is waited for by the thread of the exchange.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from infinity.io.arena import Lease, PinnedArena
+from infinity.io.engine import Transfer
+from infinity.ranks.exchange import Exchange, Ticket
+from infinity.ranks.operations import Gather, Operation
+from infinity.sizes import format_bytes
+from infinity.state.shard import Shard
+from infinity.tiers.home import WeightsHome
+from infinity.tiers.resources import Resources
+from infinity.tiers.slots import Fetch, Slot, SlotPool, Written, open_slots
+
+logger = logging.getLogger(__name__)
+
+
+class GatheredSlot(Slot):
+    """Weights of all ranks. Those of the others are old once the unit is updated."""
+
+    at_home = False
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease.tensor(), None)
+        self._memory = lease
+
+    def wait(self) -> None:
+        return
+
+    def free(self) -> None:
+        self._memory.release()
+
+
+class GatheredSlots:
+    """The slots of a model whose units are cut over ranks (SlotPool).
+
+    Args:
+        shards: by unit.
+    """
+
+    agreed = True
+
+    def __init__(self, resources: Resources, exchange: Exchange, shards: Sequence[Shard]) -> None:
+        self._resources = resources
+        self._exchange = exchange
+        self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
+        self._long_bytes = resources.arena.free_bytes // 4
+        self._told = False
+
+    def start(self, home: WeightsHome, after: Written) -> Fetch:
+        """Never None: see [Note: gathering]. Raises PeerError: the exchange is broken."""
+        shard = self._shards[id(home)]
+        lease = self._lease(shard)
+        tickets = []
+        for index, group in enumerate(shard.unit.groups):
+            begin, end = shard.weight_range(index, shard.cut.index)
+            mine = lease.view(begin, end - begin)
+            slices = [
+                last - first for first, last in (shard.weight_range(index, rank) for rank in range(shard.cut.count))
+            ]
+            buffer = lease.tensor()[group.weight_offset : group.weight_offset + group.weight_bytes]
+            own = [self._own(home, index, mine, after)] if begin < end else []
+            operation = Operation(Gather(buffer, slices), shard.unit.index, f"unit '{shard.unit.name}'", after=own)
+            tickets.append(self._exchange.submit(operation))
+        return _GatherFetch(lease, tickets)
+
+    def _lease(self, shard: Shard) -> Lease:
+        nbytes = shard.unit.weight_bytes
+        lease = self._resources.arena.try_lease(nbytes, from_top=nbytes > self._long_bytes)
+        if lease is not None:
+            return lease
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "views of weights that were used before keep their memory, so unit '%s' takes %s beyond memory.device; "
+                "this is said once",
+                shard.unit.name,
+                format_bytes(nbytes),
+            )
+        return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.unit.name}'")
+
+    def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _FromRam | _FromStore:
+        copy, written = after.get(index, (None, None))
+        if home.lease is not None:
+            group = home.groups[index]
+            return _FromRam(home.lease.view(group.start, group.nbytes), mine, written)
+        store = self._resources.require_store()
+        return _FromStore(store.read(home.groups[index].stored(), mine, copy=copy, after=written))
+
+    def counts(self, home: WeightsHome) -> bool:
+        return True
+
+    def free(self, slot: Slot) -> None:
+        slot.free()
+
+
+class _FromRam:
+    """This rank's slice, copied once it has its new values."""
+
+    def __init__(self, home: memoryview, mine: memoryview, written: Transfer | None) -> None:
+        self._home = home
+        self._mine = mine
+        self._written = written
+
+    def wait(self) -> None:
+        if self._written is not None:
+            self._written.result()
+        torch.frombuffer(self._mine, dtype=torch.uint8).copy_(torch.frombuffer(self._home, dtype=torch.uint8))
+
+
+class _FromStore:
+    """This rank's slice on its way from the store."""
+
+    def __init__(self, read: Transfer) -> None:
+        self._read = read
+
+    def wait(self) -> None:
+        self._read.result()
+
+
+class _GatherFetch(Fetch):
+    def __init__(self, lease: Lease, tickets: Sequence[Ticket]) -> None:
+        super().__init__()
+        self._lease = lease
+        self._tickets = tickets
+
+    def wait(self) -> None:
+        for ticket in self._tickets:
+            ticket.wait()
+
+    def finish(self) -> Slot:
+        """Raises PeerError; the memory stays where it is, as a rank may still write to it."""
+        for ticket in self._tickets:
+            ticket.result()
+        return self._slot()
+
+    def _slot(self) -> Slot:
+        return GatheredSlot(self._lease)
+
+    def _give_up(self) -> None:
+        return
+
+
+def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
+    """The pool that fits the device, and the ranks."""
+    if resources.exchange is None:
+        return open_slots(resources)
+    return GatheredSlots(resources, resources.exchange, shards)

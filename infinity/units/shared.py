@@ -1,0 +1,239 @@
+"""Gradients of units that are cut over ranks, as optimizers and handles see them: whole, with what all ranks know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import numpy as np
+import torch
+
+from infinity.errors import PeerError
+from infinity.io.arena import Space
+from infinity.ranks.exchange import Exchange
+from infinity.state.shard import Shard
+from infinity.state.unit import ParameterSpec, Place
+from infinity.units.gradients import Gradients, GroupGradients, UnitGradients, total_of
+from infinity.units.outbox import Outbox, trained
+
+PARTIAL_NUMEL = 64 << 10
+"""Elements of a partial of a sum of squares (_native.sums_of_squares)."""
+
+
+class Agreement:
+    """What all ranks know of the gradients since the last one came: which parameters have one, and their sums of
+    squares.
+
+    Args:
+        shards: by unit, this rank's; those of the others follow from them.
+        local: the gradients of this rank's slices, by unit.
+
+    Attributes:
+        present: names of the parameters that have a gradient on this rank, or on any rank once they have agreed.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, outbox: Outbox
+    ) -> None:
+        self._shards = shards
+        self._local = local
+        self._exchange = exchange
+        self._outbox = outbox
+        self._names = [spec.name for spec in _specs(shards)]
+        self._partials: dict[str, list[float]] | None = None
+        self.present: set[str] = set()
+
+    def came(self, name: str) -> None:
+        """A gradient of this parameter is on its way."""
+        self.present.add(name)
+        self._partials = None
+
+    def went(self, name: str) -> None:
+        """Nobody wants the gradient of this parameter any more."""
+        self.present.discard(name)
+        self._partials = None
+
+    def partials(self, name: str) -> Sequence[float]:
+        """Of Σ g², of all ranks' slices. Where gradients came since the ranks agreed, they agree now: all must ask."""
+        if self._partials is None:
+            self.make({}, "")
+        return () if self._partials is None else self._partials[name]
+
+    def make(self, facts: Mapping[str, object], skip: str) -> str:
+        """Tell all ranks what this one has, and take in what they have. Waits until all gradients have landed.
+
+        Args:
+            facts: what must be the same on all ranks, by what to call it; JSON.
+            skip: why this rank wants the step to change nothing; "" where it does not.
+
+        Returns:
+            Why the step is to change nothing, by this rank or another; "" where none wants that.
+
+        Raises:
+            PeerError: facts differ, and names them and the ranks; or a rank failed.
+        """
+        self._outbox.settle()
+        mine = np.array([part for each in self._pairs() for part in _own_partials(*each)], dtype=np.float64)
+        came = np.packbits([name in self.present for name in self._names])
+        said = json.dumps([facts, skip], sort_keys=True).encode()
+        payload = len(said).to_bytes(8, "little") + said + came.tobytes() + mine.tobytes()
+        bits, reasons = np.zeros(len(self._names), dtype=bool), []
+        found: dict[str, list[float]] = {name: [] for name in self._names}
+        for rank, each in enumerate(self._exchange.all_gather(0, "the step", payload)):
+            length = int.from_bytes(each[:8], "little")
+            theirs, why = json.loads(each[8 : 8 + length])
+            _require_same(theirs, facts, rank)
+            reasons += [f"{why} (rank {rank})"] if why else []
+            at = 8 + length + len(came)
+            bits |= np.unpackbits(np.frombuffer(each[8 + length : at], np.uint8), count=len(bits)).astype(bool)
+            self._take_in(rank, np.frombuffer(each[at:], np.float64).tolist(), found)
+        self._partials = found
+        self.present = {name for name, bit in zip(self._names, bits, strict=True) if bit}
+        self._drop_zeros()
+        return next(iter(reasons), "")
+
+    def _pairs(self) -> Iterator[tuple[Shard, UnitGradients]]:
+        return zip(self._shards, self._local, strict=True)
+
+    def _take_in(self, rank: int, partials: list[float], found: dict[str, list[float]]) -> None:
+        at = 0
+        for shard in self._shards:
+            for index in trained(shard):
+                begin, end = shard.slices[index][rank]
+                for spec in shard.unit.groups[index].specs:
+                    first, last = max(spec.offset, begin), min(spec.offset + spec.numel, end)
+                    count = _partials_of(first - begin, last - begin)
+                    found[spec.name] += partials[at : at + count]
+                    at += count
+
+    def _drop_zeros(self) -> None:
+        """What landed of parameters that no rank has a gradient of."""
+        for local in self._local:
+            for group in local.groups.values():
+                for name in group.present - self.present:
+                    group.drop(name)
+
+
+def _specs(shards: Iterable[Shard]) -> Iterator[ParameterSpec]:
+    for shard in shards:
+        for index in trained(shard):
+            yield from shard.unit.groups[index].specs
+
+
+def _partials_of(begin: int, end: int) -> int:
+    """How many partials the elements [begin, end) of a group have."""
+    return 0 if begin >= end else -(-end // PARTIAL_NUMEL) - begin // PARTIAL_NUMEL
+
+
+def _own_partials(shard: Shard, local: UnitGradients) -> Iterator[float]:
+    for index in trained(shard):
+        for piece in shard.local.groups[index].specs:
+            group = local.groups[index]
+            if piece.name in group.present:
+                yield from group.partials(piece)
+            else:
+                yield from [0.0] * _partials_of(piece.offset, piece.offset + piece.numel)
+
+
+def _require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank: int) -> None:
+    for what in sorted(theirs.keys() | mine.keys()):
+        if theirs.get(what) != mine.get(what):
+            raise PeerError(
+                f"{what} differs between the ranks: {theirs.get(what)} on rank {rank}, {mine.get(what)} on this one",
+                (rank,),
+                "Every rank must take the same steps with the same optimizer.",
+            )
+
+
+class SharedGroup:
+    """The gradients of one group, as optimizers and handles see them: of the whole group.
+
+    Args:
+        local: of this rank's slice; None where it has none.
+    """
+
+    def __init__(
+        self, shard: Shard, group_index: int, local: GroupGradients | None, outbox: Outbox, agreement: Agreement
+    ) -> None:
+        self._shard = shard
+        self._group_index = group_index
+        self._local = local
+        self._outbox = outbox
+        self._agreement = agreement
+
+    @property
+    def present(self) -> Set[str]:
+        """Of the model's parameters, those that have a gradient."""
+        return self._agreement.present
+
+    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool) -> None:
+        """Send a gradient on its way. Args: as GroupGradients.land."""
+        place = Place(self._shard.unit, self._group_index, spec)
+        self._outbox.take(place, gradient, accumulate=accumulate and spec.name in self.present)
+        self._agreement.came(spec.name)
+
+    def partials(self, spec: ParameterSpec) -> Sequence[float]:
+        """As GroupGradients.partials, of all ranks' slices (Agreement.partials)."""
+        return self._agreement.partials(spec.name)
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """As GroupGradients.sum_squares, of all ranks' slices."""
+        return total_of(self.partials(spec))
+
+    def drop(self, name: str) -> None:
+        self._outbox.forget(self._shard.unit.index, name)
+        if self._local is not None:
+            self._local.drop(name)
+        self._agreement.went(name)
+
+
+class SharedGradients(Gradients):
+    """The gradients of a model whose units are cut over ranks.
+
+    Args:
+        local: of this rank's slices, by unit.
+        space: memory for gradients on their way (Outbox).
+
+    Attributes:
+        agreement: what all ranks know of them.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, space: Space
+    ) -> None:
+        super().__init__(local, None)
+        self._exchange = exchange
+        self._outbox = Outbox(shards, local, exchange, space)
+        self.agreement = Agreement(shards, local, exchange, self._outbox)
+        self._groups = {
+            (shard.unit.index, index): SharedGroup(
+                shard, index, local[shard.unit.index].groups.get(index), self._outbox, self.agreement
+            )
+            for shard in shards
+            for index in trained(shard)
+        }
+        self._trained = [shard.unit.index for shard in shards if trained(shard)]
+
+    def of(self, place: Place) -> SharedGroup:  # type: ignore[override]
+        return self._groups[place.unit.index, place.group_index]
+
+    def left(self, units: Iterable[int]) -> None:
+        """The backward of other units begins. Raises PeerError."""
+        for index in units:
+            self._outbox.send(index)
+        self._outbox.land()
+
+    def pass_ended(self) -> None:
+        """The backward is over: what any rank has not sent of its gradients is sent. All ranks call. Raises
+        PeerError."""
+        waiting = self._outbox.waiting
+        union = np.packbits([index in waiting for index in self._trained])
+        for each in self._exchange.all_gather(0, "the end of backward", union.tobytes()):
+            union = union | np.frombuffer(each, np.uint8)
+        for index, bit in zip(self._trained, np.unpackbits(union, count=len(self._trained)), strict=True):
+            if bit:
+                self._outbox.send(index)
+
+    def synchronize(self) -> None:
+        self._outbox.settle()
+        super().synchronize()

@@ -1,0 +1,334 @@
+"""Several ranks train the bits that one process trains with all their micro-batches."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity import _native
+from infinity.errors import InfinityError, NotAvailableError, PeerError
+from tests.ranks.workers import run
+
+pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
+
+WIDTH, DEPTH, TOKENS = 96, 3, 8
+
+
+class Block(nn.Module):
+    """A block of more than two slices of the smallest size that has whole partials."""
+
+    def __init__(self, dtype: torch.dtype, *, recomputed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH, dtype=dtype)
+        self.down = nn.Linear(8 * WIDTH, WIDTH, dtype=dtype)
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (checkpoint(self._mix, x, use_reentrant=False) if self.recomputed else self._mix(x))
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks, an input of the first one's width, and a second head, which only some batches use.
+
+    Args:
+        frozen: the first block is.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, recomputed: bool = False, frozen: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block(dtype, recomputed=recomputed) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1, dtype=dtype)
+        self.other = nn.Linear(WIDTH, 1, dtype=dtype)
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, both: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y = self.head(x) + self.other(x) if both else self.head(x)
+        return y.float().square().mean()
+
+
+def batch(step: int, index: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(TOKENS, WIDTH, generator=made).to(dtype)
+
+
+def digest(parameter: torch.Tensor) -> str:
+    return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def offloaded(folder: str, config: dict[str, Any], dtype: torch.dtype = torch.float32, **model: Any) -> nn.Module:
+    memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
+    paths = {"nvme": {"paths": [folder]}} if "nvme" in config.values() else {}
+    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **config, **paths}, device="cpu")
+
+
+def train(
+    folder: str,
+    config: dict[str, Any],
+    micro: int,
+    ranks: int,
+    *,
+    steps: int = 3,
+    dtype: str = "float32",
+    some: bool = False,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[float], list[float], dict[str, str]]:
+    """Losses of this process, norms, and the weights at the end. In one process: with the batches of all ranks.
+
+    Args:
+        some: the second head is used by every third batch only, and in the second step by none.
+    """
+    together = dist.is_initialized()
+    rank = dist.get_rank() if together else 0
+    kind = getattr(torch, dtype)
+    trained = offloaded(folder, config, kind, **(model or {}))
+    optim = infinity.AdamW(trained.parameters(), lr=1e-2, **options)
+    losses, norms = [], []
+    for step in range(steps):
+        for turn in range(micro):
+            indices = [turn * ranks + rank] if together else range(turn * ranks, (turn + 1) * ranks)
+            for index in indices:
+                loss = trained(batch(step, index, kind), both=some and index % 3 == 1 and step != 1)
+                loss.backward()
+                losses.append(loss.item())
+        if not together:
+            optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches add up
+        optim.step()
+        vars(optim).pop("grad_scale", None)
+        optim.zero_grad()
+        norms.append(optim.last_grad_norm)
+    with infinity.gathered(trained, trained):
+        weights = {name: digest(parameter) for name, parameter in trained.named_parameters()}
+    infinity.close(trained)
+    return losses, norms, weights
+
+
+def on_rank(folder: str, config: dict[str, Any], micro: int, ranks: int, options: dict[str, Any]) -> Any:
+    return train(folder, config, micro, ranks, **options)
+
+
+def require_equal(tmp_path: Path, config: dict[str, Any], micro: int, ranks: int, **options: Any) -> None:
+    losses, norms, weights = train(str(tmp_path / "one"), config, micro, ranks, **options)
+    for rank, (mine, same, found) in enumerate(
+        run(ranks, on_rank, str(tmp_path / "all"), config, micro, ranks, options)
+    ):
+        assert mine == losses[rank::ranks]
+        assert same == norms
+        assert found == weights
+
+
+TIERS = [
+    {"weights": "host", "optimizer": "host"},
+    {"weights": "host", "optimizer": "nvme"},
+    {"weights": "nvme", "optimizer": "host"},
+    {"weights": "nvme", "optimizer": "nvme"},
+]
+
+
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("overlap", ["off", "auto"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.01])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_ranks_train_the_bits_of_one_process(
+    tmp_path: Path,
+    tiers: dict[str, Any],
+    ranks: int,
+    micro: int,
+    dtype: str,
+    moments: str,
+    overlap: str,
+    max_grad_norm: float | None,
+    recomputed: bool,
+) -> None:
+    config = tiers | {"moments": moments, "overlap": overlap}
+    model = {"recomputed": recomputed}
+    require_equal(tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
+
+
+@pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
+def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(tmp_path: Path, tiers: Any) -> None:
+    require_equal(tmp_path, tiers, 2, 3, some=True, max_grad_norm=0.05)
+
+
+def test_a_frozen_block_is_gathered_and_not_exchanged(tmp_path: Path) -> None:
+    require_equal(tmp_path, TIERS[3], 1, 2, model={"frozen": True})
+
+
+@pytest.mark.parametrize("host", ["24MiB", "256MiB"])
+def test_slots_of_two_blocks_do(tmp_path: Path, host: str) -> None:
+    require_equal(tmp_path, TIERS[3] | {"memory": {"host": host, "device": "4MiB"}}, 1, 2, steps=4)
+
+
+# What is not the same on all ranks
+
+
+def odd_one(folder: str, how: str) -> Any:
+    rank = dist.get_rank()
+    odd = rank == 1
+    try:
+        memory = {"memory": {"host": "256MiB", "device": "4MiB"}}  # of both ranks: slots for two blocks
+        model = offloaded(folder, TIERS[3] | memory, seed=int(odd and how == "seed"))
+        optim = infinity.AdamW(model.parameters(), lr=2e-3 if odd and how == "lr" else 1e-3)
+        for step in range(2):
+            model(batch(step, rank, torch.float32)).backward()
+            if odd and how == "extra visit":
+                with torch.no_grad():
+                    model.blocks[2](batch(step, rank, torch.float32))
+            if not (odd and how == "no step" and step):
+                optim.step()
+            optim.zero_grad()
+        infinity.close(model)
+    except PeerError as error:
+        return error.ranks, error.cause
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("seed", "has other values on rank"),
+        ("lr", "the rule of param group 0 differs between the ranks"),
+        ("extra visit", "while rank 0"),
+        ("no step", "rank 1 closed the model"),
+    ],
+)
+def test_every_rank_is_told_what_one_does_otherwise(tmp_path: Path, how: str, says: str) -> None:
+    told = run(2, odd_one, str(tmp_path), how)
+    assert told[0] is not None
+    assert told[0][0] == (1,)
+    assert says in told[0][1]
+
+
+def skipping(folder: str, how: str) -> Any:
+    rank, bad = dist.get_rank(), how if dist.get_rank() == 1 else ""
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        loss = model(batch(step, rank, torch.float32))
+        (loss * float("nan") if bad == "nan" and step == 1 else loss).backward()
+        if bad == "asked" and step == 1:
+            optim.skip_next_step("the loss is nan")
+        optim.step()
+        optim.zero_grad()
+    with infinity.gathered(model, model):
+        weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
+    infinity.close(model)
+    return optim.skipped_steps, weights
+
+
+@pytest.mark.parametrize("how", ["nan", "asked"])
+def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tmp_path: Path, how: str) -> None:
+    (skipped, weights), other = run(2, skipping, str(tmp_path), how)
+    assert skipped == 1
+    assert other == (skipped, weights)
+
+
+# What several ranks can do besides
+
+
+def clipped_by_torch(folder: str) -> Any:
+    rank = dist.get_rank()
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(2):
+        model(batch(step, rank, torch.float32)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        optim.step()
+        optim.zero_grad()
+    infinity.close(model)
+    return norms
+
+
+def test_torch_clips_by_the_norm_of_all_ranks(tmp_path: Path) -> None:
+    one, other = run(2, clipped_by_torch, str(tmp_path))
+    assert one == other
+    assert all(norm > 0 for norm in one)
+
+
+def saved(folder: str) -> Any:
+    model = offloaded(folder, TIERS[3])
+    infinity.save_pretrained(model, f"{folder}/out")
+    state = {name: digest(value) for name, value in model.state_dict().items()}
+    infinity.close(model)
+    return state
+
+
+def test_all_ranks_save_and_rank_0_writes(tmp_path: Path) -> None:
+    expected = {name: digest(value) for name, value in Blocks(torch.float32).state_dict().items()}
+    assert run(2, saved, str(tmp_path)) == [expected] * 2
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: digest(value) for name, value in written.items()} == expected
+
+
+def refused(folder: str) -> None:
+    for config in ({"commit_every": 1}, {"commit_every": 5}):
+        with pytest.raises(NotAvailableError, match="commit_every: 0"):
+            offloaded(folder, TIERS[3] | config)
+    with pytest.raises(NotAvailableError, match=r"infinity\.resume"):
+        infinity.resume(Blocks(torch.float32), {"nvme": {"paths": [folder]}}, device="cpu")
+    model = offloaded(folder, TIERS[3])
+    with (
+        pytest.raises(NotAvailableError, match=r"before infinity\.offload"),
+        infinity.gathered(model, model, write=True),
+    ):
+        pass
+    infinity.close(model)
+
+
+def test_what_is_not_there_yet_is_refused(tmp_path: Path) -> None:
+    run(2, refused, str(tmp_path))
+
+
+def failing(folder: str) -> Any:
+    rank = dist.get_rank()
+    memory = {"memory": {"host": "256MiB", "device": "4MiB"}}
+    faults = [_native.Fault(40, "error", errno.EIO, repeat=1000, operation="read")] if rank == 1 else []
+    model = infinity.offload(
+        Blocks(torch.float32),
+        {"commit_every": 0, "nvme": {"paths": [folder]}, **TIERS[3], **memory},
+        device="cpu",
+        faults=faults,
+    )
+    optim = infinity.AdamW(model.parameters())
+    try:
+        for step in range(20):
+            model(batch(step, rank, torch.float32)).backward()
+            optim.step()
+            optim.zero_grad()
+    except InfinityError as error:
+        infinity.close(model)
+        return type(error).__name__, str(error)
+    return None
+
+
+def test_a_disk_that_fails_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
+    other, own = run(2, failing, str(tmp_path))
+    assert own is not None
+    assert "Input/output error" in own[1]
+    assert other is not None
+    assert other[0] == "PeerError"
+    assert "rank 1" in other[1]
