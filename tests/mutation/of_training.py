@@ -19,6 +19,13 @@ OF_TRAINING = [
         ("tests/plan/test_frequency.py",),
     ),
     Mutant(
+        "one pass that is known takes nobody the room to add gradients up",
+        "infinity/plan/planner.py",
+        "    if first.gradients.accumulates and not gradients.accumulates:\n",
+        "    if False:\n",
+        ("tests/plan/test_spilling.py", "-k", "must_add_up"),
+    ),
+    Mutant(
         "what due() answered for a step stays",
         "infinity/durable/pace.py",
         "        return step % self._asked_every == 0\n",
