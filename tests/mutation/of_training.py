@@ -201,6 +201,13 @@ OF_TRAINING = [
         ("tests/units/test_room.py", "-k", "does_not_go"),
     ),
     Mutant(
+        "units that stay are fetched before others take the room",
+        "infinity/units/room.py",
+        "        self._prefetch_staying()\n",
+        "",
+        ("tests/units/test_room.py", "-k", "has_to_come_again"),
+    ),
+    Mutant(
         "a prefetch leaves the room of nearer units whose updates are not computed",
         "infinity/units/trace.py",
         "            room -= nbytes(index)\n",
