@@ -203,7 +203,9 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert resources.arena.free_bytes + _bytes_of_slots(coordinator) == round_up(slots, PAGE_BYTES)
     else:
         assert resources.device.ring.free_bytes == resources.device.ring.nbytes
-        assert resources.device.slots.free_bytes + _bytes_of_slots(coordinator) == resources.device.slots.nbytes
+        slabs = resources.device.slots, resources.device.staying
+        free, nbytes = sum(slab.free_bytes for slab in slabs), sum(slab.nbytes for slab in slabs)
+        assert free + _bytes_of_slots(coordinator) == nbytes
         copies, bounce = resources.device.weights._space, resources.device.gradients._bounce
         assert copies.free_bytes == copies.nbytes
         landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when room is wanted

@@ -2,7 +2,7 @@
 
 * early in RAM: updates whose states are in RAM begin during backward, too, with new weights and states beside the old
   ones: in what the plan leaves of RAM, so not all of them may. Where there is nothing left they come late.
-* gradients in 16 bit: where one pass per step is expected, gradients wait in 2 bytes. The planner prefers fp32.
+* gradients in 16 bit: gradients wait in 2 bytes, without the window that the planner keeps for a further pass.
 * small groups first: a speculative update hands its unit's groups over in reverse, and a device sends their gradients
   in reverse, since an update waits for them. The newest job is the next, so that the norms come before the matrices.
   As it is they come after every later unit, and a unit whose norms are missing when the step is decided is updated

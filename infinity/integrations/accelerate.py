@@ -9,6 +9,7 @@ are there already.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -51,18 +52,29 @@ def _init(run: Run) -> Callable[..., None]:
             )
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
-        run.wish(pins=pins_for(None if limit is None else max(int(limit), 1)))
+        run.wish(
+            pins=pins_for(None if limit is None else max(int(limit), 1)),
+            accumulation_steps=_accumulation_steps(self, inspect.signature(original).bind(self, *args, **kwargs)),
+        )
 
     return init
 
 
+def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int | None:
+    """Backward passes before a step; None where the script leaves it at accelerate's 1, which it may do and count
+    passes itself."""
+    said = "gradient_accumulation_steps" in given.arguments or "gradient_accumulation_plugin" in given.arguments
+    steps: int = accelerator.gradient_accumulation_steps
+    return steps if said or steps > 1 else None
+
+
 def _of_a_trainer(run: Run) -> Callable[..., None]:
-    """A Trainer has an Accelerator, and says itself how many checkpoint folders there are."""
+    """A Trainer has an Accelerator, and says itself how many checkpoint folders there are, and passes before a step."""
 
     def create(original: Callable[..., None], self: Any) -> None:
-        before = run.wishes.pins
+        before = run.wishes
         original(self)
-        run.wish(pins=before)
+        run.wish(pins=before.pins, accumulation_steps=before.accumulation_steps)
 
     return create
 

@@ -156,9 +156,11 @@ class Offloading:
                 optimizer._step_supports_amp_scaling = False
 
     def _expect(self, trainer: Any) -> None:
-        """Say what is known of the training before the model is offloaded."""
+        """Say what is known of the training before the model is offloaded. A module that optimizes by hand decides
+        itself how many passes a step has."""
+        automatic = self.lightning_module.automatic_optimization
         self._run.wish(
-            accumulation_steps=trainer.accumulate_grad_batches,
+            accumulation_steps=trainer.accumulate_grad_batches if automatic else None,
             dtype=_COMPUTED_IN[self.precision_plugin.precision],
             device=self.root_device,
         )

@@ -12,6 +12,10 @@ adds to it. The window holds the two largest units, so that one lands while anot
 bits grows to fp32 when a second micro-batch comes: that, too, goes through the window then, so every gradient without
 room for fp32 in RAM has room in the swap file. Where several passes are expected before each step, a gradient that
 waits in RAM has room for fp32 at once: 16 bits would keep it out of the swap file for the first pass only.
+
+Where the caller said that a step has one pass, gradients in 16 bits leave RAM for states: of the placements that fit,
+the planner takes the one that moves the fewest bytes. A further pass still goes through the window, which holds one
+unit then.
 """
 
 from __future__ import annotations
@@ -228,13 +232,20 @@ class GradientPlacement:
         return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.problem.units]
 
     @property
+    def accumulates(self) -> bool:
+        """Several backward passes may add up before a step."""
+        return self.fp32 or self.window
+
+    @property
     def spills(self) -> bool:
         return any(self._scratch)
 
     @property
     def landing_bytes(self) -> int:
-        """Of the window; 0 where nothing spills."""
-        return sum(sorted(self._scratch, reverse=True)[:2])
+        """Of the window; 0 where nothing spills. Where it is for a further pass alone, which the caller said does not
+        come, there is room for the largest unit, and each waits for the one before."""
+        unexpected = self.problem.told == 1 and self.in_ram == self.problem.trained
+        return sum(sorted(self._scratch, reverse=True)[: 1 if unexpected else 2])
 
     @property
     def host_bytes(self) -> int:

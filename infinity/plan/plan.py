@@ -10,6 +10,7 @@ from infinity.plan.budgets import Budgets
 from infinity.plan.layout import Layout, SwapBytes
 from infinity.plan.placement import Placement
 from infinity.plan.problem import ALONE, Peers, Problem
+from infinity.plan.traffic import traffic
 from infinity.sizes import format_bytes
 from infinity.state.shard import Cut
 
@@ -40,6 +41,7 @@ class Forecast:
     written_bytes: int
     commit_bytes: int
     rate: float | None
+    saves_bytes: int
 
     @property
     def step_bytes(self) -> int:
@@ -104,6 +106,7 @@ class Plan:
                 f"{form.moments} {' and '.join(form.stored) or 'no moments'})"
                 f"{states_share if optimizer.tier == 'nvme' else ''}",
                 f"  gradients    {_gradients(placement, self.budgets, layout)}",
+                *_saving(forecast),
                 f"  activations  {placement.activations}",
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights"
                 f"{' and gradients under way' if self.budgets.ring_bytes else ''}, the rest for activations",
@@ -119,31 +122,18 @@ class Plan:
 # -- what a step moves -------------------------------------------------------------------------------------------------
 
 
-def forecast(problem: Problem, placement: Placement, layout: Layout) -> Forecast:
-    """Count what a step moves while no slot outlives a pass (design §4, with the weights read once more where the
-    update is a phase of its own)."""
-    passes, read, written, committed = problem.passes, 0, 0, 0
-    # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
-    widens = passes == 1 or not problem.limits.in_place
-    for unit in problem.units:
-        if unit.index in placement.weights.in_ram:
-            committed += unit.trained_weight
-        else:
-            read += 2 * passes * unit.weight + unit.trained_weight
-            written += unit.trained_weight
-        if unit.index in placement.optimizer.in_ram:
-            committed += unit.state
-        else:
-            read += unit.state
-            written += unit.state
-        if unit.index not in placement.gradients.in_ram:
-            first = unit.gradient_native if widens else unit.gradient_fp32
-            moved = first + (passes - 1) * unit.gradient_fp32
-            read += moved
-            written += moved
-    committed = committed if placement.commit_every else 0
-    written += committed // max(placement.commit_every, 1)
-    return Forecast(passes, read, written, committed, _rate(problem.config) if layout.swap.nbytes else None)
+def forecast(problem: Problem, placement: Placement, layout: Layout, *, saves_bytes: int) -> Forecast:
+    """Args: saves_bytes: as in the Forecast."""
+    in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
+    moved = traffic(problem, *in_ram)
+    return Forecast(
+        passes=problem.passes,
+        read_bytes=moved.read_bytes,
+        written_bytes=moved.written_bytes + moved.commit_share_bytes,
+        commit_bytes=moved.commit_bytes,
+        rate=_rate(problem.config) if layout.swap.nbytes else None,
+        saves_bytes=saves_bytes,
+    )
 
 
 def _rate(config: SwapConfig) -> float | None:
@@ -173,6 +163,12 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
     size = format_bytes(layout.arena.gradients + budgets.landing_bytes)
     fp32 = "fp32, " if placement.form.gradient_fp32 else ""
     return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
+
+
+def _saving(forecast: Forecast) -> list[str]:
+    """The line on what is lost because nobody said how many backward passes a step has."""
+    saved = forecast.saves_bytes
+    return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []
 
 
 def _swap(swap: SwapBytes, placement: Placement) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -26,6 +27,7 @@ from infinity.plan.placement import (
 from infinity.plan.plan import Plan, forecast
 from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count
 from infinity.plan.speculation import ahead_bytes, reserve, shadow_wanted
+from infinity.plan.traffic import Traffic, traffic
 from infinity.sizes import exact_bytes, format_bytes
 from infinity.state.discover import HookSite
 from infinity.state.moments import STORED, OptimizerName
@@ -52,7 +54,8 @@ def make_plan(
     Args:
         can_recompute: the model can switch activation recomputation on.
         optimizer: whose moments room is made for.
-        accumulation_steps: backward passes before each step; None: not known, and one is counted.
+        accumulation_steps: backward passes before each step; None: not known, and one is counted. Where it is 1,
+            gradients leave more RAM to states if a step then moves fewer bytes.
         sites: which units each module needs; none: every unit has a module of its own.
         resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
         peers: the other ranks, where this process is one of several: the plan is that of its slices.
@@ -70,8 +73,9 @@ def make_plan(
     )
 
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits, counted, stored, accumulation_steps or 1, commits.every)
-        return replace(_plan(problem, commits, device, can_recompute=can_recompute, sites=sites), peers=peers)
+        problem = Problem(config, limits, counted, stored, accumulation_steps, commits.every)
+        made = _plan(problem, commits, device, can_recompute=can_recompute, sites=sites, resumes=resumes)
+        return replace(made, peers=peers)
 
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
@@ -110,10 +114,17 @@ def _with_commits(plan: Callable[[Frequency], Plan], config: SwapConfig, *, resu
 
 
 def _plan(
-    problem: Problem, commits: Frequency, device: torch.device, *, can_recompute: bool, sites: Sequence[HookSite]
+    problem: Problem,
+    commits: Frequency,
+    device: torch.device,
+    *,
+    can_recompute: bool,
+    sites: Sequence[HookSite],
+    resumes: bool,
 ) -> Plan:
     config = problem.config
-    staging, placed, gradients = _place(problem)
+    chosen = _place(problem, resumes=resumes)
+    staging, placed, gradients = chosen.staging, chosen.placed, chosen.gradients
     _require_paths(problem, placed, gradients)
     host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + problem.exchange_bytes
     reserved = reserve(problem, placed, gradients, problem.limits.host - host_bytes)
@@ -146,7 +157,12 @@ def _plan(
         staging=replace(staging, ahead_bytes=ahead),
     )
     layout = lay_out(problem, placement, gradients, budgets)
-    plan = Plan(str(device), placement, budgets, layout, forecast(problem, placement, layout))
+    saves = 0
+    if problem.told is None:
+        one_pass = _place(replace(problem, told=1), resumes=resumes)
+        saves = chosen.moved.step_bytes - one_pass.moved.step_bytes
+    predicted = forecast(problem, placement, layout, saves_bytes=saves)
+    plan = Plan(str(device), placement, budgets, layout, predicted)
     if plan.host_bytes != host_bytes + ahead:
         raise AssertionError(f"placed within {host_bytes + ahead} bytes of host memory, laid out in {plan.host_bytes}")
     return plan
@@ -165,9 +181,59 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
     )
 
 
-def _place(problem: Problem) -> tuple[Staging, Placed, GradientPlacement]:
-    """Where everything rests, and the update's memory: the first placement of the gradients that fits beside what must
-    be there, and then what fits of weights and states. Fewer tiles for the update come before a worse placement."""
+@dataclass(frozen=True)
+class _Chosen:
+    """Where everything rests, and the update's memory."""
+
+    problem: Problem
+    staging: Staging
+    placed: Placed
+    gradients: GradientPlacement
+
+    @cached_property
+    def moved(self) -> Traffic:
+        placed = self.placed
+        return traffic(self.problem, placed.weights.in_ram, placed.optimizer.in_ram, self.gradients.in_ram)
+
+    @property
+    def choice_bytes(self) -> int:
+        """What a step moves, as far as it decides. Where the planner is yet to decide how often to commit, commits are
+        left out: it makes them cost little, and the placement must not depend on their number."""
+        commits = 0 if self.problem.config.commit_every == "auto" else self.moved.commit_share_bytes
+        return self.moved.read_bytes + self.moved.written_bytes + commits
+
+
+def _place(problem: Problem, *, resumes: bool) -> _Chosen:
+    """The first placement of the gradients that fits, or where one pass per step is known, the one that moves the
+    fewest bytes."""
+    fitting = _fitting(problem)
+    first = next(fitting)
+    if problem.told != 1:
+        return first
+    others = [each for each in fitting if _may_replace(first, each, resumes=resumes)]
+    return min([first, *others], key=lambda each: each.choice_bytes)
+
+
+def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
+    """Whether another placement costs nothing but room. Gradients must still add up where they did: a further pass may
+    come all the same, and one pass alone may bring a parameter several gradients (reentrant checkpoints that share it).
+    And the disks must have room for what the placement adds to the swap file."""
+    gradients, placed = other.gradients, other.placed
+    if first.gradients.accumulates and not gradients.accumulates:
+        return False
+    if not gradients.spills:
+        return True
+    kept = 0 if resumes else other.problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram)
+    return kept + gradients.swap_bytes <= room_bytes(other.problem.config.nvme.paths)
+
+
+def _fitting(problem: Problem) -> Iterator[_Chosen]:
+    """The placements of the gradients that fit beside what must be there, the best first, each with what fits of
+    weights and states. Fewer tiles for the update come before a worse placement.
+
+    Raises:
+        PlanError: none fits.
+    """
     host = problem.limits.host - problem.exchange_bytes
     least = place(problem, 0)
     stagings = {
@@ -177,6 +243,7 @@ def _place(problem: Problem) -> tuple[Staging, Placed, GradientPlacement]:
         ]
         for spills in (False, True)
     }
+    found = False
     for gradients in gradient_placements(problem, host - stagings[True][1].nbytes - least.host_bytes):
         for staging in stagings[gradients.spills]:
             room = host - staging.nbytes - gradients.host_bytes
@@ -184,7 +251,11 @@ def _place(problem: Problem) -> tuple[Staging, Placed, GradientPlacement]:
             if placed.host_bytes <= room and (shadow := shadow_wanted(problem, placed)):
                 placed = place(problem, room - shadow)
             if placed.host_bytes <= room:
-                return staging, placed, gradients
+                found = True
+                yield _Chosen(problem, staging, placed, gradients)
+                break
+    if found:
+        return
     tried = [
         (
             stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + problem.exchange_bytes,

@@ -126,7 +126,7 @@ class Problem:
     Attributes:
         units: in the order of their indices.
         stored: the moments that the optimizer keeps.
-        passes: backward passes before a step, as far as is known.
+        told: backward passes before a step, as the caller said; None: not known.
         commit_every: steps between durable generations; 0: none. Where the config leaves it open, this is what is
             being tried.
     """
@@ -135,8 +135,13 @@ class Problem:
     limits: Limits
     units: tuple[UnitBytes, ...]
     stored: tuple[Moment, ...]
-    passes: int
+    told: int | None
     commit_every: int
+
+    @property
+    def passes(self) -> int:
+        """Backward passes before a step that are counted."""
+        return self.told or 1
 
     @cached_property
     def weight(self) -> int:

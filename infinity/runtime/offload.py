@@ -68,7 +68,8 @@ def offload(
             for AdamW serves every other one too, and then some of it stays empty.
         accumulation_steps: backward passes before each step, as the optimizer is told, so that the plan keeps as many
             gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step. A wrong
-            number costs time, never a bit. None: not known; gradients wait in RAM for one pass.
+            number costs time, never a bit. 1: gradients wait in 16 bits where that leaves states room in RAM. None: not
+            known; gradients have room in RAM for more passes before states have any.
         source: gives the value of a parameter by name, instead of the model itself (infinity.load_pretrained).
         faults: transfers to fail, for tests.
 

@@ -24,7 +24,9 @@ class DeviceTier:
     """Opened behind the arena and the compute threads. Closed before the engine.
 
     Attributes:
-        slots: for weights.
+        staying: for the weights of units that stay while the model runs. Apart, so that none of them lies amid the
+            slots and splits their room, however late its update lets it come.
+        slots: for all other weights.
         ring: for gradients.
 
     Raises:
@@ -48,7 +50,9 @@ class DeviceTier:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
         # torch may have given memory that others freed, and that kernels queued before still use.
         after = [accelerator.record(accelerator.current())]
-        self.slots = Slab(accelerator, memory[: budgets.slot_bytes], after)
+        stays = sum(unit.unit.weight_bytes for unit in plan.layout.units if unit.unit.stays)
+        self.staying = Slab(accelerator, memory[:stays], after)
+        self.slots = Slab(accelerator, memory[stays : budgets.slot_bytes], after)
         self.ring = Slab(accelerator, memory[budgets.slot_bytes :], after)
         bounce = _part(arena, budgets.bounce_bytes, "gradients from the device")
         self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)

@@ -14,11 +14,12 @@ from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
+from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsQueue
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slab import Slab, SlabLease, Uses
-from infinity.tiers.uploads import StoredRange, UploadQueue
+from infinity.tiers.uploads import StoredRange
 
 Written = Mapping[int, tuple[int | None, Transfer]]
 """Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
@@ -231,47 +232,44 @@ class SlabSlots:
     """Weights on a device, copied from pinned RAM, or from NVMe through a landing memory.
 
     Units of the size that most have come from the low end of the slab, the others from the high end: so units that are
-    alike get the same addresses again and again, and do not break up each other's space.
+    alike get the same addresses again and again, and do not break up each other's space. Units that stay have a slab
+    of their own, and come elsewhere only while somebody holds views of what was there.
     """
 
     agreed = False
 
-    def __init__(
-        self,
-        resources: Resources,
-        accelerator: Accelerator,
-        slab: Slab,
-        uploads: UploadQueue,
-        down: WeightsQueue,
-    ) -> None:
+    def __init__(self, resources: Resources, device: DeviceTier) -> None:
         self._resources = resources
-        self._down = down
-        self._accelerator = accelerator
-        self._slab = slab
-        self._uploads = uploads
-        sizes = Counter(unit.weights.nbytes for unit in resources.units)
+        self._device = device
+        units = list(zip(resources.plan.layout.units, resources.units, strict=True))
+        self._staying = [homes.weights for unit, homes in units if unit.unit.stays]
+        sizes = Counter(homes.weights.nbytes for unit, homes in units if not unit.unit.stays)
         self._usual_bytes = max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
-        lease = self._slab.try_lease(home.nbytes, from_top=home.nbytes != self._usual_bytes)
+        slab, lease = self._lease(home)
         if lease is None:
             return None
+        uploads = self._device.uploads
         try:
             if home.lease is not None:
-                return _There(self.slot(lease, self._uploads.from_ram(lease, home.lease)))
-            store = self._resources.require_store()
-            transfer, ready = self._uploads.from_store(lease, _ranges(home, after), store)
+                return _There(self.slot(slab, lease, uploads.from_ram(lease, home.lease)))
+            transfer, ready = uploads.from_store(lease, _ranges(home, after), self._resources.require_store())
         except BaseException:
-            self._slab.give_back(lease, lease.after)
+            slab.give_back(lease, lease.after)
             raise
-        return _SlabFetch(self, lease, transfer, ready)
+        return _SlabFetch(self, slab, lease, transfer, ready)
 
-    def slot(self, lease: SlabLease, ready: Event) -> SlabSlot:
-        return SlabSlot(self._slab, lease, ready, self._accelerator, self._down)
+    def _lease(self, home: WeightsHome) -> tuple[Slab, SlabLease | None]:
+        staying, slots = self._device.staying, self._device.slots
+        if any(home is each for each in self._staying):
+            lease = staying.try_lease(home.nbytes)
+            if lease is not None:
+                return staying, lease
+        return slots, slots.try_lease(home.nbytes, from_top=home.nbytes != self._usual_bytes)
 
-    def give_up(self, lease: SlabLease) -> None:
-        """Nothing is on its way there any more."""
-        self._slab.give_back(lease, lease.after)
+    def slot(self, slab: Slab, lease: SlabLease, ready: Event) -> SlabSlot:
+        return SlabSlot(slab, lease, ready, self._device.accelerator, self._device.weights)
 
     def counts(self, home: WeightsHome) -> bool:
         return True
@@ -289,24 +287,20 @@ def _ranges(home: WeightsHome, after: Written) -> list[StoredRange]:
 
 
 class _SlabFetch(Fetch):
-    def __init__(self, pool: SlabSlots, lease: SlabLease, transfer: Transfer, ready: Event) -> None:
+    def __init__(self, pool: SlabSlots, slab: Slab, lease: SlabLease, transfer: Transfer, ready: Event) -> None:
         super().__init__([transfer])
         self._pool = pool
+        self._slab = slab
         self._lease = lease
         self._ready = ready
 
     def _slot(self) -> Slot:
-        return self._pool.slot(self._lease, self._ready)
+        return self._pool.slot(self._slab, self._lease, self._ready)
 
     def _give_up(self) -> None:
-        self._pool.give_up(self._lease)
+        self._slab.give_back(self._lease, self._lease.after)  # nothing is on its way there any more
 
 
 def open_slots(resources: Resources) -> SlotPool:
     """The pool that fits the device, for weights that this process has all of."""
-    device = resources.device
-    return (
-        HostSlots(resources)
-        if device is None
-        else SlabSlots(resources, device.accelerator, device.slots, device.uploads, device.weights)
-    )
+    return HostSlots(resources) if resources.device is None else SlabSlots(resources, resources.device)

@@ -148,6 +148,7 @@ class Room:
         a later one that took it would have to go again, and be waited for."""
         if len(self._present) == len(self.units):
             return
+        self._prefetch_staying()
         near = side_by_side(
             self._trace.upcoming(),
             self._room_bytes,
@@ -159,6 +160,13 @@ class Room:
             unit = self.units[index]
             if (self._slots.agreed or unit.can_be_fetched()) and not self._start(unit, distance):
                 return
+
+    def _prefetch_staying(self) -> None:
+        """The units that stay come first: one that came late would lie amid the others, and split the room."""
+        for index in self._staying:
+            unit = self.units[index]
+            if unit.weights.residency is Residency.RELEASED and unit.can_be_fetched():
+                self._start(unit, 0)
 
     def _room_bytes(self, index: int) -> int:
         unit = self.units[index]

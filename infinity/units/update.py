@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
@@ -244,6 +244,7 @@ def submit_update(
         for name, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq))
     ]
     residual, exp_avg, exp_avg_sq = (streams.of(home) for home in (states.residual, *used))
+    landings = gradients.on_their_way()
     future = resources.pipeline.submit(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),
@@ -261,16 +262,31 @@ def submit_update(
         tag=JobTag(step, unit.index, group_index).pack(),
         speculative=weights.speculative,
         ahead=ahead,
-        after=[*gradients.on_their_way(), *weights.on_their_way],
+        after=[*landings, *weights.on_their_way],
     )
     moves = tuple(streams.moves)
-    return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)
+    return UpdateTransfer(
+        future, unit.name, "optimizer states", step, _naming(resources, landings, weights.on_their_way), moves
+    )
 
 
-def _naming_gradients(resources: Resources) -> Callable[[_native.Failure], str]:
-    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch."""
+def _naming(
+    resources: Resources, landings: Sequence[_native.IOFuture], copies: Sequence[_native.IOFuture]
+) -> Callable[[_native.Failure], str]:
+    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch.
+
+    Args:
+        landings, copies: of gradients and of weights, which the update waits for. A device is part of nothing else.
+    """
+
+    def failed(futures: Sequence[_native.IOFuture]) -> bool:
+        return any(each.done() and each.failure() is not None for each in futures)
 
     def name(failure: _native.Failure) -> str:
+        if failure.kind == "device" and failed(landings):
+            return "grad"
+        if failure.kind == "device" and failed(copies):
+            return "weight"
         scratch = resources.store is not None and resources.store.is_scratch(failure.path, failure.offset)
         return "grad" if scratch else "optimizer states"
 

@@ -167,15 +167,15 @@ OF_SEAM = [
     Mutant(
         "an update waits for gradients on their way",
         "infinity/units/update.py",
-        "[*gradients.on_their_way(), *weights.on_their_way]",
+        "[*landings, *weights.on_their_way]",
         "weights.on_their_way",
         _SCHEDULES,
     ),
     Mutant(
         "an update waits for weights on their way",
         "infinity/units/update.py",
-        "[*gradients.on_their_way(), *weights.on_their_way]",
-        "gradients.on_their_way()",
+        "[*landings, *weights.on_their_way]",
+        "landings",
         _SCHEDULES,
     ),
     Mutant(
@@ -259,8 +259,8 @@ OF_SEAM = [
     Mutant(
         "a slot whose upload failed keeps its last uses",
         "infinity/tiers/slots.py",
-        '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, lease.after)\n',
-        '        """Nothing is on its way there any more."""\n        self._slab.give_back(lease, ())\n',
+        "        self._slab.give_back(self._lease, self._lease.after)",
+        "        self._slab.give_back(self._lease, ())",
         ("tests/tiers/test_slots.py",),
     ),
 ]

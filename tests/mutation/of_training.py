@@ -19,6 +19,13 @@ OF_TRAINING = [
         ("tests/plan/test_frequency.py",),
     ),
     Mutant(
+        "one pass that is known takes nobody the room to add gradients up",
+        "infinity/plan/planner.py",
+        "    if first.gradients.accumulates and not gradients.accumulates:\n",
+        "    if False:\n",
+        ("tests/plan/test_spilling.py", "-k", "must_add_up"),
+    ),
+    Mutant(
         "what due() answered for a step stays",
         "infinity/durable/pace.py",
         "        return step % self._asked_every == 0\n",
@@ -192,6 +199,13 @@ OF_TRAINING = [
         "        return not weights.referred_to()\n",
         "        return True\n",
         ("tests/units/test_room.py", "-k", "does_not_go"),
+    ),
+    Mutant(
+        "units that stay are fetched before others take the room",
+        "infinity/units/room.py",
+        "        self._prefetch_staying()\n",
+        "",
+        ("tests/units/test_room.py", "-k", "has_to_come_again"),
     ),
     Mutant(
         "a prefetch leaves the room of nearer units whose updates are not computed",

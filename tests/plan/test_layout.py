@@ -61,7 +61,7 @@ options = st.fixed_dictionaries(
     {
         "device": st.sampled_from(["cpu", "cuda"]),
         "optimizer": st.sampled_from(["adamw", "lion", "adagrad"]),
-        "accumulation_steps": st.sampled_from([None, 2, 4]),
+        "accumulation_steps": st.sampled_from([None, 1, 2, 4]),
     }
 )
 shapes = st.tuples(st.integers(1, 40), st.sampled_from(DTYPES), st.sampled_from([True, True, True, False]))

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from infinity.config import load_config
@@ -16,6 +18,8 @@ from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, format_bytes
 from infinity.state.discover import discover
 from tests.models import llama
+from tests.plan import test_layout
+from tests.sampling import number
 
 
 def plan(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **config: Any) -> Plan:
@@ -204,3 +208,20 @@ def test_an_instruction_set_that_does_not_exist_is_named(name: str, monkeypatch:
     with pytest.raises(ConfigError, match="unknown instruction set") as caught:
         plan()
     assert str(caught.value).isprintable()
+
+
+@settings(max_examples=number(200, 3000), deadline=None)
+@given(test_layout.blocks, test_layout.configs, st.sampled_from(["cpu", "cuda"]))
+def test_one_pass_that_is_known_moves_no_more_and_adds_up_where_it_did(
+    blocks: list[list[test_layout.Shape]], config: dict[str, Any], device: str
+) -> None:
+    try:
+        unknown = test_layout.plan(blocks, config, device)
+    except (PlanError, ConfigError):
+        return
+    known = test_layout.plan(blocks, config, device, accumulation_steps=1)
+    assert known.forecast.step_bytes == unknown.forecast.step_bytes - unknown.forecast.saves_bytes
+    assert unknown.forecast.saves_bytes >= 0 == known.forecast.saves_bytes
+    assert known.placement.accumulates >= unknown.placement.accumulates
+    assert known.host_bytes <= known.budgets.limits.host
+    assert known.device_bytes <= known.budgets.limits.device

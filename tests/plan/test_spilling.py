@@ -10,9 +10,10 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
+from infinity.plan import planner
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.sizes import parse_bytes
+from infinity.sizes import format_bytes, parse_bytes
 from infinity.state.discover import discover
 
 NVME = {"weights": "nvme", "optimizer": "nvme"}
@@ -106,6 +107,53 @@ def test_every_pass_reads_the_weights_twice() -> None:
     one, four = (plan(1 << 30, passes, **NVME) for passes in (1, 4))
     assert four.forecast.read_bytes - one.forecast.read_bytes == 3 * 2 * 2 * NUMEL
     assert four.forecast.written_bytes == one.forecast.written_bytes
+
+
+ROOM = 3 * NUMEL + (96 << 20)
+"""memory.host: of gradients in fp32 and the optimizer states, one takes the room of the other."""
+STATES = {"weights": "host", "optimizer": "auto"}
+
+
+def test_one_pass_that_is_known_leaves_states_the_room_that_another_pass_would_take() -> None:
+    unknown, known = plan(ROOM, None, **STATES), plan(ROOM, 1, **STATES)
+    assert unknown.placement.form.gradient_fp32
+    assert not known.placement.form.gradient_fp32
+    assert known.placement.gradients.in_ram == {*range(16)}
+    assert known.placement.accumulates
+    assert len(known.placement.optimizer.in_ram) > len(unknown.placement.optimizer.in_ram)
+    saved = unknown.forecast.step_bytes - known.forecast.step_bytes
+    assert saved == unknown.forecast.saves_bytes > 0
+    line = f"with accumulation_steps=1 a step would move {format_bytes(saved)} less"
+    assert line in unknown.describe()
+    assert "accumulation_steps" not in known.describe()
+    assert "accumulation_steps" not in plan(ROOM, 2, **STATES).describe()
+    assert known.budgets.landing_bytes == 2 * LARGEST_TWO, "room for one unit, in fp32"
+    assert known.host_bytes <= known.budgets.limits.host
+
+
+def test_fp32_stays_where_16_bits_save_nothing() -> None:
+    for config in (NVME, {"weights": "host", "optimizer": "host"}):
+        known = plan(1 << 30, 1, **config)
+        assert known.placement.form.gradient_fp32
+        assert plan(1 << 30, None, **config).forecast.saves_bytes == 0
+
+
+def test_gradients_that_must_add_up_in_ram_still_do() -> None:
+    """A single pass may bring a parameter several gradients."""
+    assert plan(ROOM, 1, **STATES, gradients="host").placement.form.gradient_fp32
+
+
+def test_disks_without_room_for_gradients_keep_them_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = plan(ROOM, 1, **STATES)
+    for missing in (0, 1):
+        monkeypatch.setattr(planner, "room_bytes", lambda paths, missing=missing: known.layout.swap.nbytes - missing)
+        assert plan(ROOM, 1, **STATES).placement.form.gradient_fp32 == bool(missing)
+
+
+def test_the_placement_is_the_same_however_often_commits_are_made() -> None:
+    one, none = (plan(ROOM, 1, **STATES, commit_every=every) for every in ("auto", 0))
+    assert one.placement.commit_every
+    assert one.placement.gradients == none.placement.gradients
 
 
 def test_passes_that_could_not_add_up_are_refused_before_anything_is_moved() -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import math
 import multiprocessing
 import os
 import pickle
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +22,6 @@ from infinity import _native
 from infinity.coordinator import registry
 from tests.conftest import require_no_leaks, weights_of
 from tests.models import Batch, llama, loss_of
-from tests.processes import run_script
 
 TIGHT = {"device": "400KiB", "host": "64MiB"}
 
@@ -442,61 +439,3 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
 def test_what_is_not_built_yet_is_refused(key: str, value: Any) -> None:
     with pytest.raises(infinity.NotAvailableError, match="is not available yet; use"):
         infinity.load_config({key: value})
-
-
-def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
-    config = swap_config()
-    model, batch = llama()
-    model = infinity.offload(model, config)
-    optim = infinity.AdamW(model.parameters())
-    step(model, batch, optim)
-    assert Path(config["nvme"]["paths"][0]).exists()
-    del model, optim
-    gc.collect()
-    assert not Path(config["nvme"]["paths"][0]).exists()
-
-
-def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None:
-    """Its coordinator, and with it the arena, goes with the model; not with the next process."""
-    model, batch = llama()
-    model = infinity.offload(model, swap_config("nvme", commit_every=1))
-    optim = infinity.AdamW(model.parameters())
-    infinity.track(torch.optim.lr_scheduler.ConstantLR(optim), model=model)
-    model(**batch).loss.backward()
-    optim.step()
-    coordinator = weakref.ref(registry.coordinator_of(model))
-    infinity.close(model)
-    del model, optim
-    gc.collect()
-    assert coordinator() is None
-
-
-_CLOSED = """
-import gc, signal, sys, torch, infinity
-def handlers(): return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-before = handlers()
-models = [infinity.offload(torch.nn.Linear(4, 4), {"weights": "host", "optimizer": "host"}) for _ in range(2)]
-for model in models:
-    model(torch.ones(1, 4)).sum().backward()
-    infinity.close(model)
-    assert (handlers() == before) == (model is models[-1])
-infinity.close(model)
-assert handlers() == before
-dropped = infinity.offload(torch.nn.Linear(4, 4), {"weights": "host", "optimizer": "host"})
-dropped(torch.ones(1, 4))
-assert handlers() != before
-del dropped, model, models
-gc.collect()
-assert handlers() == before
-try:
-    infinity.offload(torch.nn.Linear(4, 4, device="meta"), {"weights": "host", "optimizer": "host"})
-except infinity.ModelError:
-    assert handlers() == before
-else:
-    raise SystemExit("offloaded without values")
-"""
-
-
-def test_when_the_last_model_is_closed_the_signal_handlers_are_the_users_own() -> None:
-    ended = run_script(_CLOSED)
-    assert ended.returncode == 0, ended.stderr

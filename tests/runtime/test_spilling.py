@@ -167,6 +167,40 @@ def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offl
     assert_same(results[2], results[0])
 
 
+def where_16_bits_pay(swap_config: Any, name: str, dtype: Any) -> dict[str, Any]:
+    """A config whose gradients wait in 16 bits where the plan is told of one pass, and else in fp32."""
+    units, found = discover(model_of(name, dtype)[0]).units, []
+    for host in range(100 << 10, 6 << 20, 64 << 10):
+        memory = MEMORY | {"host": host}
+        config = {"tier": "auto", "weights": "host", "memory": memory, "update": {"tile": "16KiB", "threads": 1}}
+        loaded = load_config(swap_config(**config))
+        try:
+            plans = [
+                make_plan(units, loaded, torch.device("cpu"), can_recompute=False, accumulation_steps=told)
+                for told in (None, 1)
+            ]
+        except infinity.PlanError:
+            continue
+        if [plan.placement.form.gradient_fp32 for plan in plans] == [True, False]:
+            found.append(config)
+    return found[len(found) // 2]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "tied_llama"])
+def test_a_plan_made_for_one_pass_adds_up_more_to_the_same_bits(
+    name: str, micro_batches: int, offload: Any, swap_config: Any
+) -> None:
+    config = where_16_bits_pay(swap_config, name, torch.bfloat16)
+    model = offload(model_of(name, torch.bfloat16)[0], accumulation_steps=1, **config)
+    plan = infinity.statistics(model).plan
+    assert not plan.placement.form.gradient_fp32
+    assert len(plan.placement.gradients.in_ram) == plan.layout.trained_count
+    infinity.close(model)
+    expected = train(offload, name, torch.bfloat16, micro_batches, gradients="host", tier="host")
+    assert_same(train(offload, name, torch.bfloat16, micro_batches, accumulation_steps=1, **config), expected)
+
+
 def test_a_run_with_generations_is_resumed_with_gradients_elsewhere(swap_config: Any) -> None:
     def config(gradients: str) -> Any:
         return swap_config(commit_every=1, gradients=gradients, memory=MEMORY)

@@ -201,7 +201,7 @@ def require_all_slots_known(model: nn.Module) -> None:
     assert isinstance(coordinator.room._slots, SlabSlots)
     fetched = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
     tier = tier_of(model)
-    assert tier.slots.free_bytes + fetched == tier.slots.nbytes
+    assert tier.slots.free_bytes + tier.staying.free_bytes + fetched == tier.slots.nbytes + tier.staying.nbytes
     assert tier.ring.free_bytes == tier.ring.nbytes
 
 

@@ -18,6 +18,7 @@ from infinity import _native
 from infinity.errors import DeviceCopyError, SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import WeightsHome
+from infinity.tiers.slab import Slab
 from infinity.tiers.slots import Fetch, HostSlots, SlabSlots, Slot
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, few, pages, transfer
@@ -167,7 +168,15 @@ class OnDevice:
     """SlabSlots over the slab of a simulated device, for units of so many pages each, whose weights rest in RAM or in
     the store."""
 
-    def __init__(self, rig: Rig, folder: Path | None, sizes: tuple[int, ...], faults: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        folder: Path | None,
+        sizes: tuple[int, ...],
+        faults: tuple[Any, ...] = (),
+        stays: int | None = None,
+    ) -> None:
+        """Args: stays: the unit that does; its slab is the first page of the memory."""
         self.rig = rig
         store = None if folder is None else rig.open_store(folder, faults)
         space = None if store is not None else rig.arena.lease(sum(sizes) * PAGE_BYTES, "weights").space()
@@ -175,10 +184,21 @@ class OnDevice:
         for index, home in enumerate(self.homes):
             if home.lease is not None:
                 home.lease.tensor().fill_(index + 1)
+        layouts = [SimpleNamespace(unit=SimpleNamespace(stays=index == stays)) for index in range(len(sizes))]
         below: Any = SimpleNamespace(
-            units=[SimpleNamespace(weights=home) for home in self.homes], require_store=lambda: store
+            units=[SimpleNamespace(weights=home) for home in self.homes],
+            plan=SimpleNamespace(layout=SimpleNamespace(units=layouts)),
+            require_store=lambda: store,
         )
-        self.pool = SlabSlots(below, rig.sim, rig.slab, rig.uploads(), rig.weights())
+        cut, memory = 0 if stays is None else PAGE_BYTES, rig.slab._memory
+        device: Any = SimpleNamespace(
+            accelerator=rig.sim,
+            staying=Slab(rig.sim, memory[:cut]),
+            slots=Slab(rig.sim, memory[cut:]) if cut else rig.slab,
+            uploads=rig.uploads(),
+            weights=rig.weights(),
+        )
+        self.pool = SlabSlots(below, device)
 
     def bring(self, index: int) -> Slot:
         fetch = self.pool.start(self.homes[index], {})
@@ -291,6 +311,20 @@ def test_weights_that_go_down_are_the_slots_though_it_is_given_back_at_once(
     copy.landed.wait()
     assert (copy.lease.tensor() == 1).all()
     copy.release()
+
+
+def test_a_unit_that_stays_has_a_place_of_its_own_and_another_while_that_is_viewed(rig: Callable[..., Rig]) -> None:
+    device = OnDevice(rig(), None, (1, 2, 1), stays=0)
+    begin = device.rig.slab._memory.data_ptr()
+    device.bring(1)
+    slot = device.bring(0)
+    assert slot.tensor.data_ptr() == begin
+    other = device.bring(0)  # the first is given back later
+    assert other.tensor.data_ptr() > begin
+    device.pool.free(other)
+    device.pool.free(slot)
+    assert device.bring(2).tensor.data_ptr() > begin, "that of a unit that does not stay"
+    assert device.bring(0).tensor.data_ptr() == begin
 
 
 def test_references_to_a_slot_are_counted(rig: Callable[..., Rig]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from infinity.base.timeline import JobTag
-from infinity.errors import SwapIOError
+from infinity.errors import DeviceError, SwapIOError
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import UnitHomes
 from infinity.units.update import (
@@ -20,7 +21,7 @@ from infinity.units.update import (
     read_update_ahead,
     submit_update,
 )
-from tests.tiers.fakes import Failure, Store, UpdateFuture, imitate_streams, nobody_waits, pages
+from tests.tiers.fakes import Failure, Future, Store, UpdateFuture, imitate_streams, nobody_waits, pages
 from tests.units.fakes import Gradients, Pipeline, homes_of, resources, under_way, unit_of, wanted
 
 SPECULATIVE, DECIDED, APPLIED, FINISHED, UNDONE = UpdateState
@@ -200,3 +201,22 @@ def test_states_are_read_ahead_and_weights_are_not() -> None:
     assert "weight" not in ahead
     assert ahead["exp_avg"].file == ahead["exp_avg_sq"].file == Store.file
     assert ahead["residual"] is None
+
+
+@pytest.mark.parametrize(("lost", "state"), [("gradients", "grad"), ("weights", "weight"), ("", "optimizer states")])
+def test_what_is_lost_on_its_way_from_a_device_is_named(lost: str, state: str) -> None:
+    landing, copied, job = Future(), Future(), UpdateFuture()
+    gradients, copy = Gradients(UNIT).groups[0], SimpleNamespace(landed=copied, lease=pages(1).lease(PAGE_BYTES, ""))
+    gradients.on_their_way = lambda: [landing]
+    below: Any = resources()
+    below.pipeline.submit = lambda **_: job
+    given: Any = copy
+    place, homes = WeightsPlace(copy=given), homes_of(UNIT, pages(4))
+    transfer = submit_update(
+        below, UNIT, homes, 0, wanted(UNIT)[0], gradients, place, step=7, committed=False, ahead=None
+    )
+    landing.end(Failure("device") if lost == "gradients" else None)
+    copied.end(Failure("device") if lost == "weights" else None)
+    job.end(Failure("device"))
+    with pytest.raises(DeviceError, match=f"{state} of unit '{UNIT.name}'"):
+        transfer.result()
