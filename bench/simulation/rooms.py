@@ -12,6 +12,7 @@ from infinity.coordinator.speculator import Speculator
 from infinity.plan.plan import Plan
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
+from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import Passes
 from infinity.units.gradients import Gradients, UnitGradients, open_gradients
 from infinity.units.health import Health
@@ -125,14 +126,14 @@ class Rooms:
         timeline: Any = self.timeline
         self.progress = Progress(self.resources, self.updates, commits, self.health, timeline)
         self.speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
-        self.room = Room(self.units, self.resources, self.updates, timeline)
+        self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources))
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
         released: Any = None
         timeline: Any = self.timeline
         views: Any = Views()
         homes = self.resources.units[unit.index]
-        made = OffloadedUnit(unit, {}, homes, gradients, released, timeline, self.health, self.shadows)
+        made = OffloadedUnit(unit, unit, {}, homes, gradients, released, timeline, self.health, self.shadows)
         made.views = views
         made.weights = Weights(unit, views, timeline)
         return made

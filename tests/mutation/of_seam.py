@@ -215,7 +215,7 @@ OF_SEAM = [
     ),
     Mutant(
         "weights at home are changed when no upload reads them",
-        "infinity/coordinator/coordinator.py",
+        "infinity/coordinator/stepping.py",
         "            self.resources.synchronize_uploads()\n",
         "            pass\n",
         _DISTURBED,

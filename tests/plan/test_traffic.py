@@ -21,7 +21,7 @@ def problem(told: int | None, commit_every: int, *, in_place: bool = True) -> Pr
         blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(2)).bfloat16()
     blocks[1].requires_grad_(False)
     config, stored, found = load_config({}), STORED["adamw"], discover(blocks).units
-    units = tuple(UnitBytes(unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in found)
+    units = tuple(UnitBytes(unit, unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in found)
     return Problem(config, Limits(0, 0, in_place), units, stored, told, commit_every)
 
 

@@ -191,7 +191,9 @@ def no_shadows(pipeline: Pipeline) -> Shadows:
 
 def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | None = None) -> OffloadedUnit:
     gradients: Any = Gradients(unit)
-    made = OffloadedUnit(unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(), shadows)
+    made = OffloadedUnit(
+        unit, unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(), shadows
+    )
     made.views.adopt(torch.device("cpu"))
     return made
 

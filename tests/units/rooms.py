@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import strategies as st
 
 from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.slots import Written
-from infinity.units import room as room_module
 from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import pages
@@ -30,6 +28,8 @@ from tests.units.fakes import (
 
 class Pool:
     """Slots of so many pages together, as a SlotPool."""
+
+    agreed = False
 
     def __init__(self, budget: int, *, at_home: bool = True) -> None:
         self.budget = self.free_pages = budget
@@ -100,9 +100,7 @@ def alone(
     space = pages(sum(sizes))
     units = [offloaded(unit, homes_of(unit, space if unit.index in in_ram else None), shadows) for unit in made]
     updates: Any = NoUpdates(units)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room_module, "open_slots", lambda resources: pool)
-        return Room(units, below, updates, Timeline()), pool
+    return Room(units, below, updates, Timeline(), pool), pool
 
 
 def brought(room: Room, *indices: int) -> None:
