@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -36,6 +38,14 @@ class Lease:
 
     def release(self) -> None:
         self._space.give_back(self)
+
+    def split(self, sizes: Sequence[int]) -> list[Lease]:
+        """The lease as leases of these sizes, which lie one after the other; each is released by itself, instead of this
+        one. Each size is a multiple of 4 KiB, and together they are the lease's."""
+        if sum(sizes) != self.nbytes or any(nbytes % PAGE_BYTES for nbytes in sizes):
+            raise AssertionError(f"a lease of {self.nbytes} bytes cannot be split into {list(sizes)}")
+        ends = itertools.accumulate(sizes, initial=self.offset)
+        return [Lease(self._space, begin, nbytes) for begin, nbytes in zip(ends, sizes, strict=False)]
 
     def space(self) -> Space:
         """A space of the lease's bytes, to cut it into leases in turn."""

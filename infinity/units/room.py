@@ -292,7 +292,7 @@ class Room:
         update, slot = unit.decided, unit.weights.slot
         if update is None or slot is None or unit.weights.residency is not Residency.RESIDENT:
             return
-        moves = update.place.shadow is not None
+        moves = update.place.moves_home
         if moves and self._is_viewed(slot):
             update.keep_memory()
         if moves or not slot.at_home:

@@ -12,6 +12,7 @@ from infinity.base.timeline import JobTag
 from infinity.errors import SwapIOError
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import UnitHomes
+from infinity.units.shadows import Shadow
 from infinity.units.update import (
     UnitUpdate,
     UpdateState,
@@ -158,12 +159,31 @@ def test_new_weights_in_ram_go_to_the_shadow_and_the_current_ones_stay() -> None
     space = pages(2)
     homes = homes_of(UNIT, space)
     shadow = space.lease(PAGE_BYTES, "a shadow")
-    transfer = submit(homes, WeightsPlace(speculative=True, shadow=shadow))
+    transfer = submit(homes, WeightsPlace(speculative=True, shadow=Shadow(shadow, {})))
     weight = job(transfer)["weight"]
     assert (weight.memory, weight.source, weight.file) == (shadow.view(), homes.weights.groups[0].view(), None)
     assert (homes.weights.groups[0], None) in transfer.moves
-    with pytest.raises(AssertionError, match="needs other memory"):
-        submit(homes, WeightsPlace(speculative=True))
+    for missing in (None, Shadow(None, {})):
+        with pytest.raises(AssertionError, match="would overwrite"):
+            submit(homes, WeightsPlace(speculative=True, shadow=missing))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_new_states_in_ram_go_to_the_shadow_and_to_the_store_when_the_step_is_committed(committed: bool) -> None:
+    space = pages(4)
+    homes = homes_of(UNIT, None, space, kept=True)
+    states = homes.all_states()
+    leases = [space.lease(PAGE_BYTES, "a shadow") for _ in states]
+    shadow = Shadow(None, dict(zip(states, leases, strict=True)))
+    transfer = submit(homes, WeightsPlace(speculative=True, shadow=shadow), committed=committed)
+    for name, home, lease in zip(("exp_avg", "exp_avg_sq"), states, leases, strict=True):
+        stream = job(transfer)[name]
+        assert (stream.memory, stream.source) == (lease.view(), home.view())
+        assert (stream.file, stream.write_offset) == ((Store.file, PAGE_BYTES) if committed else (None, None))
+        assert (home, 1 if committed else None) in transfer.moves
+    assert (job(transfer)["whole"], job(transfer)["unit"]) == (True, UNIT.index)
+    with pytest.raises(AssertionError, match="would overwrite"):
+        submit(homes, WeightsPlace(speculative=True, shadow=Shadow(None, {states[0]: leases[0]})))
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -175,8 +195,6 @@ def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -
     assert exp_avg.memory == home.view()
     assert exp_avg.file == (Store.file if committed else None)
     assert (home, 0 if committed else None) in transfer.moves
-    with pytest.raises(AssertionError, match="a speculative update of a state in RAM"):
-        submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
 
 
 def test_a_speculative_update_needs_a_spare_copy_of_every_state() -> None:
