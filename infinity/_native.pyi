@@ -430,8 +430,8 @@ class UpdatePipeline:
             ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
                 and its failure if it failed.
             after: the job is held until these are done (gradients on their way from the device), and queued then: a
-                speculative job comes before those whose units are not begun then. It fails as the first of them that fails. `ahead`
-                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
+                speculative job comes before those whose units are not begun then. It fails as the first of them that
+                fails. `ahead` goes on reading meanwhile; it fails as canceled if the job fails while it is held.
 
         Raises:
             ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or

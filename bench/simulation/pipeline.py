@@ -156,7 +156,11 @@ class Pipeline:
     def _withdraw_all(self, futures: Sequence[UpdateFuture]) -> bool:
         queued = [job for queue in (self._jobs_ahead, self._jobs, self._in_memory) for job in queue]
         untouched = {job.future for job in queued if job.phase in ("ahead", "queued")} | self._held.keys()
-        return untouched.issuperset(futures) and all([self._withdraw(future) for future in futures])
+        if not untouched.issuperset(futures):
+            return False
+        for future in futures:
+            self._withdraw(future)
+        return True
 
     def _withdraw(self, future: UpdateFuture) -> bool:
         if future in self._held:
@@ -324,7 +328,9 @@ class Pipeline:
             self.adam_s += self._clock.now - began
             self._computed(tile)
 
-        takes = {"cores": machine.cores * seconds, "dram": tile.numel * ADAM_BYTES[job.moments]}
+        # What is brought is read from one place and written to another, which is read into the cache before.
+        brought = sum(job.item[name] for name, stream in job.streams.items() if stream.source and stream.memory)
+        takes = {"cores": machine.cores * seconds, "dram": tile.numel * (ADAM_BYTES[job.moments] + brought)}
         self._fluid.start(Activity(1.0, 1 / seconds, takes, weight=machine.cores), computed)
 
     def _computed(self, tile: Tile) -> None:

@@ -237,7 +237,8 @@ void bind_update(py::module_& module) {
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("whole") = false,
            py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
            py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0, py::arg("unit") = py::none(),
-           py::arg("speculative") = false, py::arg("ahead") = nullptr, py::arg("after") = std::vector<const PyFuture*>{})
+           py::arg("speculative") = false, py::arg("ahead") = nullptr,
+           py::arg("after") = std::vector<const PyFuture*>{})
       .def("read_ahead", &read_ahead, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)

@@ -41,8 +41,7 @@ void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ah
   queue.insert(speculative ? place_of_next(queue) : queue.end(), std::move(job));
 }
 
-// Behind the job that was begun, and the others of its unit: they would wait for all units that come later, and the unit
-// for them.
+// Behind the job that was begun, and the others of its unit: else they would wait for all units that come later.
 Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   const auto& unit = begun_unit(queue);
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) {

@@ -117,13 +117,13 @@ class Driver {
   TileLog log_;
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
-  std::vector<Held> held_;                      // in the order in which they were submitted
-  Queue jobs_;                                  // queued or begun, in the order in which they are done
-  Queue in_memory_;                             // the same of jobs in memory
+  std::vector<Held> held_;                                     // in the order in which they were submitted
+  Queue jobs_;                                                 // queued or begun, in the order in which they are done
+  Queue in_memory_;                                            // the same of jobs in memory
   std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // of each of the two, the unit that was begun last
-  Queue jobs_ahead_;                            // that read ahead: neither taken over nor withdrawn
-  std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute
-  std::array<unsigned, kTilePhases> counts_{};  // tiles in each phase
+  Queue jobs_ahead_;                                           // that read ahead: neither taken over nor withdrawn
+  std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the front is the next to compute
+  std::array<unsigned, kTilePhases> counts_{};                 // tiles in each phase
   bool stopping_ = false;
   std::optional<Failure> abandoned_;  // the timeout that ended the pipeline
   UpdateCounters counters_;

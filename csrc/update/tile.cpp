@@ -105,9 +105,8 @@ void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
 // The states that are brought.
 std::vector<State> brought_states(const Job& job) {
   std::vector<State> result;
-  std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result), [&](State state) {
-    return job.streams[state] != nullptr && job.streams[state]->source != nullptr;
-  });
+  std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result),
+               [&](State state) { return job.streams[state] != nullptr && job.streams[state]->source != nullptr; });
   return result;
 }
 

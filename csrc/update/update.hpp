@@ -26,8 +26,8 @@ namespace infinity {
 // be the same place. Memory and offsets are 4 KiB-aligned where there is a file, with room for the last tile rounded up
 // to 4 KiB.
 //
-// New values may go to another place than the current ones, which `source` holds in memory and which are not changed. Each
-// element of a tile that is moved is brought from there; see UpdateJob::whole.
+// New values may go to another place than the current ones, which `source` holds in memory and which are not changed.
+// Each element of a tile that is moved is brought from there; see UpdateJob::whole.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
@@ -96,10 +96,11 @@ struct UpdateCounters {
 
 // Jobs are done in the order in which they are submitted, except that a speculative job is the next, after the other
 // jobs of a unit that was begun. A job that reads and writes no file is not in that order: such jobs are done, in the
-// same order among themselves, while the others have nothing to compute. The first tiles of a job are read while the last tiles of the job before it are written, so
-// the pipe does not drain between units. One thread, the driver, keeps reads going as far as the staging reaches, runs
-// Adam on the oldest tile that is read, and starts its writes (see driver.hpp). A tile is neither read nor written when
-// each of its elements is skipped or in no segment, unless the job is moved as a whole.
+// same order among themselves, while the others have nothing to compute. The first tiles of a job are read while the
+// last tiles of the job before it are written, so the pipe does not drain between units. One thread, the driver, keeps
+// reads going as far as the staging reaches, runs Adam on the oldest tile that is read, and starts its writes (see
+// driver.hpp). A tile is neither read nor written when each of its elements is skipped or in no segment, unless the job
+// is moved as a whole.
 //
 // A job that fails starts no more tiles; its future fails once nothing of the job is in flight. Its states are then
 // partly new, partly old. Of a tile with a damaged page nothing new reaches the file, but what is kept in memory may be
@@ -128,9 +129,9 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // A speculative job comes before those whose units were not begun. With `ahead` it takes that job over, which is then done
-  // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
-  // not fit the staging.
+  // A speculative job comes before those whose units were not begun. With `ahead` it takes that job over, which is then
+  // done and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose
+  // tiles do not fit the staging.
   //
   // With `after` the job is held until these futures are done, and then submitted: a speculative job that was submitted
   // meanwhile comes after it. It fails as the first of them that fails. `ahead` goes on reading while the job is held,

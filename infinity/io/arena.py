@@ -40,8 +40,8 @@ class Lease:
         self._space.give_back(self)
 
     def split(self, sizes: Sequence[int]) -> list[Lease]:
-        """The lease as leases of these sizes, which lie one after the other; each is released by itself, instead of this
-        one. Each size is a multiple of 4 KiB, and together they are the lease's."""
+        """The lease as leases of these sizes, which lie one after the other; each is released by itself, instead of
+        this one. Each size is a multiple of 4 KiB, and together they are the lease's."""
         if sum(sizes) != self.nbytes or any(nbytes % PAGE_BYTES for nbytes in sizes):
             raise AssertionError(f"a lease of {self.nbytes} bytes cannot be split into {list(sizes)}")
         ends = itertools.accumulate(sizes, initial=self.offset)

@@ -1,5 +1,5 @@
-"""What updates need to speculate: of states on NVMe a second copy, of what rests in RAM a shadow for the new values. And
-the memory to read ahead for updates that do not speculate.
+"""What updates need to speculate: of states on NVMe a second copy, of what rests in RAM a shadow for the new values.
+And the memory to read ahead for updates that do not speculate.
 
 Where every step makes a generation, each state has a second copy anyway. Where generations are not kept, second copies
 are reserved as far as the disks reach, those of the model's last units first: their gradients come first.
@@ -8,8 +8,8 @@ are reserved as far as the disks reach, those of the model's last units first: t
 An update whose states rest in RAM has no transfers to hide: it hides its own computing behind the backward pass, at the
 cost of memory for all that it changes. That is worth it where another processor computes the backward pass. Where the
 model computes in host memory the two share the cores, so such updates speculate there only if the config asks for
-during_backward. Their shadows get what nothing else wants: states on NVMe, which have more to gain, are never pushed out
-of RAM by them. The last units of the model come first here, too.
+during_backward. Their shadows get what nothing else wants: states on NVMe, which have more to gain, are never pushed
+out of RAM by them. The last units of the model come first here, too.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class Resources:
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
         weights = self._open_weights(layout)
-        # In this order the weights, the residuals and a moment are one piece of memory, which comes free as a whole when
-        # the homes move: also where an optimizer does not change the other moment.
+        # In this order the weights, the residuals and a moment are one piece of memory, which comes free as a whole
+        # when the homes move: also where an optimizer does not change the other moment.
         leases = {
             (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.unit.name}'")
             for name in _STATES

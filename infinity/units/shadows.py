@@ -3,11 +3,11 @@
 While updates do not speculate this memory is lent to the update's staging, which reads states ahead with it.
 
 [Note: homes and shadows trade places]
-A shadow is one piece of memory for all that an update changes of a unit in RAM. When the update is applied the shadow's
-parts become homes, and the homes of before are free: one piece again, because the homes of a unit lie side by side.
-Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. A unit of another size, or
-an optimizer that changes only some of the states, can leave free memory in pieces that are too short. The unit whose
-shadow does not fit does not speculate then, and its update comes with the step.
+A shadow is one piece of memory for all that an update changes of a unit in RAM. When the update is applied the
+shadow's parts become homes, and the homes of before are free: one piece again, because the homes of a unit lie side by
+side. Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. A unit of another
+size, or an optimizer that changes only some of the states, can leave free memory in pieces that are too short. The unit
+whose shadow does not fit does not speculate then, and its update comes with the step.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
     backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
 
 A speculative update expects that the step will neither clip nor skip, with the hyperparameters of now. It reads what is
-current and writes beside it: to a copy of the extent that no generation names, and for what rests in RAM to other memory.
-So it may be undone at any time, and whoever looks meanwhile sees the weights of before.
+current and writes beside it: to a copy of the extent that no generation names, and for what rests in RAM to other
+memory. So it may be undone at any time, and whoever looks meanwhile sees the values of before.
 
 A decided update may overwrite. Whoever wants the unit waits for this unit alone. If its new weights go to memory, that
 wait ends when they are computed: the update is applied, while what goes to the store may still be on its way there.
@@ -232,9 +232,10 @@ def submit_update(
     ahead: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
     """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
-    speculative ones: the newest is the next, once the unit that was begun is done. So what is left of them when the step
-    is decided lies all over the model, and the next forward meets it now and then instead of all at once. Groups that
-    move nothing to or from the store have an order of their own: they are computed while the others wait for the disk.
+    speculative ones: the newest is the next, once the unit that was begun is done. So what is left of them when the
+    step is decided lies all over the model, and the next forward meets it now and then instead of all at once. Groups
+    that move nothing to or from the store have an order of their own: they are computed while the others wait for the
+    disk.
 
     Args:
         step: the optimizer step, counted from 1.

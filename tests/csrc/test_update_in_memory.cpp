@@ -176,9 +176,8 @@ TEST_CASE("jobs are taken back together, or none of them where one was begun") {
   const Future queued = rig.pipeline.submit(rig.states.job(rig), true);
   const Future other = rig.pipeline.submit(rig.states.job(rig), true);
   const Future done = std::make_shared<Completion>();
-  auto taken_back = std::async(std::launch::async, [&] {
-    return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}});
-  });
+  auto taken_back =
+      std::async(std::launch::async, [&] { return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}}); });
   driver.go_on();
   CHECK(taken_back.get() == std::vector<bool>{false, true, false});
   CHECK(canceled(held));

@@ -344,7 +344,9 @@ def test_a_moment_that_the_optimizer_does_not_use_stays_where_it_is(machine: Upd
 
 def test_states_in_ram_that_the_step_commits_need_a_spare_copy(machine: UpdatesMachine) -> None:
     spare = machine.below.spare_copy
-    machine.below.spare_copy = lambda extent: None if extent.state == "exp_avg" and extent.unit == "4" else spare(extent)
+    machine.below.spare_copy = lambda extent: (
+        None if extent.state == "exp_avg" and extent.unit == "4" else spare(extent)
+    )
     unit = machine.units[4]
     assert machine.updates.can_speculate(unit)
     assert not machine.updates.speculate(unit, wanted(unit.unit), 1, committed=True)
