@@ -53,7 +53,8 @@ class Lease:
 
 
 class Space:
-    """Bytes [offset, offset + nbytes) of the arena, cut first-fit into leases; free neighbours merge.
+    """Bytes [offset, offset + nbytes) of the arena, cut into leases, first-fit where nothing else is asked for; free
+    neighbours merge.
 
     Invariant: leases never overlap.
 
@@ -73,16 +74,17 @@ class Space:
             raise AssertionError("the memory of a device has no view in host memory")
         return self._native
 
-    def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
+    def try_lease(self, nbytes: int, *, from_top: bool = False, tightest: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
 
         Args:
             from_top: take it from the high end, so that long and short leases do not break up each other's space.
+            tightest: take it from the shortest piece that is long enough, so that long pieces stay.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             indices = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
-            for index in indices:
+            for index in sorted(indices, key=lambda at: self._free[at][1]) if tightest else indices:
                 offset, size = self._free[index]
                 if size < nbytes:
                     continue

@@ -5,9 +5,10 @@ While updates do not speculate this memory is lent to the update's staging, whic
 [Note: homes and shadows trade places]
 A shadow is one piece of memory for all that an update changes of a unit in RAM. When the update is applied the
 shadow's parts become homes, and the homes of before are free: one piece again, because the homes of a unit lie side by
-side. Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. A unit of another
-size, or an optimizer that changes only some of the states, can leave free memory in pieces that are too short. The unit
-whose shadow does not fit does not speculate then, and its update comes with the step.
+side. Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. It goes there, and
+not into the longer piece that a head or an embedding left: a shadow takes the shortest piece that it fits. All the same
+units of other sizes, or an optimizer that changes only some of the states, can leave free memory in pieces that are too
+short. The unit whose shadow does not fit does not speculate then, and its update comes with the step.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Shadows:
 
     def try_lease(self, nbytes: int) -> Lease | None:
         """Memory for new values; None where there is none."""
-        lease = self._space.try_lease(nbytes) if nbytes <= self.free_bytes else None
+        lease = self._space.try_lease(nbytes, tightest=True) if nbytes <= self.free_bytes else None
         if lease is not None:
             self.free_bytes -= lease.nbytes
         return lease

@@ -224,7 +224,7 @@ def submit_update(
     homes: UnitHomes,
     group_index: int,
     wanted: GroupUpdate,
-    gradients: GroupGradients,
+    gradients: Mapping[int, GroupGradients],
     weights: WeightsPlace,
     *,
     step: int,
@@ -238,6 +238,8 @@ def submit_update(
     disk.
 
     Args:
+        gradients: of all groups that are updated. Each waits for those of all: of a unit that had begun with a small
+            group while the gradients of another were on their way, the rest would come after all later units.
         step: the optimizer step, counted from 1.
         committed: the step becomes a generation, so what is in RAM is written, too.
         ahead: what `read_update_ahead` gave for this group; it is taken over.
@@ -252,7 +254,7 @@ def submit_update(
         weight_dtype=native_name(group.dtype),
         master=states.master,
         moments=group.moments,
-        grad_dtype=native_name(gradients.dtype),
+        grad_dtype=native_name(gradients[group_index].dtype),
         segments=wanted.native_segments(),
         whole=streams.elsewhere,
         arithmetic=wanted.arithmetic,
@@ -260,12 +262,12 @@ def submit_update(
         residual=residual,
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
-        grad=gradients.stream(),
+        grad=gradients[group_index].stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
         unit=unit.index,
         speculative=weights.speculative,
         ahead=ahead,
-        after=[*gradients.on_their_way(), *weights.on_their_way],
+        after=[*(landing for each in gradients.values() for landing in each.on_their_way()), *weights.on_their_way],
     )
     moves = tuple(streams.moves)
     return UpdateTransfer(future, unit.name, "optimizer states", step, _naming_gradients(resources), moves)

@@ -205,6 +205,7 @@ class Updates:
         if place.speculative and place.slot is not None:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
+        gradients = {index: unit.gradients.groups[index] for index in wanted}
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(
                 self._resources,
@@ -212,7 +213,7 @@ class Updates:
                 unit.homes,
                 index,
                 group_update,
-                unit.gradients.groups[index],
+                gradients,
                 place,
                 step=step,
                 committed=committed,

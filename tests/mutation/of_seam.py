@@ -167,15 +167,15 @@ OF_SEAM = [
     Mutant(
         "an update waits for gradients on their way",
         "infinity/units/update.py",
-        "[*gradients.on_their_way(), *weights.on_their_way]",
+        "[*(landing for each in gradients.values() for landing in each.on_their_way()), *weights.on_their_way]",
         "weights.on_their_way",
         _SCHEDULES,
     ),
     Mutant(
         "an update waits for weights on their way",
         "infinity/units/update.py",
-        "[*gradients.on_their_way(), *weights.on_their_way]",
-        "gradients.on_their_way()",
+        "[*(landing for each in gradients.values() for landing in each.on_their_way()), *weights.on_their_way]",
+        "[landing for each in gradients.values() for landing in each.on_their_way()]",
         _SCHEDULES,
     ),
     Mutant(

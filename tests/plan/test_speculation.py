@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -62,7 +61,7 @@ def test_in_host_memory_states_in_ram_speculate_where_the_config_asks_for_it() -
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Plans without shadows for states in RAM."""
 
     def made(**config: Any) -> Plan:
@@ -70,7 +69,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             patch.setattr(planner, "reserve_in_ram", lambda problem, placed, gradients, before, room: before)
             return plan(**config)
 
-    yield made
+    return made
 
 
 @pytest.mark.parametrize("commit_every", [0, 1, 3])

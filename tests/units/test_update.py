@@ -119,7 +119,7 @@ def _readable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(homes: UnitHomes, place: WeightsPlace, *, committed: bool = False, **options: Any) -> UpdateTransfer:
-    gradients: Any = Gradients(UNIT).groups[0]
+    gradients: Any = Gradients(UNIT).groups
     request = replace(wanted(UNIT)[0], **options)
     return submit_update(
         resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, ahead=None
@@ -218,3 +218,18 @@ def test_states_are_read_ahead_and_weights_are_not() -> None:
     assert "weight" not in ahead
     assert ahead["exp_avg"].file == ahead["exp_avg_sq"].file == Store.file
     assert ahead["residual"] is None
+
+
+def test_each_group_waits_for_the_gradients_of_all() -> None:
+    """Else a unit would begin with a small group, and the rest of it come after all later units."""
+    unit, gradients = unit_of(0, (1, 1)), Gradients(unit_of(0, (1, 1))).groups
+    for index, group in gradients.items():
+        group.on_their_way = lambda index=index: [f"landing {index}"]
+    given: Any = gradients
+    for index in gradients:
+        request, place = wanted(unit)[index], WeightsPlace()
+        transfer = submit_update(
+            resources(), unit, homes_of(unit), index, request, given, place, step=1, committed=False, ahead=None
+        )
+        assert job(transfer)["after"] == ["landing 0", "landing 1"]
+        assert job(transfer)["grad"] == f"gradients of 0.{index}"
