@@ -51,7 +51,7 @@ TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 def test_the_tightest_piece_is_taken_and_long_ones_stay() -> None:
     arena = PinnedArena(8 * 4096)
-    first, second, third, _ = (arena.try_lease(pages * 4096) for pages in (3, 1, 2, 2))
+    first, _, third, _ = (arena.try_lease(pages * 4096) for pages in (3, 1, 2, 2))
     assert first is not None
     assert third is not None
     first.release()

@@ -200,6 +200,28 @@ def test_ctrl_c_at_any_call_of_the_pipeline_leaves_a_run_that_goes_on(
     infinity.close(model, discard=True)
 
 
+def test_a_loss_scale_that_grows_and_falls_changes_no_bit(tmp_path: Path) -> None:
+    """A step that is skipped, too: its speculative updates come to nothing."""
+    found, skipped = [], []
+    for overlap in ("off", "during_backward"):
+        model, batches = offloaded(tmp_path / overlap, torch.float16, overlap=overlap)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        for step in range(8):
+            loss = scaler.scale(loss_of(model, batches[0]))
+            (loss * float("inf") if step == 4 else loss).backward()
+            scaler.step(optim)
+            scaler.update()
+            optim.zero_grad()
+        found.append(everything(model))
+        skipped.append(optim.skipped_steps)
+        assert (infinity.statistics(model).updates.early > 0) == (overlap != "off")
+        require_no_leaks(model)
+        infinity.close(model, discard=True)
+    require_same(found[1], found[0])
+    assert skipped[0] == skipped[1] >= 1
+
+
 @pytest.mark.parametrize("commit_every", [1, 3])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_a_resumed_run_goes_on_from_states_that_moved(weights: str, commit_every: int, tmp_path: Path) -> None:
