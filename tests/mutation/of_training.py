@@ -244,10 +244,10 @@ OF_TRAINING = [
         ("tests/units/test_updates.py", "-k", "spare_copy"),
     ),
     Mutant(
-        "shadows of states in RAM get what nothing else wants",
-        "infinity/plan/planner.py",
-        "reserve_in_ram(problem, placed, gradients, reserved, room - ahead), reserved\n",
-        "reserve_in_ram(problem, placed, gradients, reserved, room), reserved\n",
+        "shadows of states in RAM go to the last units first",
+        "infinity/plan/speculation.py",
+        "for unit in reversed(resting) if",
+        "for unit in resting if",
         ("tests/plan/test_speculation.py",),
     ),
     Mutant(
