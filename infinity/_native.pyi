@@ -370,7 +370,7 @@ class StateStream:
 
     Args:
         offset, write_offset: where the state is read from in the file, and written to; None: the same place.
-        source: (weights only) the current values, which are not changed; the new ones go to `memory` and the file.
+        source: (not of gradients) the current values, which are not changed; the new ones go to `memory` and the file.
     """
 
     def __init__(
@@ -423,6 +423,7 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         grad: Buffer | StateStream,
         tag: int = 0,
+        unit: int | None = None,
         speculative: bool = False,
         ahead: UpdateFuture | None = None,
         after: Sequence[IOFuture] = (),
@@ -431,15 +432,16 @@ class UpdatePipeline:
 
         Args:
             exp_avg, exp_avg_sq: may be left out when no segment's rule uses the moment.
-            whole: move all elements, not only those that segments touch: the states go to another place of the file.
+            whole: move all elements, not only those that segments touch: the states go to another place.
             arithmetic: False reads the states and writes them back as they are, to measure the traffic alone.
             tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
-            speculative: the job comes before the jobs that were not begun.
+            unit: that the job belongs to.
+            speculative: the job comes before the jobs whose units were not begun.
             ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
                 and its failure if it failed.
             after: the job is held until these are done (gradients on their way from the device), and queued then: a
-                speculative job comes before those not begun then. It fails as the first of them that fails. `ahead`
-                goes on reading meanwhile; it fails as canceled if the job fails while it is held.
+                speculative job comes before those whose units are not begun then. It fails as the first of them that
+                fails. `ahead` goes on reading meanwhile; it fails as canceled if the job fails while it is held.
 
         Raises:
             ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or
@@ -470,9 +472,9 @@ class UpdatePipeline:
         """Take back memory that was lent: start no more tiles there, and wait until none is there. Jobs that read
         ahead, and may have tiles there, must be taken over or withdrawn before. False when a device that was given up
         may use the memory for ever."""
-    def withdraw(self, updates: Sequence[UpdateFuture]) -> list[bool]:
-        """Take back each job that is held, reads ahead, or of which no tile was started: it fails as canceled. Returns
-        False for a job that was begun; it goes on."""
+    def withdraw(self, lists: Sequence[Sequence[UpdateFuture]]) -> list[bool]:
+        """Take back all jobs of each list, if each of them is held, reads ahead, or has no tile that was started: they
+        fail as canceled. Returns False for a list with a job that was begun or is done; then all of it goes on."""
     def cancel(self, update: UpdateFuture) -> None:
         """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
         started before."""

@@ -211,7 +211,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when room is wanted
         assert bounce.free_bytes + landed == bounce.nbytes
     lent = coordinator.updates.shadows.lent_bytes
-    assert resources.weights_ram.free_bytes + lent == plan.budgets.shadow_bytes
+    assert resources.resting.free_bytes + lent == plan.budgets.shadow_bytes
     assert coordinator.updates.shadows.free_bytes + lent == plan.budgets.shadow_bytes
     if resources.landing is not None:
         assert resources.landing.space.free_bytes == resources.landing.space.nbytes

@@ -53,6 +53,7 @@ class Job:
         self.item = {name: self._item(name, given) for name in self.streams}
         self.future = UpdateFuture(clock)
         self.phase = phase
+        self.unit: int | None = given.get("unit")
         self.next = self.next_ahead = 0
         self.tiles = self.uncomputed = self.weight_writes = 0
         self.ahead: deque[Tile] = deque()
@@ -100,6 +101,7 @@ class Pipeline:
         self._held: dict[UpdateFuture, tuple[Job, UpdateFuture | None]] = {}
         self._jobs: deque[Job] = deque()
         self._in_memory: deque[Job] = deque()
+        self._begun_units: list[int | None] = [None, None]  # of the two, the unit that was begun last
         self._jobs_ahead: list[Job] = []
         self._reading: deque[Tile] = deque()
         self._tiles_ahead = 0
@@ -134,9 +136,13 @@ class Pipeline:
         if ahead is not None:
             self._take_over(ahead, job)
         queue = self._in_memory if job.in_memory else self._jobs
-        begun = bool(queue) and queue[0].phase == "begun"
-        queue.insert((1 if begun else 0) if speculative else len(queue), job)
+        queue.insert(self._place_of_next(queue) if speculative else len(queue), job)
         self._pump_soon()
+
+    def _place_of_next(self, queue: deque[Job]) -> int:
+        unit = self._begun_units[queue is self._in_memory]
+        behind = (at for at, job in enumerate(queue) if job.phase != "begun" and (unit is None or job.unit != unit))
+        return next(behind, len(queue))
 
     def read_ahead(self, **given: Any) -> UpdateFuture:
         job = Job(self._clock, given, "ahead")
@@ -144,8 +150,17 @@ class Pipeline:
         self._pump_soon()
         return job.future
 
-    def withdraw(self, futures: Sequence[UpdateFuture]) -> list[bool]:
-        return [self._withdraw(future) for future in futures]
+    def withdraw(self, lists: Sequence[Sequence[UpdateFuture]]) -> list[bool]:
+        return [self._withdraw_all(futures) for futures in lists]
+
+    def _withdraw_all(self, futures: Sequence[UpdateFuture]) -> bool:
+        queued = [job for queue in (self._jobs_ahead, self._jobs, self._in_memory) for job in queue]
+        untouched = {job.future for job in queued if job.phase in ("ahead", "queued")} | self._held.keys()
+        if not untouched.issuperset(futures):
+            return False
+        for future in futures:
+            self._withdraw(future)
+        return True
 
     def _withdraw(self, future: UpdateFuture) -> bool:
         if future in self._held:
@@ -216,6 +231,7 @@ class Pipeline:
     def _advance(self, queue: deque[Job]) -> int:
         """The first job's next tile is started. Returns its elements."""
         job = queue[0]
+        self._begun_units[queue is self._in_memory] = job.unit
         numel = min(self._tile_numel, job.numel - job.next)
         job.next += numel
         job.phase = "begun"
@@ -312,7 +328,9 @@ class Pipeline:
             self.adam_s += self._clock.now - began
             self._computed(tile)
 
-        takes = {"cores": machine.cores * seconds, "dram": tile.numel * ADAM_BYTES[job.moments]}
+        # What is brought is read from one place and written to another, which is read into the cache before.
+        brought = sum(job.item[name] for name, stream in job.streams.items() if stream.source and stream.memory)
+        takes = {"cores": machine.cores * seconds, "dram": tile.numel * (ADAM_BYTES[job.moments] + brought)}
         self._fluid.start(Activity(1.0, 1 / seconds, takes, weight=machine.cores), computed)
 
     def _computed(self, tile: Tile) -> None:

@@ -114,7 +114,7 @@ class Rooms:
         self.resources = open_resources(plan, self.disk, pool, self.pipeline, self.gpu)
         sizes = [units[index].weight_bytes for index in sorted(plan.placement.weights.in_ram)]
         native: Any = self.pipeline
-        self.shadows = Shadows(self.resources.weights_ram, native, plan.budgets.shadow_bytes, sizes)
+        self.shadows = Shadows(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
         self.health = Health()
         gradients = [UnitGradients(unit, open_gradients(unit, self.resources)) for unit in units]
         self.gradients = Gradients(gradients, self.resources.landing)

@@ -121,8 +121,8 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
                                  const std::string& master, const std::string& moments, const std::string& grad_dtype,
                                  std::vector<Segment> segments, bool whole, bool arithmetic, const PyStream& weight,
                                  const PyStream* residual, const PyStream* exp_avg, const PyStream* exp_avg_sq,
-                                 const py::object& grad, std::uint64_t tag, bool speculative, const PyUpdate* ahead,
-                                 const std::vector<const PyFuture*>& after) {
+                                 const py::object& grad, std::uint64_t tag, std::optional<std::uint64_t> unit,
+                                 bool speculative, const PyUpdate* ahead, const std::vector<const PyFuture*>& after) {
   require_countable(numel);
   UpdateJob job;
   job.format = {dtype_from(weight_dtype), master_from(master), dtype_from(grad_dtype), moments_from(moments)};
@@ -131,6 +131,7 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   job.whole = whole;
   job.arithmetic = arithmetic;
   job.tag = tag;
+  job.unit = unit;
   job.not_finite = std::make_shared<std::atomic<bool>>(false);
   std::vector<Memory> kept;
   const auto take = [&](const PyStream* stream, std::uint64_t nbytes, const char* name) {
@@ -149,15 +150,16 @@ std::unique_ptr<PyUpdate> submit(const PyPipeline& self, std::uint64_t numel, co
   const PyStream gradients = gradient_stream(grad, numel * itemsize(job.format.grad), itemsize(job.format.grad));
   kept.push_back(gradients.memory);
   job.grad = gradients.stream;
-  Memory none;
-  std::vector<std::pair<const char*, const Memory*>> used = {
-      {"weight", &weight.memory},
-      {"the weight's source", &weight.source},
-      {"residual", rest > 0 ? &residual->memory : &none},
-      {"exp_avg", exp_avg != nullptr ? &exp_avg->memory : &none},
-      {"exp_avg_sq", exp_avg_sq != nullptr ? &exp_avg_sq->memory : &none},
-      {"grad", &gradients.memory},
-      {"staging", &self.staging}};
+  std::vector<std::pair<const char*, const Memory*>> used = {{"grad", &gradients.memory}, {"staging", &self.staging}};
+  const auto use = [&](const PyStream* stream, const char* name, const char* source) {
+    if (stream == nullptr) return;
+    used.emplace_back(name, &stream->memory);
+    used.emplace_back(source, &stream->source);
+  };
+  use(&weight, "weight", "the weight's source");
+  use(rest > 0 ? residual : nullptr, "residual", "the residual's source");
+  use(exp_avg, "exp_avg", "exp_avg's source");
+  use(exp_avg_sq, "exp_avg_sq", "exp_avg_sq's source");
   for (const auto& [at, memory] : self.lent) used.emplace_back("lent staging", &memory);
   require_apart(used);
   auto not_finite = job.not_finite;
@@ -234,8 +236,9 @@ void bind_update(py::module_& module) {
       .def("submit", &submit, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("grad_dtype"), py::arg("segments"), py::arg("whole") = false,
            py::arg("arithmetic") = true, py::arg("weight"), py::arg("residual") = nullptr, py::arg("exp_avg") = nullptr,
-           py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0, py::arg("speculative") = false,
-           py::arg("ahead") = nullptr, py::arg("after") = std::vector<const PyFuture*>{})
+           py::arg("exp_avg_sq") = nullptr, py::arg("grad"), py::arg("tag") = 0, py::arg("unit") = py::none(),
+           py::arg("speculative") = false, py::arg("ahead") = nullptr,
+           py::arg("after") = std::vector<const PyFuture*>{})
       .def("read_ahead", &read_ahead, py::kw_only(), py::arg("numel"), py::arg("weight_dtype"), py::arg("master"),
            py::arg("moments") = "fp32", py::arg("weight") = nullptr, py::arg("residual") = nullptr,
            py::arg("exp_avg") = nullptr, py::arg("exp_avg_sq") = nullptr, py::arg("tag") = 0)
@@ -247,11 +250,12 @@ void bind_update(py::module_& module) {
       .def("reclaim", &reclaim, py::arg("memory"))
       .def(
           "withdraw",
-          [](const PyPipeline& self, const std::vector<const PyUpdate*>& updates) {
-            const std::vector<Future> jobs = futures_of({updates.begin(), updates.end()});
+          [](const PyPipeline& self, const std::vector<std::vector<const PyUpdate*>>& lists) {
+            std::vector<std::vector<Future>> jobs;
+            for (const auto& updates : lists) jobs.push_back(futures_of({updates.begin(), updates.end()}));
             return without_gil(self, [&](UpdatePipeline& pipeline) { return pipeline.withdraw(jobs); });
           },
-          py::arg("updates"))
+          py::arg("lists"))
       .def(
           "cancel",
           [](const PyPipeline& self, const PyUpdate& update) {

@@ -38,8 +38,15 @@ Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
 void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead) {
   if (ahead != nullptr && !abandoned_) take_over_ahead(ahead, job);
   Queue& queue = job->in_memory() ? in_memory_ : jobs_;
-  const bool front_begun = !queue.empty() && queue.front()->phase == JobPhase::begun;  // no other one can be
-  queue.insert(speculative ? queue.begin() + (front_begun ? 1 : 0) : queue.end(), std::move(job));
+  queue.insert(speculative ? place_of_next(queue) : queue.end(), std::move(job));
+}
+
+// Behind the job that was begun, and the others of its unit: else they would wait for all units that come later.
+Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
+  const auto& unit = begun_unit(queue);
+  return std::find_if(queue.begin(), queue.end(), [&](const auto& job) {
+    return job->phase != JobPhase::begun && !(unit && job->given.unit == unit);
+  });
 }
 
 // The job that reads ahead, checked: `by` may take it over, and no job that is held will.
@@ -110,6 +117,23 @@ Driver::Held Driver::take_held(const Future& future) {
   return held;
 }
 
+bool Driver::may_withdraw(const Future& future) {
+  if (std::any_of(held_.begin(), held_.end(), [&](const Held& held) { return held.job->future == future; })) {
+    return true;
+  }
+  const auto all = queues();
+  return std::any_of(all.begin(), all.end(), [&](Queue* queue) {
+    const auto found = find(*queue, future);
+    return found != queue->end() && is_untouched(**found);
+  });
+}
+
+bool Driver::withdraw_all(const std::vector<Future>& jobs) {
+  if (!std::all_of(jobs.begin(), jobs.end(), [&](const Future& job) { return may_withdraw(job); })) return false;
+  for (const Future& job : jobs) withdraw(job);
+  return true;
+}
+
 bool Driver::withdraw(const Future& future) {
   if (const Held held = take_held(future); held.job != nullptr) {
     drop_held(held, canceled("the update was taken back"));
@@ -119,7 +143,7 @@ bool Driver::withdraw(const Future& future) {
     const auto found = find(*queue, future);
     if (found == queue->end()) continue;
     const auto job = *found;
-    const bool untouched = job->phase == JobPhase::ahead || job->phase == JobPhase::queued;
+    const bool untouched = is_untouched(*job);
     if (untouched || queue == &jobs_ahead_) queue->erase(found);  // one that failed is over anyway
     if (!untouched) return false;
     if (!job->failure) job->failure = canceled("the update was taken back");
@@ -170,6 +194,7 @@ void Driver::wait() {
 // The tile of the first job that ends at `end` is started or passed over.
 void Driver::advance(Queue& queue, std::uint64_t end) {
   const auto job = queue.front();
+  begun_unit(queue) = job->given.unit;
   job->next = end;
   if (end == job->given.numel) {
     queue.pop_front();

@@ -39,7 +39,7 @@ class Driver {
   void submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead);
   void hold(const std::shared_ptr<Job>& job, bool speculative, const Future& ahead, const std::vector<Future>& after);
   void read_ahead(std::shared_ptr<Job> job) { jobs_ahead_.push_back(std::move(job)); }
-  bool withdraw(const Future& future);
+  bool withdraw_all(const std::vector<Future>& jobs);
   void cancel(const Future& future);
   [[nodiscard]] Staging& staging() { return staging_; }
   [[nodiscard]] UpdateCounters counters() const { return counters_; }
@@ -64,6 +64,13 @@ class Driver {
   };
 
   static Queue::iterator find(Queue& queue, const Future& future);
+  static bool is_untouched(const Job& job) { return job.phase == JobPhase::ahead || job.phase == JobPhase::queued; }
+  [[nodiscard]] Queue::iterator place_of_next(Queue& queue);
+  [[nodiscard]] bool may_withdraw(const Future& future);
+  bool withdraw(const Future& future);
+  [[nodiscard]] std::optional<std::uint64_t>& begun_unit(const Queue& queue) {
+    return begun_units_[&queue == &in_memory_ ? 1 : 0];
+  }
   [[nodiscard]] std::array<Queue*, 3> queues() { return {&jobs_ahead_, &jobs_, &in_memory_}; }
   std::shared_ptr<Job> require_ahead(const Future& ahead, const Job& by);
   void take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by);
@@ -110,12 +117,13 @@ class Driver {
   TileLog log_;
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
-  std::vector<Held> held_;                      // in the order in which they were submitted
-  Queue jobs_;                                  // queued or begun, in the order in which they are done
-  Queue in_memory_;                             // the same of jobs in memory
-  Queue jobs_ahead_;                            // that read ahead: neither taken over nor withdrawn
-  std::deque<std::shared_ptr<Tile>> reading_;   // in order; the front is the next to compute
-  std::array<unsigned, kTilePhases> counts_{};  // tiles in each phase
+  std::vector<Held> held_;                                     // in the order in which they were submitted
+  Queue jobs_;                                                 // queued or begun, in the order in which they are done
+  Queue in_memory_;                                            // the same of jobs in memory
+  std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // of each of the two, the unit that was begun last
+  Queue jobs_ahead_;                                           // that read ahead: neither taken over nor withdrawn
+  std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the front is the next to compute
+  std::array<unsigned, kTilePhases> counts_{};                 // tiles in each phase
   bool stopping_ = false;
   std::optional<Failure> abandoned_;  // the timeout that ended the pipeline
   UpdateCounters counters_;

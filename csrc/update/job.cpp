@@ -18,9 +18,10 @@ void check_stream(const StateStream& stream, const char* name) {
   }
 }
 
-// A moment that no rule uses may be left out, and is not moved. Without arithmetic what is given is moved.
+// A moment that no rule uses may be left out, and is not moved, unless it goes to another place of memory. Without
+// arithmetic what is given is moved.
 const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
-  if (!(arithmetic ? used : stream.given())) return nullptr;
+  if (!(arithmetic ? used || stream.source != nullptr : stream.given())) return nullptr;
   check_stream(stream, name);
   return &stream;
 }
@@ -105,9 +106,7 @@ std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size
   };
   check_stream(kept.weight, "weight");
   check_stream(kept.grad, "grad");
-  require(kept.residual.source == nullptr && kept.exp_avg.source == nullptr && kept.exp_avg_sq.source == nullptr &&
-              kept.grad.source == nullptr,
-          "only weights have a source");
+  require(kept.grad.source == nullptr, "gradients are only read, and have no source");
   job->streams[State::weight] = &kept.weight;
   job->streams[State::grad] = &kept.grad;
   if (residual_itemsize(kept.format.master) > 0) {

@@ -96,12 +96,36 @@ std::vector<Sums> sums_of(const std::vector<Span>& spans) {
   return result;
 }
 
-// Copies the weights of a piece whose new values go to another place of memory.
+// Copies bytes [begin, end) of the tile's part of a state whose new values go to another place than the current ones.
+void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
+  const std::byte* source = tile.job->streams[state]->source + tile.job->bytes(state, tile.first);
+  std::memcpy(tile.memory[state] + begin, source + begin, end - begin);
+}
+
+// The states that are brought.
+std::vector<State> brought_states(const Job& job) {
+  std::vector<State> result;
+  std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result),
+               [&](State state) { return job.streams[state] != nullptr && job.streams[state]->source != nullptr; });
+  return result;
+}
+
 void bring_piece(const Tile& tile, std::size_t begin, std::size_t end) {
-  const std::byte* source = tile.job->given.weight.source;
-  if (source == nullptr) return;
-  const auto [from, to] = tile.job->piece(State::weight, begin, end);
-  std::memcpy(tile.memory[State::weight] + from, source + tile.job->bytes(State::weight, tile.first) + from, to - from);
+  for (const State state : brought_states(*tile.job)) {
+    const auto [from, to] = tile.job->piece(state, begin, end);
+    bring(tile, state, from, to);
+  }
+}
+
+// An update of a piece changes some of the scales of its chunk only, so each page of them is brought before all pieces.
+void bring_scales(const Tile& tile) {
+  for (const State state : brought_states(*tile.job)) {
+    if (!tile.job->int8(state)) continue;
+    for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
+      const std::size_t from = at / kChunkNumel * kChunkBytes;
+      bring(tile, state, from, from + kScalesBytes);
+    }
+  }
 }
 
 void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa) {
@@ -164,8 +188,9 @@ IoRequest Tile::request(OpKind kind, State state) const {
 }
 
 std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa, const std::function<void()>& between) {
-  // The pages of scales belong to no piece: they are checked before and taken after.
+  // The pages of scales belong to no piece: they are checked and brought before, and taken after.
   if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
+  bring_scales(tile);
   const std::size_t task = task_numel();
   const std::size_t tasks = (tile.numel + task - 1) / task;
   std::vector<std::optional<Failure>> damage(tasks);

@@ -106,11 +106,11 @@ bool UpdatePipeline::reclaim(std::byte* memory) {
   return impl_->ask([&] { return impl_->driver.staging().reclaim(memory); }).get();
 }
 
-std::vector<bool> UpdatePipeline::withdraw(const std::vector<Future>& jobs) {
-  if (jobs.empty()) return {};
+std::vector<bool> UpdatePipeline::withdraw(const std::vector<std::vector<Future>>& lists) {
+  if (lists.empty()) return {};
   return impl_->ask([&] {
     std::vector<bool> taken_back;
-    for (const Future& job : jobs) taken_back.push_back(impl_->driver.withdraw(job));
+    for (const std::vector<Future>& jobs : lists) taken_back.push_back(impl_->driver.withdraw_all(jobs));
     return taken_back;
   });
 }

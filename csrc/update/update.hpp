@@ -26,7 +26,8 @@ namespace infinity {
 // be the same place. Memory and offsets are 4 KiB-aligned where there is a file, with room for the last tile rounded up
 // to 4 KiB.
 //
-// New weights may go to another place of memory than the current ones, which `source` holds and which are not changed.
+// New values may go to another place than the current ones, which `source` holds in memory and which are not changed.
+// Each element of a tile that is moved is brought from there; see UpdateJob::whole.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
@@ -51,6 +52,7 @@ struct UpdateJob {
   bool arithmetic = true;  // false: the states are read and written back as they are (to measure the traffic alone)
   std::shared_ptr<std::atomic<bool>> not_finite = nullptr;  // set when a new weight or moment is not finite
   std::uint64_t tag = 0;  // the caller's own number, for the trace of the job's tiles and transfers
+  std::optional<std::uint64_t> unit = std::nullopt;  // speculative jobs come before a unit's jobs, or after all of them
 };
 
 // The result of a job, and two milestones on the way to it.
@@ -92,12 +94,13 @@ struct UpdateCounters {
   std::uint64_t write_wait_ns = 0;  // the driver was idle: nothing was being read, but something was being written
 };
 
-// Jobs are done in the order in which they are submitted, except that a speculative job is the next. A job that reads
-// and writes no file is not in that order: such jobs are done, in the same order among themselves, while the others
-// have nothing to compute. The first tiles of a job are read while the last tiles of the job before it are written, so
-// the pipe does not drain between units. One thread, the driver, keeps reads going as far as the staging reaches, runs
-// Adam on the oldest tile that is read, and starts its writes (see driver.hpp). A tile is neither read nor written when
-// each of its elements is skipped or in no segment, unless the job is moved as a whole.
+// Jobs are done in the order in which they are submitted, except that a speculative job is the next, after the other
+// jobs of a unit that was begun. A job that reads and writes no file is not in that order: such jobs are done, in the
+// same order among themselves, while the others have nothing to compute. The first tiles of a job are read while the
+// last tiles of the job before it are written, so the pipe does not drain between units. One thread, the driver, keeps
+// reads going as far as the staging reaches, runs Adam on the oldest tile that is read, and starts its writes (see
+// driver.hpp). A tile is neither read nor written when each of its elements is skipped or in no segment, unless the job
+// is moved as a whole.
 //
 // A job that fails starts no more tiles; its future fails once nothing of the job is in flight. Its states are then
 // partly new, partly old. Of a tile with a damaged page nothing new reaches the file, but what is kept in memory may be
@@ -126,9 +129,9 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // A speculative job comes before those that were not begun. With `ahead` it takes that job over, which is then done
-  // and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose tiles do
-  // not fit the staging.
+  // A speculative job comes before those whose units were not begun. With `ahead` it takes that job over, which is then
+  // done and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one whose
+  // tiles do not fit the staging.
   //
   // With `after` the job is held until these futures are done, and then submitted: a speculative job that was submitted
   // meanwhile comes after it. It fails as the first of them that fails. `ahead` goes on reading while the job is held,
@@ -148,9 +151,10 @@ class UpdatePipeline {
   // that read ahead and have tiles there are taken over or withdrawn. False when a device was given up that may
   // still use the memory: it must never be freed. Throws std::invalid_argument when the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Takes back each job that is held, reads ahead, or of which no tile was started: it fails with ECANCELED and has
-  // written nothing. Returns false for a job that was begun; it goes on.
-  std::vector<bool> withdraw(const std::vector<Future>& jobs);
+  // Takes back all jobs of each list, if each of them is held, reads ahead, or has no tile that was started: they fail
+  // with ECANCELED and have written nothing. Returns false for a list with a job that was begun or is done; then all of
+  // the list goes on.
+  std::vector<bool> withdraw(const std::vector<std::vector<Future>>& lists);
   // Starts no more tiles of a job. It fails with ECANCELED once nothing of it is in flight, unless all its tiles were
   // started before.
   void cancel(const Future& job);

@@ -132,4 +132,4 @@ class Parts(Lender):
 
 def _open_shadows(units: Sequence[Unit], resources: Resources) -> Shadows:
     sizes = [units[index].weight_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
-    return Shadows(resources.weights_ram, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)
+    return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

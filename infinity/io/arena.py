@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -37,13 +39,22 @@ class Lease:
     def release(self) -> None:
         self._space.give_back(self)
 
+    def split(self, sizes: Sequence[int]) -> list[Lease]:
+        """The lease as leases of these sizes, which lie one after the other; each is released by itself, instead of
+        this one. Each size is a multiple of 4 KiB, and together they are the lease's."""
+        if sum(sizes) != self.nbytes or any(nbytes % PAGE_BYTES for nbytes in sizes):
+            raise AssertionError(f"a lease of {self.nbytes} bytes cannot be split into {list(sizes)}")
+        ends = itertools.accumulate(sizes, initial=self.offset)
+        return [Lease(self._space, begin, nbytes) for begin, nbytes in zip(ends, sizes, strict=False)]
+
     def space(self) -> Space:
         """A space of the lease's bytes, to cut it into leases in turn."""
         return Space(self._space.memory, self.offset, self.nbytes)
 
 
 class Space:
-    """Bytes [offset, offset + nbytes) of the arena, cut first-fit into leases; free neighbours merge.
+    """Bytes [offset, offset + nbytes) of the arena, cut into leases, first-fit where nothing else is asked for; free
+    neighbours merge.
 
     Invariant: leases never overlap.
 
@@ -63,16 +74,17 @@ class Space:
             raise AssertionError("the memory of a device has no view in host memory")
         return self._native
 
-    def try_lease(self, nbytes: int, *, from_top: bool = False) -> Lease | None:
+    def try_lease(self, nbytes: int, *, from_top: bool = False, tightest: bool = False) -> Lease | None:
         """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
 
         Args:
             from_top: take it from the high end, so that long and short leases do not break up each other's space.
+            tightest: take it from the shortest piece that is long enough, so that long pieces stay.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
             indices = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
-            for index in indices:
+            for index in sorted(indices, key=lambda at: self._free[at][1]) if tightest else indices:
                 offset, size = self._free[index]
                 if size < nbytes:
                     continue

@@ -64,8 +64,8 @@ class Budgets:
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
         landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
-        shadow_bytes: host memory for the new weights of updates that speculate, where weights rest in RAM; lent to the
-            staging while none speculates.
+        shadow_bytes: host memory for the new values of updates that speculate, where weights or states rest in RAM;
+            lent to the staging while none speculates.
     """
 
     limits: Limits

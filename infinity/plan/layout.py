@@ -107,7 +107,7 @@ class ArenaBytes:
 
     Attributes:
         weights, states, gradients: of those that rest in RAM; `states` are the optimizer's.
-        shadows: for the new weights of updates that speculate.
+        shadows: for the new weights and states of updates that speculate.
         landing: for the window that gradients land in.
         staging: for the update's tiles, those that are read ahead included.
         transfers: not leased for good: weights are fetched into it, or read into it on their way to the device.
@@ -128,14 +128,14 @@ class ArenaBytes:
     exchange: int
 
     @property
-    def weights_and_shadows(self) -> int:
-        """They share one lease: when an update is applied, its shadow becomes the home of the weights."""
-        return self.weights + self.shadows
+    def homes_and_shadows(self) -> int:
+        """They share one lease: when an update is applied, its shadow becomes the home of what was updated."""
+        return self.weights + self.states + self.shadows
 
     @property
     def nbytes(self) -> int:
         """Exact size of the one pinned allocation."""
-        resting = self.weights_and_shadows + self.states + self.gradients
+        resting = self.homes_and_shadows + self.gradients
         return resting + self.landing + self.staging + self.transfers + self.bounce + self.copies + self.exchange
 
 

@@ -203,5 +203,5 @@ def _updates(placement: Placement, budgets: Budgets) -> str:
     if budgets.staging.ahead_bytes:
         text += f", {format_bytes(budgets.staging.ahead_bytes)} to read states ahead"
     if budgets.shadow_bytes:
-        text += f", {format_bytes(budgets.shadow_bytes)} for that or for new weights"
+        text += f", {format_bytes(budgets.shadow_bytes)} for that or for new values"
     return f"{text}; {updates.reason}" if updates.reason else text

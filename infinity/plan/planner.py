@@ -26,7 +26,7 @@ from infinity.plan.placement import (
 )
 from infinity.plan.plan import Plan, forecast
 from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count
-from infinity.plan.speculation import ahead_bytes, reserve, shadow_wanted
+from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted
 from infinity.plan.traffic import Traffic, traffic
 from infinity.sizes import exact_bytes, format_bytes
 from infinity.state.discover import HookSite
@@ -132,6 +132,8 @@ def _plan(
     host_bytes += reserved.host_bytes + copies
     room = problem.limits.host - host_bytes
     ahead = ahead_bytes(problem, placed, staging.tile_bytes, room, reserved.shadow_bytes)
+    reserved, before = reserve_in_ram(problem, placed, gradients, reserved, room - ahead), reserved
+    host_bytes += reserved.host_bytes - before.host_bytes
     placement = Placement(
         weights=placed.weights,
         optimizer=placed.optimizer,

@@ -1,13 +1,20 @@
-"""What updates need to speculate: of states on NVMe a second copy, of weights in RAM a shadow for the new values. And
-the memory to read ahead for updates that do not speculate.
+"""What updates need to speculate: of states on NVMe a second copy, of what rests in RAM a shadow for the new values.
+And the memory to read ahead for updates that do not speculate.
 
 Where every step makes a generation, each state has a second copy anyway. Where generations are not kept, second copies
 are reserved as far as the disks reach, those of the model's last units first: their gradients come first.
+
+[Note: speculation in RAM]
+An update whose states rest in RAM has no transfers to hide: it hides its own computing behind the backward pass, at the
+cost of memory for all that it changes. That is worth it where another processor computes the backward pass. Where the
+model computes in host memory the two share the cores, so such updates speculate there only if the config asks for
+during_backward. Their shadows get what nothing else wants: states on NVMe, which have more to gain, are never pushed
+out of RAM by them. The last units of the model come first here, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.plan.disk import room_bytes
 from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
@@ -23,7 +30,7 @@ class Reserved:
     """What is reserved for updates that speculate.
 
     Attributes:
-        shadow_bytes: host memory for new weights.
+        shadow_bytes: host memory for new weights, and new states of units whose states rest in RAM.
         host_bytes: host memory for all this: the shadows, and the checksums of second copies.
     """
 
@@ -66,13 +73,60 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
 
 
+def reserve_in_ram(
+    problem: Problem, placed: Placed, gradients: GradientPlacement, before: Reserved, room: int
+) -> Reserved:
+    """Reserve what updates of units whose states rest in RAM need to speculate ([Note: speculation in RAM]).
+
+    Args:
+        before: what is reserved already.
+        room: bytes of host memory that nothing else wants.
+    """
+    config = problem.config
+    wanted = config.overlap == "during_backward" or (config.overlap == "auto" and not problem.limits.in_place)
+    resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
+    resting = [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
+    if not wanted or not resting:
+        return before
+    copies = {unit.index: 0 if problem.commit_every else _copy_bytes(unit, placed) for unit in resting}
+    shadows = {unit.index: _shadow_bytes(unit, placed) for unit in resting}
+    costs = [(index, shadows[index] + problem.checksum_bytes(copies[index])) for index in shadows]
+    fits = as_far_as(costs, room)
+    missing = {index: copies[index] for index in shadows if index in fits and copies[index]}
+    spare = as_far_as(missing.items(), _reach(problem, _swap_bytes(problem, placed, gradients, before), room))
+    able = fits - missing.keys() | spare
+    reason = before.updates.reason if _moved(problem, placed) else ""
+    if len(fits) < len(resting):
+        reason = f"speculative updates of all units would need {format_bytes(sum(shadows.values()) - room)} more of RAM"
+    elif len(able) < len(resting):
+        reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
+    if not able:
+        return replace(before, updates=replace(before.updates, reason=reason))
+    shadow = sum(shadows[index] for index in able)
+    host = shadow + problem.checksum_bytes(sum(copies[index] for index in able))
+    updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, in_ram=True)
+    return Reserved(updates, before.shadow_bytes + shadow, before.host_bytes + host)
+
+
 def _none(reason: str) -> Reserved:
     return Reserved(UpdateTiming("before_forward", reason))
 
 
 def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
     """Of a second copy of what the update of a unit changes in the swap file."""
-    return unit.state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
+    state = 0 if unit.index in placed.optimizer.in_ram else unit.state
+    return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
+
+
+def _shadow_bytes(unit: UnitBytes, placed: Placed) -> int:
+    """Of the shadow of a unit whose states rest in RAM."""
+    return unit.state + (unit.weight if unit.index in placed.weights.in_ram else 0)
+
+
+def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, reserved: Reserved) -> int:
+    """Of the swap file, with the second copies that are reserved."""
+    spare = sum(_copy_bytes(unit, placed) for unit in problem.units if unit.index in reserved.updates.spare_units)
+    return problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
 
 
 def _reach(problem: Problem, swap_bytes: int, room: int) -> int:

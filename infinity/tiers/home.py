@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from infinity import _native
@@ -55,9 +55,12 @@ class Home:
         self.stored().turn_to(copy)
         self.dirty = False
 
-    def move(self, lease: Lease) -> None:
-        """The state rests in other memory from now on."""
-        self.lease = lease
+    def move(self, lease: Lease) -> Lease:
+        """The state rests in other memory from now on. Returns the lease of before."""
+        if self.lease is None:
+            raise AssertionError("a state that lives in the store has no memory")
+        before, self.lease = self.lease, lease
+        return before
 
 
 @dataclass(eq=False)
@@ -95,6 +98,15 @@ class GroupStates:
     gradient: Lease | None
     spilled: Extent | None
 
+    def updated(self, moments: Collection[str] | None) -> tuple[Home | None, Home | None, Home | None]:
+        """Residual, exp_avg and exp_avg_sq: those that there are and that an update changes.
+
+        Args:
+            moments: that the optimizer uses; None: all.
+        """
+        uses = [moments is None or name in moments for name in ("exp_avg", "exp_avg_sq")]
+        return self.residual, self.exp_avg if uses[0] else None, self.exp_avg_sq if uses[1] else None
+
     def homes(self) -> list[Home]:
         return [home for home in (self.residual, self.exp_avg, self.exp_avg_sq) if home is not None]
 
@@ -115,7 +127,11 @@ class UnitHomes:
         for states in self.states.values():
             yield from states.homes()
 
+    def all_states(self) -> list[Home]:
+        """The homes of the optimizer states."""
+        return [home for states in self.states.values() for home in states.homes()]
+
     def states_in_store(self) -> list[Home]:
         """The homes of the optimizer states; none where any of them is in RAM."""
-        homes = [home for states in self.states.values() for home in states.homes()]
+        homes = self.all_states()
         return [] if any(home.in_memory for home in homes) else homes

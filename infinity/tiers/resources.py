@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -28,6 +28,8 @@ from infinity.tiers.idle import IdleClock
 from infinity.tiers.window import LandingWindow
 
 logger = logging.getLogger(__name__)
+
+_STATES = ("residual", "exp_avg", "exp_avg_sq")
 
 
 class Resources:
@@ -71,7 +73,7 @@ class Resources:
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
             # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
             # the memory for fetched weights must not be broken up.
-            self.weights_ram = self.arena.lease(arena.weights_and_shadows, "weights in RAM").space()
+            self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
@@ -141,12 +143,12 @@ class Resources:
     def _register(self) -> None:
         """Have the kernel keep the memory at hand that transfers use: the tiles, and what is left for weights.
 
-        What never moves (states and gradients in RAM) is not registered: that would make all of it resident at once.
+        What rests in RAM is not registered: that would make all of it resident at once.
         """
         if self.store is None:
             return
         landing = [] if self.landing is None else self.landing.space.free_views()
-        for view in [*self.arena.free_views(), *landing, self.staging.view(), *self.weights_ram.free_views()]:
+        for view in [*self.arena.free_views(), *landing, self.staging.view(), *self.resting.free_views()]:
             refused = self.engine.register_memory(view)
             if refused:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
@@ -166,13 +168,21 @@ class Resources:
         )
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
+        weights = self._open_weights(layout)
+        # In this order the weights, the residuals and a moment are one piece of memory, which comes free as a whole
+        # when the homes move: also where an optimizer does not change the other moment.
+        leases = {
+            (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.unit.name}'")
+            for name in _STATES
+            for index, group in enumerate(layout.groups)
+            if name in group.states and group.states[name].lease_bytes
+        }
         trained = [index for index, group in enumerate(layout.groups) if group.states]
-        states = {index: self._open_states(layout, index) for index in trained}
-        return UnitHomes(self._open_weights(layout), states)
+        return UnitHomes(weights, {index: self._open_states(layout, index, leases) for index in trained})
 
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
         unit, nbytes = layout.unit, layout.weight_lease_bytes
-        lease = self.weights_ram.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
+        lease = self.resting.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
         groups = tuple(
             Home(
                 lease,
@@ -185,22 +195,20 @@ class Resources:
         )
         return WeightsHome(lease, groups, unit.weight_bytes)
 
-    def _open_states(self, layout: UnitLayout, index: int) -> GroupStates:
+    def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
         unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]
-
-        def leased(state: str, place: StateLayout) -> Lease | None:
-            return self.arena.lease(place.lease_bytes, f"{state} of '{unit.name}'") if place.lease_bytes else None
 
         def home(state: str) -> Home | None:
             place = group.states.get(state)
             if place is None:
                 return None
-            return Home(leased(state, place), 0, place.nbytes, _extent(unit, index, state, place))
+            return Home(leases.get((state, index)), 0, place.nbytes, _extent(unit, index, state, place))
 
+        nbytes = gradient.lease_bytes
         return GroupStates(
             master=group.master,
             moments=group.group.moments,
-            gradient=leased("gradients", gradient),
+            gradient=self.arena.lease(nbytes, f"gradients of '{unit.name}'") if nbytes else None,
             residual=home("residual"),
             exp_avg=home("exp_avg"),
             exp_avg_sq=home("exp_avg_sq"),

@@ -322,7 +322,7 @@ class Room:
             return
         if update is None:
             return
-        moves = update.place.shadow is not None
+        moves = update.place.moves_home
         if moves and self._is_viewed(slot):
             update.keep_memory()
         if moves or not slot.at_home:

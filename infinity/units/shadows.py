@@ -1,23 +1,53 @@
-"""Host memory for the new weights of speculative updates, where weights rest in RAM.
+"""Host memory for the new values of speculative updates, where weights or optimizer states rest in RAM.
 
 While updates do not speculate this memory is lent to the update's staging, which reads states ahead with it.
+
+[Note: homes and shadows trade places]
+A shadow is one piece of memory for all that an update changes of a unit in RAM. When the update is applied the
+shadow's parts become homes, and the homes of before are free: one piece again, because the homes of a unit lie side by
+side. Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. It goes there, and
+not into the longer piece that a head or an embedding left: a shadow takes the shortest piece that it fits. All the same
+units of other sizes, or an optimizer that changes only some of the states, can leave free memory in pieces that are too
+short. The unit whose shadow does not fit does not speculate then, and its update comes with the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
 from infinity.io.arena import Lease, Space
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.tiers.home import Home
+
+
+@dataclass(frozen=True)
+class Shadow:
+    """Other memory for what of a unit rests in RAM.
+
+    Attributes:
+        weights: for the new weights of all groups; None where they rest in the store.
+        states: for the new values of optimizer states, by their homes.
+    """
+
+    weights: Lease | None
+    states: Mapping[Home, Lease]
+
+    def leases(self) -> Iterator[Lease]:
+        if self.weights is not None:
+            yield self.weights
+        yield from self.states.values()
 
 
 class Shadows:
     """Invariant: `free_bytes`, the bytes in use by updates and `lent_bytes` add up to what the plan has for shadows.
 
     Args:
-        space: of the weights in RAM and their shadows. When an update is applied its shadow becomes the home of the
-            weights, and their home of before a shadow, so the two are one space.
+        space: of the homes in RAM and the shadows ([Note: homes and shadows trade places]).
         nbytes: of the shadows.
-        sizes: bytes of weights that shadows are needed for, in the order in which they are lent.
+        sizes: of the pieces that are lent, in their order: bytes of weights that shadows are needed for.
     """
 
     def __init__(self, space: Space, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
@@ -27,9 +57,22 @@ class Shadows:
         self._lent: list[Lease] = []
         self.free_bytes = nbytes
 
+    def try_shadow(self, weights_bytes: int, states: Sequence[Home]) -> Shadow | None:
+        """A shadow of these states in RAM, and of weights; None where there is no memory for it.
+
+        Args:
+            weights_bytes: 0 where the weights rest in the store.
+        """
+        sizes = [round_up(nbytes, PAGE_BYTES) for nbytes in (weights_bytes, *(home.nbytes for home in states))]
+        lease = self.try_lease(sum(sizes))
+        if lease is None:
+            return None
+        weights, *others = lease.split(sizes)
+        return Shadow(weights if weights_bytes else None, dict(zip(states, others, strict=True)))
+
     def try_lease(self, nbytes: int) -> Lease | None:
-        """Memory for new weights; None where there is none."""
-        lease = self._space.try_lease(nbytes) if nbytes <= self.free_bytes else None
+        """Memory for new values; None where there is none."""
+        lease = self._space.try_lease(nbytes, tightest=True) if nbytes <= self.free_bytes else None
         if lease is not None:
             self.free_bytes -= lease.nbytes
         return lease

@@ -18,7 +18,6 @@ from infinity import _native
 from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
-from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.state.released import ReleasedParameter
 from infinity.state.unit import Unit
@@ -27,7 +26,7 @@ from infinity.tiers.slots import Written
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.shadows import Shadows
+from infinity.units.shadows import Shadow, Shadows
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
 from infinity.units.weights import Weights
 
@@ -131,8 +130,9 @@ class OffloadedUnit:
         with interrupts_deferred():
             for transfer in update.transfers.values():
                 transfer.finish()
-            if update.viewed and update.place.shadow is not None:
-                self._shadows.give_back(update.place.shadow)
+            shadow = update.place.shadow
+            if update.viewed and shadow is not None and shadow.weights is not None:
+                self._shadows.give_back(shadow.weights)
             update.release_copy(now=True)
             update.to(UpdateState.FINISHED)
             self.update = None
@@ -146,7 +146,8 @@ class OffloadedUnit:
         update.to(UpdateState.UNDONE)
         self.update = None
         if update.place.shadow is not None:
-            self._shadows.give_back(update.place.shadow)
+            for lease in update.place.shadow.leases():
+                self._shadows.give_back(lease)
         update.release_copy(now=True)
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
@@ -156,16 +157,20 @@ class OffloadedUnit:
                     update.wait(milestone)
             wait_all(update.until(milestone))
 
-    def _take_over(self, update: UnitUpdate, shadow: Lease) -> None:
-        """The memory with the new weights is their home now; or what is viewed has them, too, and the shadow goes when
-        they are written."""
-        if update.viewed:
-            lease = self.homes.weights.lease
-            if lease is None:
-                raise AssertionError("weights in the store have no other memory")
-            lease.view()[:] = shadow.view()
+    def _take_over(self, update: UnitUpdate, shadow: Shadow) -> None:
+        """The memory with the new values is their home now. Weights that are viewed are copied home instead, and their
+        part of the shadow goes when they are written."""
+        for home, lease in shadow.states.items():
+            self._shadows.give_back(home.move(lease))
+        weights = self.homes.weights
+        if shadow.weights is None:
             return
-        self._shadows.give_back(self.homes.weights.move(shadow))
+        if not update.viewed:
+            self._shadows.give_back(weights.move(shadow.weights))
+        elif weights.lease is None:
+            raise AssertionError("weights in the store have no other memory")
+        else:
+            weights.lease.view()[:] = shadow.weights.view()
 
     def weights_under_way(self) -> Written:
         """New weights of a decided update that are on their way to the store."""

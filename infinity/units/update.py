@@ -9,8 +9,8 @@
     backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
 
 A speculative update expects that the step will neither clip nor skip, with the hyperparameters of now. It reads what is
-current and writes beside it: to a copy of the extent that no generation names, and for weights in RAM to other memory.
-So it may be undone at any time, and whoever looks meanwhile sees the weights of before.
+current and writes beside it: to a copy of the extent that no generation names, and for what rests in RAM to other
+memory. So it may be undone at any time, and whoever looks meanwhile sees the values of before.
 
 A decided update may overwrite. Whoever wants the unit waits for this unit alone. If its new weights go to memory, that
 wait ends when they are computed: the update is applied, while what goes to the store may still be on its way there.
@@ -39,28 +39,34 @@ from infinity.tiers.home import Home, UnitHomes, WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Written
 from infinity.units.gradients import GroupGradients
+from infinity.units.shadows import Shadow
 
 
 @dataclass(frozen=True)
 class WeightsPlace:
-    """Where a unit's weights are beside their home, and where new ones are to go.
+    """Where a unit's weights are beside their home, and where new values are to go.
 
     Attributes:
         slot: the memory they were fetched to, where the update may use it; else None.
         speculative: what is current must stay as it is.
-        shadow: host memory for the new ones of a unit that lives in RAM, where what is current must stay.
-        copy: of what is current, in host memory of the update's own, for a unit that lives in the store.
+        shadow: for the new values of what rests in RAM, weights and states, where what is current must stay.
+        copy: of what is current, in host memory of the update's own, for weights that live in the store.
     """
 
     slot: Lease | None = None
     speculative: bool = False
-    shadow: Lease | None = None
+    shadow: Shadow | None = None
     copy: WeightsCopy | None = None
 
     @property
     def memory(self) -> Lease | None:
         """Host memory with the current weights, beside their home."""
         return self.slot if self.copy is None else self.copy.lease
+
+    @property
+    def moves_home(self) -> bool:
+        """Whether the weights will rest in other memory when the update is applied."""
+        return self.shadow is not None and self.shadow.weights is not None
 
     @property
     def on_their_way(self) -> list[_native.IOFuture]:
@@ -218,7 +224,7 @@ def submit_update(
     homes: UnitHomes,
     group_index: int,
     wanted: GroupUpdate,
-    gradients: GroupGradients,
+    gradients: Mapping[int, GroupGradients],
     weights: WeightsPlace,
     *,
     step: int,
@@ -226,31 +232,30 @@ def submit_update(
     ahead: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
     """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
-    speculative ones: the newest is the next. So what is left of them when the step is decided lies all over the model,
-    and the next forward meets it now and then instead of all at once. Groups that move nothing to or from the store
-    have an order of their own: they are computed while the others wait for the disk.
+    speculative ones: the newest is the next, once the unit that was begun is done. So what is left of them when the
+    step is decided lies all over the model, and the next forward meets it now and then instead of all at once. Groups
+    that move nothing to or from the store have an order of their own: they are computed while the others wait for the
+    disk.
 
     Args:
+        gradients: of all groups that are updated. Each waits for those of all: of a unit that had begun with a small
+            group while the gradients of another were on their way, the rest would come after all later units.
         step: the optimizer step, counted from 1.
         committed: the step becomes a generation, so what is in RAM is written, too.
         ahead: what `read_update_ahead` gave for this group; it is taken over.
     """
     group = unit.groups[group_index]
     states = homes.states[group_index]
-    streams = _Streams(resources, speculative=weights.speculative, committed=committed)
-    weight = streams.weight(homes.weights.groups[group_index], weights)
-    used = [
-        home if wanted.moments is None or name in wanted.moments else None
-        for name, home in (("exp_avg", states.exp_avg), ("exp_avg_sq", states.exp_avg_sq))
-    ]
-    residual, exp_avg, exp_avg_sq = (streams.of(home) for home in (states.residual, *used))
-    landings = gradients.on_their_way()
+    streams = _Streams(resources, weights, committed=committed)
+    weight = streams.weight(homes.weights.groups[group_index])
+    residual, exp_avg, exp_avg_sq = map(streams.of, states.updated(wanted.moments))
+    landings = [landing for each in gradients.values() for landing in each.on_their_way()]
     future = resources.pipeline.submit(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),
         master=states.master,
         moments=group.moments,
-        grad_dtype=native_name(gradients.dtype),
+        grad_dtype=native_name(gradients[group_index].dtype),
         segments=wanted.native_segments(),
         whole=streams.elsewhere,
         arithmetic=wanted.arithmetic,
@@ -258,8 +263,9 @@ def submit_update(
         residual=residual,
         exp_avg=exp_avg,
         exp_avg_sq=exp_avg_sq,
-        grad=gradients.stream(),
+        grad=gradients[group_index].stream(),
         tag=JobTag(step, unit.index, group_index).pack(),
+        unit=unit.index,
         speculative=weights.speculative,
         ahead=ahead,
         after=[*landings, *weights.on_their_way],
@@ -325,9 +331,9 @@ class _Streams:
     step is committed.
     """
 
-    def __init__(self, resources: Resources, *, speculative: bool, committed: bool) -> None:
+    def __init__(self, resources: Resources, place: WeightsPlace, *, committed: bool) -> None:
         self._resources = resources
-        self._speculative = speculative
+        self._place = place
         self._committed = committed
         self.moves: list[tuple[Home, int | None]] = []
         self.elsewhere = False  # something is written to another place than it was read from
@@ -344,21 +350,26 @@ class _Streams:
         """
         if home is None:
             return None
-        if home.in_memory:
-            if self._speculative:
-                raise AssertionError("a speculative update of a state in RAM would overwrite it")
-            memory = home.view()
-        return self._stream(home, memory, None)
+        if not home.in_memory:
+            return self._stream(home, memory, None)
+        if not self._place.speculative:
+            return self._stream(home, home.view(), None)
+        shadow = self._place.shadow
+        return self._beside(home, None if shadow is None else shadow.states.get(home))
 
-    def weight(self, home: Home, place: WeightsPlace) -> _native.StateStream:
+    def weight(self, home: Home) -> _native.StateStream:
+        place = self._place
         slot = None if place.memory is None else place.memory.view(home.start, home.nbytes)
         if not place.speculative:
             return self.of(home, slot)
         if not home.in_memory:
             return self._stream(home, None, slot)
-        if place.shadow is None:
-            raise AssertionError("a speculative update of weights in RAM needs other memory")
-        return self._stream(home, place.shadow.view(home.start, home.nbytes), home.view())
+        return self._beside(home, None if place.shadow is None else place.shadow.weights)
+
+    def _beside(self, home: Home, shadow: Lease | None) -> _native.StateStream:
+        if shadow is None:
+            raise AssertionError("a speculative update of what rests in RAM would overwrite it")
+        return self._stream(home, shadow.view(home.start, home.nbytes), home.view())
 
     def _stream(self, home: Home, memory: _native.Buffer | None, source: _native.Buffer | None) -> _native.StateStream:
         self.elsewhere |= source is not None
@@ -366,7 +377,7 @@ class _Streams:
             self.moves.append((home, None))
             return _native.StateStream(memory=memory, source=source)
         extent = home.stored()
-        copy = self._resources.spare_copy(extent) if self._speculative else self._resources.destination(extent)
+        copy = self._resources.spare_copy(extent) if self._place.speculative else self._resources.destination(extent)
         if copy is None:
             raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
         self.moves.append((home, copy))

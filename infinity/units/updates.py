@@ -9,6 +9,7 @@ from dataclasses import replace
 from infinity.base.interrupt import interrupts_deferred
 from infinity.errors import SwapIOError
 from infinity.tiers.downloads import WeightsCopy
+from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.read_ahead import ReadAhead
 from infinity.units.shadows import Shadows
@@ -25,7 +26,7 @@ class Updates:
     is decided come first. Those that read slots are among `_readers`, and those with a copy of weights among `_copied`.
 
     Attributes:
-        shadows: memory for the new weights of speculative updates.
+        shadows: memory for the new values of speculative updates.
         ahead: what was read for updates that have not begun.
     """
 
@@ -57,34 +58,46 @@ class Updates:
     # -- speculation --------------------------------------------------------------------------------------------------
 
     def can_speculate(self, unit: OffloadedUnit) -> bool:
-        """Whether a speculative update of a unit can leave everything as it is, and has transfers to hide."""
-        homes = unit.homes.states_in_store()
+        """Whether a speculative update of a unit can leave everything as it is, and something is gained by it."""
         if not unit.gradients.in_ram:
             return False  # it would wait for their way to the store and back
-        if unit.update is not None or not homes:
+        weights, states = unit.homes.weights, unit.homes.all_states()
+        if unit.update is not None or not states:
             return False
-        weights = unit.homes.weights
-        if weights.lease is None:
-            homes += [weights.groups[group] for group in unit.homes.states]
-        elif weights.nbytes > self.shadows.free_bytes:
+        in_ram = [home for home in states if home.in_memory]
+        if in_ram and not self._resources.plan.placement.updates.in_ram:
             return False
+        at_home = weights.lease is not None
+        if sum(home.nbytes for home in in_ram) + (weights.nbytes if at_home else 0) > self.shadows.free_bytes:
+            return False
+        in_store = [home for home in states if not home.in_memory]
+        in_store += [] if at_home else [weights.groups[group] for group in unit.homes.states]
+        return self._have_spare_copies(in_store)
+
+    def _have_spare_copies(self, homes: Iterable[Home]) -> bool:
         return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
 
     def speculate(self, unit: OffloadedUnit, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
-        """Begin the update of a unit before the step is decided. False where there is no memory for it, or where only a
-        part of its weights would be new in other memory."""
-        place = WeightsPlace(speculative=True)
-        if unit.homes.weights.lease is None:
-            slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
-            place = replace(place, slot=slot, copy=self._copy_down(unit))
-        else:
-            if len(wanted) < len(unit.local.groups):
-                return False  # the other memory would have nothing of a group without gradients
-            shadow = self.shadows.try_lease(unit.homes.weights.nbytes)
-            if shadow is None:
-                return False
-            place = replace(place, shadow=shadow)
+        """Begin the update of a unit before the step is decided. False where there is no memory for it or no copy to
+        write, or where only a part of its weights would be new in other memory."""
+        weights = unit.homes.weights
+        at_home = weights.lease is not None
+        if at_home and len(wanted) < len(unit.local.groups):
+            return False  # the other memory would have nothing of a group without gradients
+        updated = [home for group in wanted for home in unit.homes.states[group].updated(wanted[group].moments)]
+        states = [home for home in updated if home is not None and home.in_memory]
+        if committed and not self._have_spare_copies([*states, *(weights.groups if at_home else ())]):
+            return False
         with interrupts_deferred():
+            place = WeightsPlace(speculative=True)
+            if at_home or states:
+                shadow = self.shadows.try_shadow(weights.nbytes if at_home else 0, states)
+                if shadow is None:
+                    return False
+                place = replace(place, shadow=shadow)
+            if not at_home:
+                slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
+                place = replace(place, slot=slot, copy=self._copy_down(unit))
             self._submit(unit, wanted, place, step, committed=committed)
         return True
 
@@ -176,16 +189,12 @@ class Updates:
         return self.decided
 
     def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
-        """Take back what has not begun of these updates, which may overwrite now, and come in the order of the forward.
-        Returns the keys of those of which something was taken back."""
-        waiting = [
-            (index, transfer.future)
-            for index, update in updates.items()
-            for transfer in update.transfers.values()
-            if not transfer.done_until("computed")
-        ]
-        withdrawn = self._resources.pipeline.withdraw([future for _, future in waiting])
-        return {index for (index, _), taken_back in zip(waiting, withdrawn, strict=True) if taken_back}
+        """Take back those of these updates of which nothing has begun: they may overwrite now, and come in the order of
+        the forward. Of one that has begun, which the pipeline does before others, nothing is done twice. Returns the
+        keys of those that were taken back."""
+        futures = [[transfer.future for transfer in update.transfers.values()] for update in updates.values()]
+        withdrawn = self._resources.pipeline.withdraw(futures)
+        return {index for index, taken_back in zip(updates, withdrawn, strict=True) if taken_back}
 
     def _submit(
         self, unit: OffloadedUnit, wanted: UnitRequest, place: WeightsPlace, step: int, *, committed: bool
@@ -196,6 +205,7 @@ class Updates:
         if place.speculative and place.slot is not None:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
+        gradients = {index: unit.gradients.groups[index] for index in wanted}
         for index, group_update in wanted.items():
             update.transfers[index] = submit_update(
                 self._resources,
@@ -203,7 +213,7 @@ class Updates:
                 unit.homes,
                 index,
                 group_update,
-                unit.gradients.groups[index],
+                gradients,
                 place,
                 step=step,
                 committed=committed,

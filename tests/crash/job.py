@@ -58,6 +58,7 @@ class Setup:
     steps: int = 6
     loader: bool = False
     pins: int = 0
+    overlap: Literal["auto", "during_backward"] = "auto"
 
     def directories(self, root: Path) -> list[Path]:
         return [root / "disk" / f"swap{index}" for index in range(self.paths)]
@@ -66,6 +67,7 @@ class Setup:
         return {
             "weights": self.weights,
             "optimizer": self.optimizer,
+            "overlap": self.overlap,
             "activations": "keep",
             "memory": {"device": "80KiB", "host": "16MiB"},
             "nvme": {"paths": [str(path) for path in self.directories(root)], "engine": self.engine, "block": "16KiB"},
@@ -79,7 +81,7 @@ class Setup:
         disks = f" on {self.paths} paths" if self.paths > 1 else ""
         return (
             f"weights {self.weights}, optimizer {self.optimizer}, {self.engine}{disks}, commit_every "
-            f"{self.commit_every}, keep {self.keep}"
+            f"{self.commit_every}, keep {self.keep}, overlap {self.overlap}"
         )
 
 

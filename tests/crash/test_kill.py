@@ -25,9 +25,9 @@ PART = 50  # kills in a test, so that several processes share them
 SETUPS = [
     Setup(),
     Setup(engine="threads", keep=2),
-    Setup(weights="host", optimizer="host", commit_every=2),
+    Setup(weights="host", optimizer="host", commit_every=2, overlap="during_backward"),
     Setup(weights="host", engine="threads"),
-    Setup(optimizer="host", keep=2),
+    Setup(optimizer="host", keep=2, overlap="during_backward"),
     Setup(engine="threads", commit_every=2),
 ]
 

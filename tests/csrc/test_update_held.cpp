@@ -91,7 +91,7 @@ TEST_CASE("a job that is held can be withdrawn and canceled, and what was read a
     if (cancel) {
       rig.pipeline.cancel(job);
     } else {
-      CHECK(rig.pipeline.withdraw({job}).front());
+      CHECK(rig.pipeline.withdraw({{job}}).front());
     }
     for (const Future& each : {Future(job), ahead}) {
       REQUIRE(each->done());
@@ -101,7 +101,7 @@ TEST_CASE("a job that is held can be withdrawn and canceled, and what was read a
     rig.settle();
     CHECK(rig.pipeline.counters().tiles == 0);
     CHECK(wait(rig.pipeline.submit(rig.job(true))) == nullptr);  // with the whole staging
-    CHECK_FALSE(rig.pipeline.withdraw({job}).front());
+    CHECK_FALSE(rig.pipeline.withdraw({{job}}).front());
   }
 }
 
@@ -127,7 +127,7 @@ TEST_CASE("a job that is held reads for itself when the job that read ahead is w
   const Future input = pending();
   const Future ahead = rig.pipeline.read_ahead(rig.job(true));
   const auto job = rig.hold(0, {input}, ahead);
-  CHECK(rig.pipeline.withdraw({ahead}).front());
+  CHECK(rig.pipeline.withdraw({{ahead}}).front());
   input->complete();
   CHECK(wait(job) == nullptr);
   CHECK(rig.pipeline.counters().ahead == 0);
@@ -228,7 +228,7 @@ TEST_CASE("jobs that are held, taken back or closed at random moments are all do
               other->complete(fails ? std::optional(broken("the input")) : std::nullopt);
             });
             if (fate == 0) rig.pipeline.cancel(job);
-            if (fate == 1) static_cast<void>(rig.pipeline.withdraw({job}));
+            if (fate == 1) static_cast<void>(rig.pipeline.withdraw({{job}}));
             const auto failure = wait(job);
             arriving.join();
             if (failure == nullptr) {

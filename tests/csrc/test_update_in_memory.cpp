@@ -150,6 +150,42 @@ TEST_CASE("a tile that is read comes before those in memory, which keep their or
   CHECK(rig.pipeline.counters().ahead == 2);
 }
 
+TEST_CASE("a unit that was begun is finished before a speculative job of another one comes") {
+  MemoryRig rig;
+  const auto job = [&](std::uint64_t tag, std::uint64_t unit) {
+    UpdateJob result = rig.states.job(rig, tag);
+    result.unit = unit;
+    return result;
+  };
+  Blocked driver([&] { return rig.pipeline.submit(job(0, 7)); });
+  rig.pipeline.trace(true, 1000);
+  std::vector<Future> futures;
+  for (const std::uint64_t tag : {1, 2}) futures.push_back(rig.pipeline.submit(job(tag, 7), true));
+  for (const std::uint64_t tag : {3, 4}) futures.push_back(rig.pipeline.submit(job(tag, 8), true));
+  futures.push_back(rig.pipeline.submit(job(5, 9), true));
+  driver.go_on();
+  for (const Future& future : futures) CHECK(wait(future) == nullptr);
+  CHECK(rig.order() == std::vector<std::uint64_t>{1, 2, 5, 4, 3});
+}
+
+TEST_CASE("jobs are taken back together, or none of them where one was begun") {
+  MemoryRig rig;
+  Blocked driver([&] { return rig.pipeline.submit(rig.states.job(rig)); });
+  const Future input = std::make_shared<Completion>();
+  const Future held = rig.pipeline.submit(rig.states.job(rig), true, nullptr, {input});
+  const Future queued = rig.pipeline.submit(rig.states.job(rig), true);
+  const Future other = rig.pipeline.submit(rig.states.job(rig), true);
+  const Future done = std::make_shared<Completion>();
+  auto taken_back =
+      std::async(std::launch::async, [&] { return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}}); });
+  driver.go_on();
+  CHECK(taken_back.get() == std::vector<bool>{false, true, false});
+  CHECK(canceled(held));
+  CHECK(canceled(other));
+  CHECK(wait(queued) == nullptr);
+  input->complete();
+}
+
 TEST_CASE("a job in memory takes no staging, and its tiles with nothing to do are passed over") {
   MemoryRig rig;
   Blocked disk([&] { return rig.read(); });
@@ -189,7 +225,7 @@ TEST_CASE("jobs in memory and in the file, kept, withdrawn and canceled from man
         const auto future = rig.pipeline.submit(job, fate != 1 && random() % 2 == 0);
         for (unsigned turn = fate == 1 ? 0 : random() % 200; turn > 0; --turn) std::this_thread::yield();
         if (fate == 0) rig.pipeline.cancel(future);
-        const bool taken_back = fate == 1 && rig.pipeline.withdraw({future}).front();
+        const bool taken_back = fate == 1 && rig.pipeline.withdraw({{future}}).front();
         const auto failure = wait(future);
         if (before != nullptr && wait(before) != nullptr) ++wrong;
         if (taken_back) ++withdrawn;

@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <random>
@@ -19,8 +20,8 @@ constexpr std::uint64_t kState = (kNumel * 4 + kPageBytes - 1) / kPageBytes * kP
 const StateFormat kFormat{DType::fp32, Master::weight, DType::fp32, Moments::fp32};
 const std::size_t kTileBytes = UpdatePipeline::staging_tile_bytes(kFormat, kTile, true);
 
-// One unit of one thread: three states, each with two copies in the file. Its weights are in memory as well, with a
-// second memory for new ones. What the states should be is kept beside it, updated in one piece.
+// One unit of one thread: three states, each with two copies in the file. The first of them may be in memory as well,
+// with a second memory for new values. What the states should be is kept beside it, updated in one piece.
 class Unit {
  public:
   Unit(const std::shared_ptr<IoEngine>& engine, const std::shared_ptr<SwapFile>& file, unsigned index)
@@ -28,7 +29,7 @@ class Unit {
         file_(file),
         base_(index * 6 * kState),
         grad_(kState, 100 + index),
-        memory_{Pages(kState), Pages(kState)},
+        memory_{Pages(3 * kState), Pages(3 * kState)},
         back_(kState) {
     for (auto& state : expected_) state = std::make_unique<Pages>(kState);
     for (unsigned state = 0; state < 3; ++state) {
@@ -39,7 +40,7 @@ class Unit {
   }
 
   // The job of the next step. Speculative: it reads the current copies and writes the others; else it writes over them.
-  [[nodiscard]] UpdateJob job(bool speculative, bool weights_in_memory) const {
+  [[nodiscard]] UpdateJob job(bool speculative, unsigned in_memory) const {
     UpdateJob result;
     result.format = kFormat;
     result.numel = kNumel;
@@ -48,20 +49,30 @@ class Unit {
     for (unsigned state = 0; state < 3; ++state) {
       *streams[state] = {nullptr, file_, at(state), speculative ? other(state) : at(state)};
     }
-    if (weights_in_memory) {
-      result.weight.memory = memory_[speculative ? 1 - current_memory_ : current_memory_].data();
-      result.weight.source = speculative ? memory_[current_memory_].data() : nullptr;
+    for (unsigned state = 0; state < in_memory; ++state) {
+      streams[state]->memory = memory(speculative ? 1 - current_memory_ : current_memory_, state);
+      streams[state]->source = speculative ? memory(current_memory_, state) : nullptr;
     }
     result.grad.memory = grad_.data();
     result.whole = speculative;
     return result;
   }
 
-  // The weights as a job in the other memory leaves them are those in the file.
-  void bring_weights() { std::memcpy(memory_[current_memory_].data(), data(0), kState); }
+  // The states as a job in the other memory leaves them are those in the file.
+  void bring(unsigned in_memory) {
+    for (unsigned state = 0; state < in_memory; ++state) {
+      std::memcpy(memory(current_memory_, state), data(state), kState);
+    }
+  }
+  [[nodiscard]] bool right_in_memory(unsigned in_memory) const {
+    for (unsigned state = 0; state < in_memory; ++state) {
+      if (std::memcmp(memory(current_memory_, state), data(state), kNumel * 4) != 0) return false;
+    }
+    return true;
+  }
 
-  // The step was applied. False when the weights in memory are not what they should be.
-  [[nodiscard]] bool done(bool speculative, bool weights_in_memory, ThreadPool& pool) {
+  // The step was applied. False when the states in memory are not what they should be.
+  [[nodiscard]] bool done(bool speculative, unsigned in_memory, ThreadPool& pool) {
     StateBuffers buffers;
     buffers.weight = data(0);
     buffers.residual = nullptr;
@@ -70,9 +81,9 @@ class Unit {
     buffers.grad = grad_.data();
     static_cast<void>(optimizer_update(kFormat, buffers, 0, kNumel, segments(), Isa::baseline, pool));
     if (speculative) copy_ = 1 - copy_;
-    if (speculative && weights_in_memory) current_memory_ = 1 - current_memory_;
+    if (speculative && in_memory > 0) current_memory_ = 1 - current_memory_;
     ++step_;
-    return !weights_in_memory || std::memcmp(memory_[current_memory_].data(), data(0), kNumel * 4) == 0;
+    return right_in_memory(in_memory);
   }
 
   // A read of the new weights, chained to their being written as a fetch is.
@@ -97,6 +108,9 @@ class Unit {
   [[nodiscard]] std::uint64_t at(unsigned state) const { return base_ + (2 * state + copy_) * kState; }
   [[nodiscard]] std::uint64_t other(unsigned state) const { return base_ + (2 * state + 1 - copy_) * kState; }
   [[nodiscard]] std::byte* data(unsigned state) const { return expected_[state]->data(); }
+  [[nodiscard]] std::byte* memory(unsigned which, unsigned state) const {
+    return memory_[which].data() + state * kState;
+  }
   [[nodiscard]] std::vector<Segment> segments() const {
     Segment segment{};
     segment.end = kNumel;
@@ -131,8 +145,8 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
   std::mt19937 random(seed);
   ThreadPool pool(1);
   for (unsigned round = 0; round < rounds; ++round) {
-    const bool in_memory = random() % 2 == 0;
-    if (in_memory) unit.bring_weights();
+    const unsigned in_memory = std::array{0U, 1U, 3U}[random() % 3];  // nothing, weights, all
+    unit.bring(in_memory);
     bool speculative = random() % 4 != 0;
     UpdateFuture job;
     if (speculative) {
@@ -140,12 +154,12 @@ void play(UpdatePipeline& pipeline, Unit& unit, unsigned seed, unsigned rounds, 
       if (random() % 2 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
       const unsigned fate = random() % 3;
       if (fate == 0) pipeline.cancel(job);
-      const bool taken_back = fate == 1 && pipeline.withdraw({job}).front();
+      const bool taken_back = fate == 1 && pipeline.withdraw({{job}}).front();
       if (taken_back) ++counts.withdrawn;
       if (fate == 0 || taken_back) {
         const auto failure = wait(job);  // it may have been done before
         if (failure != nullptr && failure->kind != FailureKind::canceled) ++counts.wrong;
-        if (!unit.right()) ++counts.wrong;
+        if (!unit.right() || !unit.right_in_memory(in_memory)) ++counts.wrong;
         ++counts.undone;
         speculative = false;
       }
@@ -222,7 +236,7 @@ TEST_CASE("a pipeline that is closed while others submit and cancel completes ev
       UpdatePipeline pipeline(engine, std::make_shared<ThreadPool>(2), staging.data(), staging.nbytes(), kTile,
                               kTileBytes, 1, Isa::baseline);
       for (const auto& unit : units) {
-        futures.push_back(pipeline.submit(unit->job(true, false), true));
+        futures.push_back(pipeline.submit(unit->job(true, 0), true));
         fetches.push_back(unit->read_after(futures.back(), true));
       }
       std::thread canceling([&] { pipeline.cancel(futures[1]); });

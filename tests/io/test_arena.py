@@ -23,9 +23,9 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena = PinnedArena(PAGES * 4096)
         self.out: list[Lease] = []
 
-    @rule(target=leases, nbytes=st.integers(1, 20 * 4096), top=st.booleans())
-    def lease(self, nbytes: int, top: bool) -> Lease | None:
-        lease = self.arena.try_lease(nbytes, from_top=top)
+    @rule(target=leases, nbytes=st.integers(1, 20 * 4096), top=st.booleans(), tightest=st.booleans())
+    def lease(self, nbytes: int, top: bool, tightest: bool) -> Lease | None:
+        lease = self.arena.try_lease(nbytes, from_top=top, tightest=tightest)
         if lease is not None:
             self.out.append(lease)
             lease.view()[:] = bytes([len(self.out) % 251]) * lease.nbytes
@@ -47,6 +47,39 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_tightest_piece_is_taken_and_long_ones_stay() -> None:
+    arena = PinnedArena(8 * 4096)
+    first, _, third, _ = (arena.try_lease(pages * 4096) for pages in (3, 1, 2, 2))
+    assert first is not None
+    assert third is not None
+    first.release()
+    third.release()
+    for from_top in (False, True):
+        lease = arena.try_lease(2 * 4096, from_top=from_top, tightest=True)
+        assert lease is not None
+        assert lease.offset == third.offset
+        lease.release()
+    lease = arena.try_lease(3 * 4096, tightest=True)
+    assert lease is not None
+    assert lease.offset == 0
+
+
+def test_the_parts_of_a_lease_are_released_one_by_one() -> None:
+    arena = PinnedArena(8 * 4096)
+    whole = arena.try_lease(6 * 4096)
+    assert whole is not None
+    parts = whole.split([2 * 4096, 0, 4096, 3 * 4096])
+    assert [(part.offset, part.nbytes) for part in parts] == [(0, 8192), (8192, 0), (8192, 4096), (12288, 12288)]
+    parts[2].release()
+    assert arena.free_bytes == 3 * 4096
+    parts[0].release()
+    parts[3].release()
+    assert arena.free_bytes == arena.nbytes
+    for sizes in ([4096], [6 * 4096 - 1, 1]):
+        with pytest.raises(AssertionError, match="cannot be split"):
+            whole.split(sizes)
 
 
 def test_releasing_twice_is_a_bug_that_shows() -> None:

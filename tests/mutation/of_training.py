@@ -9,6 +9,7 @@ _LOOPS = "tests/runtime/test_loops.py"
 _GATHERED = "tests/runtime/test_gathered.py"
 _RELEASED = "tests/runtime/test_released.py"
 _OVERLAP = "tests/runtime/test_overlap.py"
+_IN_RAM = "tests/runtime/test_speculation_in_ram.py"
 
 OF_TRAINING = [
     Mutant(
@@ -213,6 +214,55 @@ OF_TRAINING = [
         "            room -= nbytes(index)\n",
         "            pass\n",
         ("tests/units/test_room.py", "-k", "leaves_the_room or how_far"),
+    ),
+    Mutant(
+        "new states in RAM get a home when they are applied",
+        "infinity/units/unit.py",
+        "            self._shadows.give_back(home.move(lease))\n",
+        "            self._shadows.give_back(lease)\n",
+        (_IN_RAM, "-k", "every_optimizer"),
+    ),
+    Mutant(
+        "the shadow of an update that is undone comes back",
+        "infinity/units/unit.py",
+        "            for lease in update.place.shadow.leases():\n                self._shadows.give_back(lease)\n",
+        "            pass\n",
+        (_IN_RAM, "-k", "comes_to_nothing"),
+    ),
+    Mutant(
+        "the old states stay while an update in RAM may be undone",
+        "infinity/units/update.py",
+        "        return self._beside(home, None if shadow is None else shadow.states.get(home))\n",
+        "        return self._stream(home, home.view(), None)\n",
+        (_IN_RAM, "-k", "comes_to_nothing"),
+    ),
+    Mutant(
+        "a moment that no rule uses does not move",
+        "infinity/units/updates.py",
+        ".updated(wanted[group].moments)]\n",
+        ".updated(None)]\n",
+        (_IN_RAM, "-k", "every_optimizer"),
+    ),
+    Mutant(
+        "homes move when all is computed, not before",
+        "infinity/units/unit.py",
+        '        self._await(update, "computed")\n        if update.state is not UpdateState.DECIDED:\n',
+        "        if update.state is not UpdateState.DECIDED:\n",
+        ("tests/units/test_unit.py",),
+    ),
+    Mutant(
+        "states in RAM that a step commits go to a copy that no generation names",
+        "infinity/units/updates.py",
+        "        if committed and not self._have_spare_copies([*states, *(weights.groups if at_home else ())]):\n",
+        "        if False:\n",
+        ("tests/units/test_updates.py", "-k", "spare_copy"),
+    ),
+    Mutant(
+        "shadows of states in RAM go to the last units first",
+        "infinity/plan/speculation.py",
+        "for unit in reversed(resting) if",
+        "for unit in resting if",
+        ("tests/plan/test_speculation.py",),
     ),
     Mutant(
         "weights saved for backward are refused after an update",

@@ -282,7 +282,7 @@ def test_an_update_that_waits_for_a_landing_can_be_taken_back(runtime: Runtime, 
             )
             for _ in range(3)
         ]
-        assert bench.pipeline.withdraw(held[:1]) == [True]
+        assert bench.pipeline.withdraw([held[:1]]) == [True]
         bench.pipeline.cancel(held[1])
         assert [future.done() for future in held] == [True, True, False]
         bench.pipeline.close()

@@ -120,7 +120,7 @@ def test_jobs_that_read_ahead_are_in_nobodys_way(expected: dict[str, bytes], tmp
     assert future.wait(60)
     assert future.failure() is None
     assert not any(each.done() for each in ahead)
-    assert bench.pipeline.withdraw([ahead[1]]) == [True]
+    assert bench.pipeline.withdraw([[ahead[1]]]) == [True]
     bench.pipeline.cancel(ahead[0])
     for each in ahead[:2]:
         failure = each.failure()
@@ -167,7 +167,7 @@ def test_a_job_of_another_form_cannot_be_taken_over(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match="another form"):
         decide(bench, streams, ahead, SEGMENTS)
-    assert bench.pipeline.withdraw([ahead]) == [True]
+    assert bench.pipeline.withdraw([[ahead]]) == [True]
     with pytest.raises(ValueError, match="does not read ahead"):
         decide(bench, streams, ahead, SEGMENTS)
     with pytest.raises(ValueError, match="not read ahead"):

@@ -377,13 +377,13 @@ def test_a_job_is_taken_back_before_it_begins_or_stopped_after(tmp_path: Path) -
     }
     before = {name: bench.result(name, from_file=True) for name in STATES}
     first, *_, second = [bench.submit(streams, SEGMENTS, whole=True) for _ in range(8)]
-    assert bench.pipeline.withdraw([second]) == [True]
+    assert bench.pipeline.withdraw([[second]]) == [True]
     failure = second.failure()
     assert failure is not None
     assert failure.kind == "canceled"
     bench.pipeline.cancel(first)
     assert first.wait(60)
-    assert bench.pipeline.withdraw([first, second]) == [False, False]
+    assert bench.pipeline.withdraw([[first], [second]]) == [False, False]
     bench.pipeline.cancel(first)
     assert {name: bench.result(name, from_file=True) for name in STATES} == before
     third = bench.submit(streams, SEGMENTS, whole=True)

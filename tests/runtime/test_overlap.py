@@ -149,8 +149,9 @@ def combinations() -> list[Combination]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("combination", combinations(), ids=_id)
-def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path: Path) -> None:
+def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path: Path, computes_on: Any) -> None:
     combination = dict(combination)  # it is the same object on each device
+    in_place = computes_on is None
     clipping, accumulation = combination.pop("clipping"), combination.pop("accumulation")
     clip = clip_of(tmp_path, clipping, accumulation, combination["moments"])
     wanted = expected(tmp_path, clipping, accumulation, combination["moments"])
@@ -163,6 +164,16 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
     speculates = combination["overlap"] in ("auto", "during_backward") and clipping == "never"
     if speculates and combination["cached"] == "none" and combination["commit_every"] <= 1:
         assert found[3] > STEPS, "hardly any update speculated"
+    if (
+        speculates
+        and combination["cached"] == "all"
+        and (combination["weights"], combination["commit_every"])
+        != (
+            "nvme",
+            5,
+        )
+    ):
+        assert (found[3] > STEPS) == (combination["overlap"] == "during_backward" or not in_place)
     if combination["overlap"] in ("off", "before_forward"):
         assert found[3] == 0
     if combination["overlap"] == "off" or combination["cached"] == "all":

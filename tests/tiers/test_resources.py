@@ -53,4 +53,4 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
     assert (resources.store is not None) == (layout.swap.nbytes > 0) == bool(planned)
     assert resources.arena.nbytes == layout.arena.nbytes
     assert resources.arena.free_bytes == layout.arena.transfers
-    assert resources.weights_ram.nbytes == layout.arena.weights_and_shadows
+    assert resources.resting.nbytes == layout.arena.homes_and_shadows

@@ -137,11 +137,11 @@ class Pipeline:
         self.canceled.append(job)
         job.fate = job.fate or CANCELED
 
-    def withdraw(self, jobs: Sequence[UpdateFuture]) -> list[bool]:
-        for job in jobs:
-            if not job.begun:
-                job.end(CANCELED)
-        return [not job.begun for job in jobs]
+    def withdraw(self, lists: Sequence[Sequence[UpdateFuture]]) -> list[bool]:
+        withdrawn = [not any(job.begun or job.done() for job in jobs) for jobs in lists]
+        for job in (job for jobs, taken_back in zip(lists, withdrawn, strict=True) for job in jobs if taken_back):
+            job.end(CANCELED)
+        return withdrawn
 
     def lend(self, memory: memoryview) -> None:
         self.lent.append(memory)
@@ -165,11 +165,12 @@ class Idle:
         return
 
 
-def resources(*, slot_pages: int = 8, in_place: bool = True) -> Any:
+def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True) -> Any:
     """Without generations: every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
-            budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL))
+            budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL)),
+            placement=SimpleNamespace(updates=SimpleNamespace(in_ram=in_ram)),
         ),
         pipeline=Pipeline(),
         device=None if in_place else object(),

@@ -11,7 +11,7 @@ from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
 from infinity.units.shadows import Shadows
 from tests.tiers.fakes import few, pages
-from tests.units.fakes import Pipeline
+from tests.units.fakes import Pipeline, homes_of, unit_of
 
 PAGES = 6
 SIZES = [2 * PAGE_BYTES, PAGE_BYTES, 3 * PAGE_BYTES]
@@ -90,3 +90,41 @@ def test_there_is_no_shadow_where_the_plan_has_none_though_the_space_has_room() 
     assert shadows.try_lease(2 * PAGE_BYTES) is None
     assert shadows.try_lease(PAGE_BYTES) is not None
     assert shadows.try_lease(PAGE_BYTES) is None
+
+
+def test_a_shadow_is_one_piece_of_which_each_home_gets_its_part() -> None:
+    """So when the homes move their memory is one piece again, which fits the next shadow."""
+    native: Any = Pipeline()
+    space = pages(PAGES)
+    unit = unit_of(0)
+    homes = homes_of(unit, space, space)
+    shadows = Shadows(space, native, 3 * PAGE_BYTES, [])
+    states = homes.all_states()
+    for _ in range(5):
+        shadow = shadows.try_shadow(unit.weight_bytes, states)
+        assert shadow is not None
+        assert shadow.weights is not None
+        leases = list(shadow.leases())
+        assert [lease.offset - leases[0].offset for lease in leases] == [0, PAGE_BYTES, 2 * PAGE_BYTES]
+        assert shadows.try_shadow(0, states[:1]) is None  # the plan has no more
+        shadows.give_back(homes.weights.move(shadow.weights))
+        for home, lease in shadow.states.items():
+            shadows.give_back(home.move(lease))
+    weightless = shadows.try_shadow(0, states)
+    assert weightless is not None
+    assert weightless.weights is None
+    assert list(weightless.states) == states
+
+
+def test_free_memory_in_pieces_is_no_shadow() -> None:
+    native: Any = Pipeline()
+    space = pages(PAGES)
+    shadows = Shadows(space, native, PAGES * PAGE_BYTES, [])
+    leases = [shadows.try_lease(PAGE_BYTES) for _ in range(PAGES)]
+    for lease in leases[::2]:
+        assert lease is not None
+        shadows.give_back(lease)
+    states = homes_of(unit_of(0), states=pages(2)).all_states()
+    assert shadows.free_bytes == 3 * PAGE_BYTES
+    assert shadows.try_shadow(0, states) is None
+    assert shadows.free_bytes == 3 * PAGE_BYTES

@@ -28,14 +28,19 @@ OLD, NEW = 1, 2
 
 
 class UnitMachine(RuleBasedStateMachine):
-    @initialize(in_ram=st.booleans())
-    def offload(self, in_ram: bool) -> None:
+    @initialize(in_ram=st.booleans(), states_in_ram=st.booleans())
+    def offload(self, in_ram: bool, states_in_ram: bool) -> None:
         pipeline: Any = Pipeline()
         self.in_ram = in_ram
-        self.space = pages(2 * PAGES)
-        self.shadows = Shadows(self.space, pipeline, PAGES * PAGE_BYTES if in_ram else 0, [])
+        self.resting_bytes = (PAGES * in_ram + 2 * PAGES * states_in_ram) * PAGE_BYTES
+        self.space = pages(6 * PAGES)
+        self.shadows = Shadows(self.space, pipeline, self.resting_bytes, [])
         self.health = Health()
-        self.homes = homes_of(unit_of(0, GROUPS), self.space if in_ram else None)
+        space = self.space
+        self.homes = homes_of(unit_of(0, GROUPS), space if in_ram else None, space if states_in_ram else None)
+        self.states = [home for home in self.homes.all_states() if home.in_memory]
+        for home in self.states:
+            self._fill(home.lease, OLD)
         self.unit = offloaded(unit_of(0, GROUPS), self.homes, self.shadows, self.health)
         self.gradients: Any = dict(self.unit.gradients.groups)
         self.futures: list[UpdateFuture] = []
@@ -62,8 +67,12 @@ class UnitMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unit.update is None)
     @rule(speculative=st.booleans(), in_slot=st.booleans())
     def begin(self, speculative: bool, in_slot: bool) -> None:
-        shadow = self.shadows.try_lease(PAGES * PAGE_BYTES) if speculative and self.in_ram else None
-        self._fill(shadow, NEW)
+        shadow = None
+        if speculative and self.resting_bytes:
+            shadow = self.shadows.try_shadow(PAGES * PAGE_BYTES * self.in_ram, self.states)
+            assert shadow is not None
+            for lease in shadow.leases():
+                self._fill(lease, NEW)
         slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if in_slot and not self.in_ram else None
         update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
         self.futures = [UpdateFuture(), UpdateFuture()]
@@ -123,8 +132,9 @@ class UnitMachine(RuleBasedStateMachine):
                 assert home.dirty == home.in_memory
                 home.read()
             lease = self.homes.weights.lease
-            assert lease is None or set(bytes(lease.view())) == {OLD if update.place.shadow is None else NEW}
-            self._fill(lease, OLD)
+            for each in [lease, *(home.lease for home in self.states)]:
+                assert each is None or set(bytes(each.view())) == {OLD if update.place.shadow is None else NEW}
+                self._fill(each, OLD)
 
     def _told(self, act: Any) -> bool:
         """Whether it went well. It did not where a decided update failed, which the health of the model knows."""
@@ -183,23 +193,22 @@ class UnitMachine(RuleBasedStateMachine):
             assert not home.dirty
 
     @invariant()
-    def weights_in_ram_are_the_old_ones_until_they_are_applied(self) -> None:
+    def what_is_in_ram_is_the_old_until_it_is_applied(self) -> None:
         lease = self.homes.weights.lease
-        if lease is None:
-            return
         applied = self._state() is UpdateState.APPLIED and self.update.place.shadow is not None
-        assert set(bytes(lease.view())) == {NEW if applied else OLD}
+        for each in [lease, *(home.lease for home in self.states)]:
+            assert each is None or set(bytes(each.view())) == {NEW if applied else OLD}
         assert all(home.lease is lease for home in self.homes.weights.groups)
 
     @invariant()
     def the_bytes_of_the_shadows_add_up(self) -> None:
-        update, nbytes = self.unit.update, PAGES * PAGE_BYTES
-        used = update is not None and update.place.shadow is not None
-        if used and update is not None and update.state is UpdateState.APPLIED:
-            used = update.viewed
-        assert self.shadows.free_bytes == (nbytes if self.in_ram and not used else 0)
-        weights = nbytes if self.in_ram else 0
-        assert self.space.free_bytes == 2 * nbytes - weights - used * nbytes
+        update, used = self.unit.update, 0
+        if update is not None and update.place.shadow is not None:
+            used = self.resting_bytes
+            if update.state is UpdateState.APPLIED:
+                used = PAGES * PAGE_BYTES if update.viewed else 0
+        assert self.shadows.free_bytes == self.resting_bytes - used
+        assert self.space.free_bytes == 6 * PAGES * PAGE_BYTES - self.resting_bytes - used
 
     @invariant()
     def gradients_stay_where_they_are(self) -> None:
@@ -248,7 +257,7 @@ def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
 def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once(act: str) -> None:
     """A signal's handler comes during a wait, and may commit."""
     machine = UnitMachine()
-    machine.offload(in_ram=True)
+    machine.offload(in_ram=True, states_in_ram=True)
     machine.begin(speculative=True, in_slot=False)
     machine.decide(viewed=False)
     unit, update, home = machine.unit, machine.update, machine.homes.weights.lease
@@ -263,8 +272,10 @@ def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once
     getattr(unit, act)()
     assert unit.update is None
     assert update.state is UpdateState.FINISHED
-    assert machine.homes.weights.lease is shadow is not home
-    assert machine.shadows.free_bytes == PAGES * PAGE_BYTES
+    assert shadow is not None
+    assert machine.homes.weights.lease is shadow.weights is not home
+    assert [home.lease for home in machine.states] == list(shadow.states.values())
+    assert machine.shadows.free_bytes == machine.resting_bytes
 
 
 def test_what_was_computed_is_applied_though_the_store_fails_later() -> None:

@@ -13,6 +13,7 @@ from infinity.base.timeline import JobTag
 from infinity.errors import DeviceError, SwapIOError
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import UnitHomes
+from infinity.units.shadows import Shadow
 from infinity.units.update import (
     UnitUpdate,
     UpdateState,
@@ -119,7 +120,7 @@ def _readable_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def submit(homes: UnitHomes, place: WeightsPlace, *, committed: bool = False, **options: Any) -> UpdateTransfer:
-    gradients: Any = Gradients(UNIT).groups[0]
+    gradients: Any = Gradients(UNIT).groups
     request = replace(wanted(UNIT)[0], **options)
     return submit_update(
         resources(), UNIT, homes, 0, request, gradients, place, step=7, committed=committed, ahead=None
@@ -159,12 +160,31 @@ def test_new_weights_in_ram_go_to_the_shadow_and_the_current_ones_stay() -> None
     space = pages(2)
     homes = homes_of(UNIT, space)
     shadow = space.lease(PAGE_BYTES, "a shadow")
-    transfer = submit(homes, WeightsPlace(speculative=True, shadow=shadow))
+    transfer = submit(homes, WeightsPlace(speculative=True, shadow=Shadow(shadow, {})))
     weight = job(transfer)["weight"]
     assert (weight.memory, weight.source, weight.file) == (shadow.view(), homes.weights.groups[0].view(), None)
     assert (homes.weights.groups[0], None) in transfer.moves
-    with pytest.raises(AssertionError, match="needs other memory"):
-        submit(homes, WeightsPlace(speculative=True))
+    for missing in (None, Shadow(None, {})):
+        with pytest.raises(AssertionError, match="would overwrite"):
+            submit(homes, WeightsPlace(speculative=True, shadow=missing))
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_new_states_in_ram_go_to_the_shadow_and_to_the_store_when_the_step_is_committed(committed: bool) -> None:
+    space = pages(4)
+    homes = homes_of(UNIT, None, space, kept=True)
+    states = homes.all_states()
+    leases = [space.lease(PAGE_BYTES, "a shadow") for _ in states]
+    shadow = Shadow(None, dict(zip(states, leases, strict=True)))
+    transfer = submit(homes, WeightsPlace(speculative=True, shadow=shadow), committed=committed)
+    for name, home, lease in zip(("exp_avg", "exp_avg_sq"), states, leases, strict=True):
+        stream = job(transfer)[name]
+        assert (stream.memory, stream.source) == (lease.view(), home.view())
+        assert (stream.file, stream.write_offset) == ((Store.file, PAGE_BYTES) if committed else (None, None))
+        assert (home, 1 if committed else None) in transfer.moves
+    assert (job(transfer)["whole"], job(transfer)["unit"]) == (True, UNIT.index)
+    with pytest.raises(AssertionError, match="would overwrite"):
+        submit(homes, WeightsPlace(speculative=True, shadow=Shadow(None, {states[0]: leases[0]})))
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -176,8 +196,6 @@ def test_states_in_ram_are_written_when_the_step_is_committed(committed: bool) -
     assert exp_avg.memory == home.view()
     assert exp_avg.file == (Store.file if committed else None)
     assert (home, 0 if committed else None) in transfer.moves
-    with pytest.raises(AssertionError, match="a speculative update of a state in RAM"):
-        submit(homes, WeightsPlace(speculative=True, shadow=homes.weights.lease))
 
 
 def test_a_speculative_update_needs_a_spare_copy_of_every_state() -> None:
@@ -206,8 +224,8 @@ def test_states_are_read_ahead_and_weights_are_not() -> None:
 @pytest.mark.parametrize(("lost", "state"), [("gradients", "grad"), ("weights", "weight"), ("", "optimizer states")])
 def test_what_is_lost_on_its_way_from_a_device_is_named(lost: str, state: str) -> None:
     landing, copied, job = Future(), Future(), UpdateFuture()
-    gradients, copy = Gradients(UNIT).groups[0], SimpleNamespace(landed=copied, lease=pages(1).lease(PAGE_BYTES, ""))
-    gradients.on_their_way = lambda: [landing]
+    gradients, copy = Gradients(UNIT).groups, SimpleNamespace(landed=copied, lease=pages(1).lease(PAGE_BYTES, ""))
+    gradients[0].on_their_way = lambda: [landing]
     below: Any = resources()
     below.pipeline.submit = lambda **_: job
     given: Any = copy
@@ -220,3 +238,18 @@ def test_what_is_lost_on_its_way_from_a_device_is_named(lost: str, state: str) -
     job.end(Failure("device"))
     with pytest.raises(DeviceError, match=f"{state} of unit '{UNIT.name}'"):
         transfer.result()
+
+
+def test_each_group_waits_for_the_gradients_of_all() -> None:
+    """Else a unit would begin with a small group, and the rest of it come after all later units."""
+    unit, gradients = unit_of(0, (1, 1)), Gradients(unit_of(0, (1, 1))).groups
+    for index, group in gradients.items():
+        group.on_their_way = lambda index=index: [f"landing {index}"]
+    given: Any = gradients
+    for index in gradients:
+        request, place = wanted(unit)[index], WeightsPlace()
+        transfer = submit_update(
+            resources(), unit, homes_of(unit), index, request, given, place, step=1, committed=False, ahead=None
+        )
+        assert job(transfer)["after"] == ["landing 0", "landing 1"]
+        assert job(transfer)["grad"] == f"gradients of 0.{index}"

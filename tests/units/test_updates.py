@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,9 +25,12 @@ from infinity.units.updates import Updates
 from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, imitate_streams, pages
 from tests.units.fakes import Fetch, homes_of, offloaded, resources, unit_of, wanted
 
-COUNT = 5
+COUNT = 6
 IN_RAM = (3, 4)
-"""Their weights; they share the memory for one shadow of two pages."""
+"""Their weights; with the states of the last two they share the memory for shadows."""
+STATES_IN_RAM = (4, 5)
+SHADOW_PAGES = 6
+"""As many as the unit needs that has everything in RAM."""
 LR = st.sampled_from([1.0, 2.0])
 
 
@@ -37,8 +41,8 @@ class UpdatesMachine(RuleBasedStateMachine):
         imitate_streams(self.patch)
         self.below = resources()
         self.pipeline = self.below.pipeline
-        space = pages(6)
-        self.shadows = Shadows(space, self.pipeline, 2 * PAGE_BYTES, [2 * PAGE_BYTES])
+        self.space = space = pages(2 * len(IN_RAM) + 4 * len(STATES_IN_RAM) + SHADOW_PAGES)
+        self.shadows = Shadows(space, self.pipeline, SHADOW_PAGES * PAGE_BYTES, [2 * PAGE_BYTES])
         self.units = [self._unit(index, space) for index in range(COUNT)]
         self.updates = Updates(self.below, self.shadows)
         self.begun: list[int] = []  # units, as their updates began
@@ -48,7 +52,12 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     def _unit(self, index: int, space: Any) -> OffloadedUnit:
         unit = unit_of(index, (1, 1))
-        return offloaded(unit, homes_of(unit, space if index in IN_RAM else None, kept=True), self.shadows)
+        weights, states = (space if index in those else None for those in (IN_RAM, STATES_IN_RAM))
+        return offloaded(unit, homes_of(unit, weights, states, kept=True), self.shadows)
+
+    @staticmethod
+    def _shadow_bytes(index: int) -> int:
+        return (2 * (index in IN_RAM) + 4 * (index in STATES_IN_RAM)) * PAGE_BYTES
 
     @staticmethod
     def _fetch(unit: OffloadedUnit) -> None:
@@ -77,9 +86,13 @@ class UpdatesMachine(RuleBasedStateMachine):
     def speculate(self, index: int, lr: float) -> None:
         unit = self.units[index]
         if not self.updates.can_speculate(unit):
-            assert unit.update is not None or (index in IN_RAM and self.shadows.free_bytes < unit.homes.weights.nbytes)
+            assert unit.update is not None or self.shadows.free_bytes < self._shadow_bytes(index)
             return
-        assert self.updates.speculate(unit, wanted(unit.unit, lr), 1, committed=self.committed)
+        if not self.updates.speculate(unit, wanted(unit.unit, lr), 1, committed=self.committed):
+            whole = self.space.try_lease(self._shadow_bytes(index))
+            assert whole is None  # what is free is in pieces
+            assert unit.update is None
+            return
         assert unit.speculative is not None
         self.begun.append(index)
 
@@ -140,7 +153,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         goes_on = {
             index
             for index, update in speculated.items()
-            if self._is_right(update, requests.get(index), committed) and all(job.begun for job in _jobs(update))
+            if self._is_right(update, requests.get(index), committed) and any(job.begun for job in _jobs(update))
         }
         earlier = len(self.pipeline.jobs)
         decided = self.updates.decide(requests, [self.units[index] for index in order], 1, committed=committed)
@@ -231,9 +244,10 @@ class UpdatesMachine(RuleBasedStateMachine):
         used = 0
         for unit in self.units:
             shadow = None if unit.update is None else unit.update.place.shadow
-            if shadow is not None and unit.homes.weights.lease is not shadow:
-                used += shadow.nbytes
-        assert self.shadows.free_bytes + used == 2 * PAGE_BYTES
+            homes = {unit.homes.weights.lease, *(home.lease for home in unit.homes.all_states())}
+            used += sum(lease.nbytes for lease in ([] if shadow is None else shadow.leases()) if lease not in homes)
+        assert self.shadows.free_bytes + used == SHADOW_PAGES * PAGE_BYTES
+        assert self.space.free_bytes == self.shadows.free_bytes
 
     @invariant()
     def what_updates_keep_of_the_slots_is_a_share(self) -> None:
@@ -289,9 +303,54 @@ def test_what_speculation_needs(machine: UpdatesMachine) -> None:
     machine.below.spare_copy = lambda extent: None if extent.state == "weight" else spare(extent)
     assert not updates.can_speculate(unit)
     assert updates.can_speculate(machine.units[3])  # its weights are in RAM
-    resting = offloaded(unit_of(9), homes_of(unit_of(9), states=pages(2)), machine.shadows)
     machine.below.spare_copy = spare
-    assert not updates.can_speculate(resting)
+    assert updates.can_speculate(machine.units[5])  # its states are in RAM
+    machine.below.plan.placement.updates.in_ram = False
+    assert not updates.can_speculate(machine.units[5])
+    assert updates.can_speculate(machine.units[3])
+
+
+def test_an_update_of_which_a_group_has_begun_goes_on_and_another_is_taken_back(machine: UpdatesMachine) -> None:
+    for index in (5, 3, 1):
+        machine.speculate(index, 1.0)
+    begun, untouched = machine.units[5].update, machine.units[3].update
+    machine.pipeline.jobs[0].begun = True
+    machine.decide({5: 1.0, 3: 1.0, 1: 1.0}, list(range(COUNT)), False)
+    assert machine.units[5].update is begun
+    assert machine.units[3].update is not untouched
+    assert [job.job["unit"] for job in machine.pipeline.under_way] == [5, 5, 1, 1, 3, 3]
+    assert machine.shadows.free_bytes == (SHADOW_PAGES - 4) * PAGE_BYTES
+
+
+def test_a_moment_that_the_optimizer_does_not_use_stays_where_it_is(machine: UpdatesMachine) -> None:
+    unit = machine.units[4]
+    uses_one = {group: replace(each, moments=frozenset({"exp_avg"})) for group, each in wanted(unit.unit).items()}
+    assert machine.updates.speculate(unit, uses_one, 1, committed=False)
+    before = {home: home.lease for home in unit.homes.all_states()}
+    machine.updates.decide({4: uses_one}, machine.units, 1, committed=False)
+    assert unit.update is None or not unit.update.place.speculative  # nothing had begun
+    machine.updates.finish_all()
+    assert machine.updates.speculate(unit, uses_one, 2, committed=False)
+    for job in machine.pipeline.under_way:
+        job.begun = True
+    machine.updates.decide({4: uses_one}, machine.units, 2, committed=False)
+    machine.updates.finish_all()
+    for states in unit.homes.states.values():
+        exp_avg, exp_avg_sq = states.homes()
+        assert exp_avg.lease is not before[exp_avg]
+        assert exp_avg_sq.lease is before[exp_avg_sq]
+    assert machine.shadows.free_bytes == SHADOW_PAGES * PAGE_BYTES
+
+
+def test_states_in_ram_that_the_step_commits_need_a_spare_copy(machine: UpdatesMachine) -> None:
+    spare = machine.below.spare_copy
+    machine.below.spare_copy = lambda extent: (
+        None if extent.state == "exp_avg" and extent.unit == "4" else spare(extent)
+    )
+    unit = machine.units[4]
+    assert machine.updates.can_speculate(unit)
+    assert not machine.updates.speculate(unit, wanted(unit.unit), 1, committed=True)
+    assert machine.updates.speculate(unit, wanted(unit.unit), 1, committed=False)
 
 
 def test_a_part_of_a_unit_in_ram_is_not_speculated(machine: UpdatesMachine) -> None:
@@ -299,7 +358,7 @@ def test_a_part_of_a_unit_in_ram_is_not_speculated(machine: UpdatesMachine) -> N
     part = {0: wanted(unit.unit)[0]}
     assert not machine.updates.speculate(unit, part, 1, committed=False)
     assert unit.update is None
-    assert machine.shadows.free_bytes == 2 * PAGE_BYTES
+    assert machine.shadows.free_bytes == SHADOW_PAGES * PAGE_BYTES
 
 
 def test_a_known_failure_of_a_decided_update_is_told(machine: UpdatesMachine) -> None:
@@ -338,7 +397,7 @@ def test_shadows_come_back_when_updates_speculate_again(machine: UpdatesMachine)
     machine.decide({0: 1.0}, list(range(COUNT)), False)
     machine.read_ahead([1])
     machine.updates.reclaim_shadows()
-    assert machine.shadows.free_bytes == 2 * PAGE_BYTES
+    assert machine.shadows.free_bytes == SHADOW_PAGES * PAGE_BYTES
     assert all(job.computed.done() for job in machine.pipeline.jobs)
     assert not any(job.done() for job in machine.pipeline.jobs)
     assert not machine.pipeline.ahead

@@ -71,17 +71,37 @@ def test_a_job_that_was_not_begun_is_taken_back_and_one_that_was_goes_on() -> No
     world = World(tiles=1)
     first, second = world.submit("first"), world.submit("second")
     world.clock.run_until(lambda: world.disk.read_bytes > 0)
-    assert world.pipeline.withdraw([first, second]) == [False, True]
+    assert world.pipeline.withdraw([[first], [second]]) == [False, True]
     first.wait()
     assert second.failure() is CANCELED
     assert world.computed == ["first"]
+
+
+def test_jobs_are_taken_back_together_or_not_at_all() -> None:
+    world = World(tiles=1)
+    first, second, third = (world.submit(name) for name in ("first", "second", "third"))
+    world.clock.run_until(lambda: world.disk.read_bytes > 0)
+    assert world.pipeline.withdraw([[second, first], [third]]) == [False, True]
+    second.wait()
+    assert world.computed == ["first", "second"]
+
+
+def test_a_unit_that_was_begun_is_finished_before_a_speculative_job_of_another_one_comes() -> None:
+    world = World(tiles=1)
+    futures = [world.submit("big", in_memory=True, speculative=True, unit=2)]
+    world.clock.sleep(1e-9)
+    for name, unit in (("small", 2), ("later", 1), ("other", 1)):
+        futures.append(world.submit(name, in_memory=True, speculative=True, unit=unit))
+    for future in futures:
+        future.wait()
+    assert world.computed == ["big", "small", "other", "later"]
 
 
 def test_jobs_in_memory_are_computed_while_another_waits_for_the_disk() -> None:
     world = World(tiles=1)
     futures = [world.submit("file"), world.submit("memory", in_memory=True)]
     futures += [world.submit("next", in_memory=True, speculative=True), world.submit("late", in_memory=True)]
-    assert world.pipeline.withdraw(futures[3:]) == [True]
+    assert world.pipeline.withdraw([futures[3:]]) == [True]
     for future in futures:
         future.wait()
     assert world.computed == ["next", "memory", "file"]
@@ -114,7 +134,7 @@ def test_a_job_that_is_held_is_taken_back_with_what_was_read_for_it() -> None:
     ahead = world.pipeline.read_ahead(**(world.job() | {"weight": None, "grad": None}))
     landed = Future(world.clock)
     held = world.submit("held", ahead=ahead, after=[landed])
-    assert world.pipeline.withdraw([held]) == [True]
+    assert world.pipeline.withdraw([[held]]) == [True]
     assert held.failure() is CANCELED
     assert ahead.failure() is CANCELED
     landed.complete()

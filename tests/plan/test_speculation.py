@@ -1,0 +1,120 @@
+"""What updates of units in RAM get to speculate: whole shadows, the last units first, of what nothing else wants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.errors import PlanError
+from infinity.plan import planner, speculation
+from infinity.plan.plan import Plan
+from infinity.sizes import PAGE_BYTES
+from tests.plan.test_planner import NUMEL, plan
+
+ALL_IN_RAM = {"weights": "host", "optimizer": "host", "overlap": "auto"}
+UNIT = NUMEL // 16
+RESTING = 12 * UNIT
+"""Bytes of a unit with weights and states in RAM."""
+
+
+def memory(host: int) -> dict[str, Any]:
+    return {"device": "64MiB", "host": host}
+
+
+def needed() -> int:
+    """Host memory of a plan on a GPU that has all in RAM and speculates nowhere."""
+    config = ALL_IN_RAM | {"overlap": "before_forward", "update": {"tile": "256KiB"}}
+    return plan(device="cuda", memory=memory(400 << 20), **config).host_bytes
+
+
+def test_a_device_speculates_in_ram_where_there_is_room_for_all_new_values() -> None:
+    made = plan(device="cuda", memory=memory(1 << 30), update={"tile": "256KiB"}, **ALL_IN_RAM)
+    assert (made.placement.updates.overlap, made.placement.updates.reason) == ("auto", "")
+    assert made.placement.updates.in_ram
+    assert made.budgets.shadow_bytes == 16 * RESTING == made.layout.arena.shadows
+    assert made.layout.arena.homes_and_shadows == 2 * 16 * RESTING
+    assert made.host_bytes == needed() + 16 * RESTING
+    assert made.layout.swap.nbytes == 0
+    assert "for that or for new values" in made.describe()
+
+
+@pytest.mark.parametrize("units", [0, 1, 7])
+def test_shadows_are_whole_and_of_what_is_left(units: int) -> None:
+    host = needed() + units * RESTING + RESTING // 2
+    made = plan(device="cuda", memory=memory(host), update={"tile": "256KiB"}, **ALL_IN_RAM)
+    assert made.budgets.shadow_bytes == units * RESTING
+    assert made.placement.updates.in_ram == bool(units)
+    assert made.placement.updates.overlap == ("auto" if units else "before_forward")
+    assert "speculative updates of all units would need" in made.placement.updates.reason
+
+
+def test_in_host_memory_states_in_ram_speculate_where_the_config_asks_for_it() -> None:
+    for overlap in ("auto", "during_backward", "before_forward", "off"):
+        made = plan(memory=memory(1 << 30), **ALL_IN_RAM | {"overlap": overlap})
+        asked = overlap == "during_backward"
+        assert made.placement.updates.in_ram == asked
+        assert made.budgets.shadow_bytes == (16 * RESTING if asked else 0)
+        assert made.placement.updates.overlap == ("before_forward" if overlap == "auto" else overlap)
+        assert made.placement.updates.reason == ("the states are in RAM" if overlap == "auto" else "")
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plans without shadows for states in RAM."""
+
+    def made(**config: Any) -> Plan:
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "reserve_in_ram", lambda problem, placed, gradients, before, room: before)
+            return plan(**config)
+
+    return made
+
+
+@pytest.mark.parametrize("commit_every", [0, 1, 3])
+@pytest.mark.parametrize("weights", ["nvme", "host", "auto"])
+def test_shadows_take_nothing_from_anything_else(weights: str, commit_every: int, without: Any) -> None:
+    reserved = 0
+    for host in range(60 << 20, 420 << 20, 7 << 20):
+        config = {"weights": weights, "optimizer": "auto", "overlap": "auto", "commit_every": commit_every}
+        try:
+            before = without(device="cuda", memory=memory(host), **config)
+        except PlanError:
+            continue
+        made = plan(device="cuda", memory=memory(host), **config)
+        assert made.placement.weights == before.placement.weights
+        assert made.placement.optimizer == before.placement.optimizer
+        assert made.placement.gradients == before.placement.gradients
+        assert made.budgets.staging == before.budgets.staging
+        assert made.budgets.copies_bytes == before.budgets.copies_bytes
+        assert made.placement.updates.spare_units >= before.placement.updates.spare_units
+        more = made.budgets.shadow_bytes - before.budgets.shadow_bytes
+        weighs = 2 if weights == "host" else 0
+        assert more >= 0
+        assert weights == "auto" or more % ((10 + weighs) * UNIT) == 0
+        assert made.host_bytes <= host
+        reserved += more > 0
+    assert reserved
+
+
+def test_weights_on_nvme_need_a_second_copy_where_no_generations_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ALL_IN_RAM | {"weights": "nvme", "memory": memory(1 << 30), "device": "cuda"}
+    made = plan(**config)
+    assert made.placement.updates.spare_units == frozenset(range(16))
+    assert made.layout.swap.nbytes == 2 * 2 * NUMEL
+    assert made.budgets.shadow_bytes == 10 * NUMEL
+    monkeypatch.setattr(speculation, "room_bytes", lambda paths: 2 * NUMEL + 3 * 2 * UNIT + PAGE_BYTES)
+    made = plan(**config)
+    assert made.placement.updates.spare_units == frozenset({13, 14, 15})  # the last units' gradients come first
+    assert made.budgets.shadow_bytes == 3 * 10 * UNIT
+    assert "more on disk" in made.placement.updates.reason
+    monkeypatch.setattr(speculation, "room_bytes", lambda paths: 0)
+    assert not plan(**config).placement.updates.in_ram
+
+
+def test_gradients_that_spill_are_no_input_of_a_speculative_update() -> None:
+    config = ALL_IN_RAM | {"gradients": "nvme", "memory": memory(1 << 30)}
+    made = plan(torch.bfloat16, "cuda", **config)
+    assert not made.placement.updates.in_ram
+    assert made.budgets.shadow_bytes == 0
