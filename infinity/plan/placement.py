@@ -79,13 +79,13 @@ class UpdateTiming:
         reason: why some updates cannot speculate although the config asks for it; empty when all can.
         spare_units: indices of the units whose states have a second copy to speculate with, although no generations
             are kept.
-        in_ram: updates of units whose states rest in RAM speculate, too.
+        in_ram: indices of the units whose states rest in RAM and whose updates speculate all the same.
     """
 
     overlap: Overlap
     reason: str = ""
     spare_units: frozenset[int] = frozenset()
-    in_ram: bool = False
+    in_ram: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from infinity.plan.placement import (
 )
 from infinity.plan.plan import Plan, forecast
 from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count
-from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted
+from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.plan.traffic import Traffic, traffic
 from infinity.sizes import exact_bytes, format_bytes
 from infinity.state.discover import HookSite
@@ -204,16 +204,22 @@ class _Chosen:
         commits = 0 if self.problem.config.commit_every == "auto" else self.moved.commit_share_bytes
         return self.moved.read_bytes + self.moved.written_bytes + commits
 
+    @property
+    def shadow_bytes(self) -> int:
+        """What it leaves for updates of states in RAM to speculate with, as far as they want it."""
+        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.problem.exchange_bytes
+        return min(self.problem.limits.host - used, wanted_in_ram(self.problem, self.placed, self.gradients))
+
 
 def _place(problem: Problem, *, resumes: bool) -> _Chosen:
     """The first placement of the gradients that fits, or where one pass per step is known, the one that moves the
-    fewest bytes."""
+    fewest bytes, and of these the one that lets the most updates speculate."""
     fitting = _fitting(problem)
     first = next(fitting)
     if problem.told != 1:
         return first
     others = [each for each in fitting if _may_replace(first, each, resumes=resumes)]
-    return min([first, *others], key=lambda each: each.choice_bytes)
+    return min([first, *others], key=lambda each: (each.choice_bytes, -each.shadow_bytes))
 
 
 def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:

@@ -14,6 +14,7 @@ out of RAM by them. The last units of the model come first here, too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from infinity.plan.disk import room_bytes
@@ -83,15 +84,13 @@ def reserve_in_ram(
         room: bytes of host memory that nothing else wants.
     """
     config = problem.config
-    wanted = config.overlap == "during_backward" or (config.overlap == "auto" and not problem.limits.in_place)
-    resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
-    resting = [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
-    if not wanted or not resting:
+    resting = _resting(problem, placed, gradients)
+    if not resting:
         return before
     copies = {unit.index: 0 if problem.commit_every else _copy_bytes(unit, placed) for unit in resting}
     shadows = {unit.index: _shadow_bytes(unit, placed) for unit in resting}
     costs = [(index, shadows[index] + problem.checksum_bytes(copies[index])) for index in shadows]
-    fits = as_far_as(costs, room)
+    fits = spread_out(costs, room)
     missing = {index: copies[index] for index in shadows if index in fits and copies[index]}
     spare = as_far_as(missing.items(), _reach(problem, _swap_bytes(problem, placed, gradients, before), room))
     able = fits - missing.keys() | spare
@@ -104,8 +103,39 @@ def reserve_in_ram(
         return replace(before, updates=replace(before.updates, reason=reason))
     shadow = sum(shadows[index] for index in able)
     host = shadow + problem.checksum_bytes(sum(copies[index] for index in able))
-    updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, in_ram=True)
+    updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, able)
     return Reserved(updates, before.shadow_bytes + shadow, before.host_bytes + host)
+
+
+def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
+    """Of (index, bytes) as many as fit `room`, spread evenly: so the processor has work during the whole backward, and
+    what it updates after the step lies between units that the next forward finds ready.
+
+    Args:
+        costs: in the order of the model, or its reverse.
+    """
+    total = sum(nbytes for _, nbytes in costs)
+    chosen, share, due = set[int](), min(room / total, 1.0) if total else 0.0, 0.0
+    for index, nbytes in costs:
+        due += share * nbytes
+        if nbytes <= room and due >= nbytes / 2:
+            chosen.add(index)
+            room, due = room - nbytes, due - nbytes
+    return frozenset(chosen) | as_far_as(((index, nbytes) for index, nbytes in costs if index not in chosen), room)
+
+
+def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> list[UnitBytes]:
+    """The units whose states rest in RAM and whose updates are to speculate, those of the end of the model first."""
+    overlap, limits = problem.config.overlap, problem.limits
+    if limits.shares or not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
+        return []
+    resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
+    return [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
+
+
+def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
+    """Bytes of shadows with which all updates of states in RAM could speculate."""
+    return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
 
 
 def _none(reason: str) -> Reserved:

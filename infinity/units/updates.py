@@ -65,7 +65,7 @@ class Updates:
         if unit.update is not None or not states:
             return False
         in_ram = [home for home in states if home.in_memory]
-        if in_ram and not self._resources.plan.placement.updates.in_ram:
+        if in_ram and unit.index not in self._resources.plan.placement.updates.in_ram:
             return False
         at_home = weights.lease is not None
         if sum(home.nbytes for home in in_ram) + (weights.nbytes if at_home else 0) > self.shadows.free_bytes:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from infinity.errors import PlanError
 from infinity.plan import planner, speculation
@@ -32,7 +35,7 @@ def needed() -> int:
 def test_a_device_speculates_in_ram_where_there_is_room_for_all_new_values() -> None:
     made = plan(device="cuda", memory=memory(1 << 30), update={"tile": "256KiB"}, **ALL_IN_RAM)
     assert (made.placement.updates.overlap, made.placement.updates.reason) == ("auto", "")
-    assert made.placement.updates.in_ram
+    assert made.placement.updates.in_ram == set(range(16))
     assert made.budgets.shadow_bytes == 16 * RESTING == made.layout.arena.shadows
     assert made.layout.arena.homes_and_shadows == 2 * 16 * RESTING
     assert made.host_bytes == needed() + 16 * RESTING
@@ -45,7 +48,7 @@ def test_shadows_are_whole_and_of_what_is_left(units: int) -> None:
     host = needed() + units * RESTING + RESTING // 2
     made = plan(device="cuda", memory=memory(host), update={"tile": "256KiB"}, **ALL_IN_RAM)
     assert made.budgets.shadow_bytes == units * RESTING
-    assert made.placement.updates.in_ram == bool(units)
+    assert len(made.placement.updates.in_ram) == units
     assert made.placement.updates.overlap == ("auto" if units else "before_forward")
     assert "speculative updates of all units would need" in made.placement.updates.reason
 
@@ -54,7 +57,7 @@ def test_in_host_memory_states_in_ram_speculate_where_the_config_asks_for_it() -
     for overlap in ("auto", "during_backward", "before_forward", "off"):
         made = plan(memory=memory(1 << 30), **ALL_IN_RAM | {"overlap": overlap})
         asked = overlap == "during_backward"
-        assert made.placement.updates.in_ram == asked
+        assert len(made.placement.updates.in_ram) == 16 * asked
         assert made.budgets.shadow_bytes == (16 * RESTING if asked else 0)
         assert made.placement.updates.overlap == ("before_forward" if overlap == "auto" else overlap)
         assert made.placement.updates.reason == ("the states are in RAM" if overlap == "auto" else "")
@@ -118,3 +121,17 @@ def test_gradients_that_spill_are_no_input_of_a_speculative_update() -> None:
     made = plan(torch.bfloat16, "cuda", **config)
     assert not made.placement.updates.in_ram
     assert made.budgets.shadow_bytes == 0
+
+
+def test_a_share_of_many_units_lies_evenly() -> None:
+    for share in (2, 3, 4, 5):
+        found = sorted(speculation.spread_out([(index, 10) for index in range(60)], 600 // share))
+        assert {after - before for before, after in itertools.pairwise(found)} == {share}
+
+
+@given(st.lists(st.integers(1, 50), max_size=12), st.integers(0, 400))
+def test_nothing_more_would_fit(sizes: list[int], room: int) -> None:
+    found = speculation.spread_out(list(enumerate(sizes)), room)
+    left = room - sum(sizes[index] for index in found)
+    assert left >= 0
+    assert all(nbytes > left for index, nbytes in enumerate(sizes) if index not in found)

@@ -170,7 +170,7 @@ def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True
     return SimpleNamespace(
         plan=SimpleNamespace(
             budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL)),
-            placement=SimpleNamespace(updates=SimpleNamespace(in_ram=in_ram)),
+            placement=SimpleNamespace(updates=SimpleNamespace(in_ram=range(100) if in_ram else ())),
         ),
         pipeline=Pipeline(),
         device=None if in_place else object(),

@@ -305,7 +305,7 @@ def test_what_speculation_needs(machine: UpdatesMachine) -> None:
     assert updates.can_speculate(machine.units[3])  # its weights are in RAM
     machine.below.spare_copy = spare
     assert updates.can_speculate(machine.units[5])  # its states are in RAM
-    machine.below.plan.placement.updates.in_ram = False
+    machine.below.plan.placement.updates.in_ram = ()
     assert not updates.can_speculate(machine.units[5])
     assert updates.can_speculate(machine.units[3])
 
