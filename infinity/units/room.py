@@ -158,15 +158,20 @@ class Room:
         upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:
             unit = self.units[index]
-            if (self._slots.agreed or unit.can_be_fetched()) and not self._start(unit, distance):
+            if self._may_come(unit) and not self._start(unit, distance):
                 return
 
     def _prefetch_staying(self) -> None:
         """The units that stay come first: one that came late would lie amid the others, and split the room."""
         for index in self._staying:
             unit = self.units[index]
-            if unit.weights.residency is Residency.RELEASED and unit.can_be_fetched():
+            if unit.weights.residency is Residency.RELEASED and self._may_come(unit):
                 self._start(unit, 0)
+
+    def _may_come(self, unit: OffloadedUnit) -> bool:
+        """Whether a prefetch would wait for nothing. Where fetches are agreed on, how far an update is must not
+        matter: the fetch waits for it elsewhere."""
+        return self._slots.agreed or unit.can_be_fetched()
 
     def _room_bytes(self, index: int) -> int:
         unit = self.units[index]
