@@ -354,3 +354,11 @@ def test_what_a_rank_waits_for_fails_and_all_ranks_say_so(failing: str) -> None:
     assert "the disk failed" in own[1][1]
     assert other[-1][0] == "PeerError"
     assert "rank 1 failed: OSError: [Errno 5] the disk failed" in other[-1][1]
+
+
+def long_result() -> bytes:
+    return bytes([dist.get_rank()]) * (1 << 20)
+
+
+def test_a_result_may_be_longer_than_a_pipe_holds() -> None:
+    assert run(2, long_result) == [bytes(1 << 20), bytes([1]) * (1 << 20)]

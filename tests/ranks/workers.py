@@ -77,10 +77,13 @@ def ended(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float 
     try:
         _hand_out_port(ranks)
         end = time.monotonic() + limit_s
-        waiting = {each.sentinel for each in ranks}
-        while waiting and time.monotonic() < end:
-            waiting -= set(wait(list(waiting), end - time.monotonic()))
-        if waiting:
+        running = list(ranks)
+        while running and time.monotonic() < end:
+            wait([handle for each in running for handle in each.handles], end - time.monotonic())
+            for each in running:
+                each.take()
+            running = [each for each in running if each.running]
+        if running:
             raise HangError("\n".join(each.stacks() for each in ranks))
         return [each.outcome() for each in ranks]
     finally:
@@ -107,10 +110,25 @@ class _Rank:
             given = rank, n, function, arguments, dict(os.environ), theirs, stderr
             self._process = server().Process(target=_main, args=given, daemon=True)
             self._process.start()
+        self._told_all = False
+        self._result: tuple[Any, bytes | None, str] | None = None
 
     @property
-    def sentinel(self) -> int:
-        return self._process.sentinel
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def handles(self) -> list[Any]:
+        """What to wait for: its end, and its result, which may be longer than a pipe holds."""
+        return [self._process.sentinel] if self._told_all else [self._process.sentinel, self.results]
+
+    def take(self) -> None:
+        """Take the result in, if it is there, or none will come."""
+        if self._told_all or not self.results.poll():
+            return
+        self._told_all = True
+        with contextlib.suppress(EOFError, ConnectionError):
+            self._result = self.results.recv()
 
     def _told(self) -> str:
         with open(os.dup(self._stderr), errors="replace") as stderr:
@@ -120,10 +138,10 @@ class _Rank:
     def outcome(self) -> Outcome:
         self._process.join()
         exitcode = self._process.exitcode or 0
-        try:
-            value, raised, told = self.results.recv()
-        except (EOFError, ConnectionError):
+        self.take()
+        if self._result is None:
             return Outcome(None, None, self._told(), exitcode)
+        value, raised, told = self._result
         return Outcome(value, pickle.loads(raised) if raised is not None else None, told, exitcode)
 
     def stacks(self) -> str:
