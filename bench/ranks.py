@@ -88,7 +88,7 @@ def plan_of(units: tuple[Unit, ...], count: int, index: int) -> Plan:
             "nvme": {"paths": ["/tmp/never-made"]},
         }
     )
-    peers = Peers(Cut(count, index), min(count, ON_MACHINE))
+    peers = Peers(Cut(count, index), min(count, ON_MACHINE), together=count > 1)
     return make_plan(units, config, torch.device("cuda"), can_recompute=True, accumulation_steps=1, peers=peers)
 
 

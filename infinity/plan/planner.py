@@ -79,7 +79,7 @@ def make_plan(
 
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
-    if peers.cut.count > 1:
+    if peers.together:
         return plan(SEVERAL_RANKS)
     return _with_commits(plan, config, resumes=resumes)
 
@@ -179,7 +179,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
-        shares=peers.cut.count > 1,
+        shares=peers.together,
     )
 
 

@@ -70,13 +70,15 @@ class Peers:
     Attributes:
         cut: which slice of every unit is this rank's.
         on_machine: ranks on this machine, which have its RAM and its cores together.
+        together: weights are gathered and gradients exchanged, be it by one rank alone.
     """
 
     cut: Cut
     on_machine: int
+    together: bool = True
 
 
-ALONE = Peers(Cut(1, 0), 1)
+ALONE = Peers(Cut(1, 0), 1, together=False)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def plan(count: int = 1, index: int = 0, *, on_machine: int = 1, device: str = "
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)).to(torch.bfloat16)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
-    peers = Peers(Cut(count, index), on_machine)
+    peers = Peers(Cut(count, index), on_machine, together=count > 1)
     units = discover(blocks).units
     return make_plan(units, load_config(config), torch.device(device), can_recompute=False, peers=peers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import _native
+from infinity.coordinator import opening
 from infinity.errors import InfinityError, NotAvailableError, PeerError
 from tests.ranks.workers import run
 
@@ -135,6 +137,11 @@ def require_equal(tmp_path: Path, config: dict[str, Any], micro: int, ranks: int
         assert found == weights
 
 
+def alone(folder: str, config: dict[str, Any], micro: int, options: dict[str, Any]) -> Any:
+    opening.Ranks.of_world = functools.partial(opening.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
+    return train(folder, config, micro, 1, **options)
+
+
 TIERS = [
     {"weights": "host", "optimizer": "host"},
     {"weights": "host", "optimizer": "nvme"},
@@ -166,6 +173,13 @@ def test_ranks_train_the_bits_of_one_process(
     config = tiers | {"moments": moments, "overlap": overlap}
     model = {"recomputed": recomputed}
     require_equal(tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
+
+
+@pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.01}, {"dtype": "bfloat16"}])
+def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers: Any, options: dict[str, Any]) -> None:
+    expected = train(str(tmp_path / "one"), tiers, 2, 1, **options)
+    assert run(1, alone, str(tmp_path / "all"), tiers, 2, options) == [expected]
 
 
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
