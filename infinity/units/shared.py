@@ -181,6 +181,8 @@ class SharedGroup:
         return total_of(self.partials(spec))
 
     def drop(self, name: str) -> None:
+        """Raises PeerError: gradients were lost on their way."""
+        self._outbox.settle()  # what is under way would land later
         self._outbox.forget(self._shard.unit.index, name)
         if self._local is not None:
             self._local.drop(name)

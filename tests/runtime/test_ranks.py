@@ -90,6 +90,7 @@ def train(
     steps: int = 3,
     dtype: str = "float32",
     some: bool = False,
+    disturbed: bool = False,
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], list[float], dict[str, str]]:
@@ -97,6 +98,7 @@ def train(
 
     Args:
         some: the second head is used by every third batch only, and in the second step by none.
+        disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
     """
     together = dist.is_initialized()
     rank = dist.get_rank() if together else 0
@@ -105,6 +107,11 @@ def train(
     optim = infinity.AdamW(trained.parameters(), lr=1e-2, **options)
     losses, norms = [], []
     for step in range(steps):
+        if disturbed:
+            with torch.no_grad():
+                losses.append(trained(batch(step, 77, kind)).item())
+            trained(batch(step, 78, kind)).backward()
+            optim.zero_grad()
         for turn in range(micro):
             indices = [turn * ranks + rank] if together else range(turn * ranks, (turn + 1) * ranks)
             for index in indices:
@@ -185,6 +192,18 @@ def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(tmp_path: Path, tiers: Any) -> None:
     require_equal(tmp_path, tiers, 2, 3, some=True, max_grad_norm=0.05)
+
+
+@pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
+def test_evaluations_and_gradients_that_are_dropped_change_nothing(tmp_path: Path, tiers: Any) -> None:
+    expected = train(str(tmp_path / "one"), tiers, 1, 2, disturbed=True)
+    for found in run(2, on_rank, str(tmp_path / "all"), tiers, 1, 2, {"disturbed": True}):
+        assert found[1:] == expected[1:]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_gradients_that_spill_are_added_in_the_store_of_their_owner(tmp_path: Path, micro: int) -> None:
+    require_equal(tmp_path, TIERS[3] | {"gradients": "nvme"}, micro, 3)
 
 
 def test_a_frozen_block_is_gathered_and_not_exchanged(tmp_path: Path) -> None:
