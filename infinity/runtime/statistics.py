@@ -17,7 +17,7 @@ class Statistics:
     """Cumulative since infinity.offload.
 
     Attributes:
-        numel, trainable_numel: parameters.
+        numel, trainable_numel: parameters; of this rank's slices, where there are several ranks, as all bytes are.
         state_bytes: weights, residuals and moments together, in whatever tier.
         read_bytes, written_bytes: moved by the engine; `weight_bytes_read` of them weights for forward and backward.
         io_busy_s: time with at least one transfer in flight.

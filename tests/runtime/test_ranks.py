@@ -365,3 +365,39 @@ def test_a_disk_that_fails_on_one_rank_ends_all_of_them(tmp_path: Path) -> None:
     assert other is not None
     assert other[0] == "PeerError"
     assert "rank 1" in other[1]
+
+
+# Bytes
+
+
+def counted(folder: str, config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Elements and bytes that this rank keeps, and bytes that one step moves, as planned and as counted."""
+    rank, kind, steps = (dist.get_rank() if dist.is_initialized() else 0), torch.bfloat16, 4
+    model = offloaded(folder, config, kind)
+    optim = infinity.AdamW(model.parameters())
+    moved = []
+    for step in range(steps):
+        model(batch(step, rank, kind)).backward()
+        optim.step()
+        optim.zero_grad()
+        infinity.synchronize(model)
+        now = infinity.statistics(model)
+        moved.append(now.read_bytes + now.written_bytes)
+    plan = infinity.statistics(model).plan
+    infinity.close(model)
+    return plan.layout.numel, plan.layout.swap.nbytes, plan.forecast.step_bytes, (moved[-1] - moved[0]) // (steps - 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_rank_keeps_and_moves_its_share(tmp_path: Path, ranks: int) -> None:
+    memory = {"memory": {"host": "256MiB", "device": f"{2 * ranks}MiB"}, "overlap": "off"}
+    args = str(tmp_path), TIERS[3] | memory
+    found = [counted(*args)] if ranks == 1 else run(ranks, counted, *args)
+    numel = sum(each[0] for each in found)
+    assert numel == sum(parameter.numel() for parameter in Blocks(torch.bfloat16).parameters())
+    padding = 1.01  # to whole blocks of 256 elements, and to pages
+    assert 12 * numel <= sum(each[1] for each in found) <= 12 * numel * padding
+    assert sum(each[2] for each in found) <= 28 * numel * padding
+    for _, _, planned, moved in found:
+        assert moved <= planned
+    assert sum(each[3] for each in found) >= 20 * numel  # 28, less what stays in the slots between its uses
