@@ -97,6 +97,8 @@ class Memory:
 
     def use(self, begin: int, end: int, access: Access, clock: Snapshot) -> tuple[Access, int, int] | None:
         """Note an access, and return None; or return what it is not ordered with, and where that is."""
+        if begin == end:
+            return None  # of no byte: nothing to order, and a segment without bytes would stand between others
         low, high = self._cut(begin, end)
         for segment in self._segments[low:high]:
             other = _unordered(segment, access, clock)

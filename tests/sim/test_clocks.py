@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.sim.clocks import Actor, Order, Unordered
+from tests.sim.clocks import Access, Actor, Memory, Order, Unordered
 
 HERE = ("here.py", 1)
 
@@ -142,3 +145,21 @@ def test_it_finds_what_all_pairs_of_all_accesses_find(program: list[tuple]) -> N
                 before[who].add(step)
             else:
                 events.append((before[0] | {step}, order.end(actor)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_segments_are_disjoint_and_have_bytes_whatever_is_used(seed: int) -> None:
+    """A use of no bytes once left a segment without any, which some later use was then said to be unordered with."""
+    chance, memory, everything = random.Random(seed), Memory(), dict.fromkeys(range(4), 1000)
+    for turn in range(200):
+        begin = chance.randrange(40)
+        end = begin + chance.randrange(12)
+        if chance.random() < 0.2:
+            memory.forget(begin, end)
+        else:
+            access = Access("a", chance.randrange(4), turn, chance.random() < 0.5, "a use", ("file", 1))
+            assert memory.use(begin, end, access, everything) is None
+        segments = [(segment.begin, segment.end) for segment in memory._segments]
+        assert all(first < last for first, last in segments)
+        assert all(last <= first for (_, last), (first, _) in itertools.pairwise(segments))
+        assert memory._begins == [first for first, _ in segments]
