@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +37,8 @@ from infinity.tiers.resources import Resources
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 256 << 20
+_SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
+"""Set by the tests of several ranks, which nobody else can train with yet: generations and GPUs are missing."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
 
 
@@ -96,6 +99,7 @@ def _ranks(config: SwapConfig, device: torch.device, *, resume: bool) -> Ranks |
     if ranks is None:
         return None
     refused = {
+        "training": (_SEVERAL_RANKS not in os.environ, "one process, started without torchrun"),
         "a model on a GPU": (device.type != "cpu", "device='cpu', or one process"),
         "infinity.resume": (resume, "one process"),
         f"commit_every: {config.commit_every}": (config.commit_every not in (0, "auto"), "commit_every: 0"),
