@@ -14,7 +14,7 @@ from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import whole
 from infinity.coordinator.parts import Optimizer
 from infinity.coordinator.stepping import Stepping, transition
-from infinity.errors import PeerError, ReleasedParameterError, SwapTimeoutError
+from infinity.errors import NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.state.released import way_out
 from infinity.state.unit import Place
 from infinity.units.unit import OffloadedUnit
@@ -102,6 +102,7 @@ class Coordinator(Stepping):
     def begin_backward(self) -> None:
         """An outermost backward pass brings its first gradient."""
         self.readers.backward_begins()
+        self._forget_cleared()
         self.passes.begin()
         self.progress.carry_on()
         if self.health.failure is None and not self.health.closed:
@@ -136,7 +137,13 @@ class Coordinator(Stepping):
 
     @transition
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed."""
+        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed,
+        NotAvailableError where there are several ranks: the others would not know of it."""
+        if self.shared is not None:
+            raise NotAvailableError(
+                f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
+                "let backward bring it, or use one process"
+            )
         self._land(place, gradient, accumulate=accumulate)
 
     @transition
@@ -175,6 +182,7 @@ class Coordinator(Stepping):
                 self.shared.left(left)
                 if outermost:
                     self.shared.pass_ended()
+                    self._show(self.shared.agreement.present)
             self.gradients.backward_begins((), ())
         if outermost:
             self.readers.backward_ends()

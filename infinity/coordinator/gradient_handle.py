@@ -78,8 +78,11 @@ class GradientHandle(torch.Tensor):
 
     @property
     def l2_norm(self) -> float:
-        """Of the gradient unscaled and clipped as far as was asked; not finite where an element is not."""
-        return math.sqrt(self._landed().sum_squares(self._spec)) * abs(self.inverse_scale * self.clip_factor)
+        """Of the gradient unscaled and clipped as far as was asked, and averaged over the ranks; not finite where an
+        element is not."""
+        gradients = self._landed()
+        factor = abs(self.inverse_scale * self.clip_factor) * gradients.mean
+        return math.sqrt(gradients.sum_squares(self._spec)) * factor
 
     def _landed(self) -> GroupGradients:
         gradients = self._gradients()

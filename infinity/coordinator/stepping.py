@@ -88,10 +88,21 @@ class Stepping(Parts):
         self._rest_for_step()
         if self.shared is None:
             return skip
+        self._forget_cleared()
         with self.health.failing(PeerError), self.timeline.stall("gradient"):
             skip = self.shared.agreement.make({**facts, "the step": self.steps + 1}, skip)
         self._show(self.shared.agreement.present)
         return skip
+
+    def _forget_cleared(self) -> None:
+        """Where there are several ranks: what was set to None by hand is not wanted any more."""
+        if self.shared is None:
+            return
+        present = self.shared.agreement.present
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, place in self.places():
+                if place.group.trainable and parameter.grad is None and place.spec.name in present:
+                    self.gradients.of(place).drop(place.spec.name)
 
     def _show(self, names: Set[str]) -> None:
         """Parameters that have a gradient on any rank have one here."""

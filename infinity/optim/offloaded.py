@@ -135,7 +135,11 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     def _facts(self) -> dict[str, object]:
         """What must be the same on all ranks, by what to call it."""
-        facts: dict[str, object] = {"the optimizer": type(self).__name__, "max_grad_norm": self.max_grad_norm}
+        facts: dict[str, object] = {
+            "the optimizer": type(self).__name__,
+            "max_grad_norm": self.max_grad_norm,
+            "the loss scale": inverse_of(getattr(self, "grad_scale", None)),
+        }
         for index, group in enumerate(self.param_groups):
             facts[f"the rule of param group {index}"] = {key: str(value) for key, value in self._options(group)}
         return facts

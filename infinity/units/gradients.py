@@ -66,6 +66,7 @@ class GroupGradients:
         self._pool = pool
         self._packed: Packed | None = None  # what came last, in the queue's ring
         self._on_way: list[Landing] = []  # what was sent before, in that order
+        self.mean = 1.0
         self.dtype = group.dtype
         self.present: set[str] = set()
         self._sums: dict[str, Sequence[float]] = {}

@@ -39,12 +39,10 @@ class _Box:
 
     Attributes:
         names: of those that came.
-        anew: of those that take the place of what is there, instead of being added to it.
     """
 
     lease: Lease
     names: set[str] = field(default_factory=set)
-    anew: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Outbox:
         self._boxes: dict[int, _Box] = {}
         self._on_way: deque[_OnWay] = deque()
 
-    def take(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+    def take(self, place: Place, gradient: torch.Tensor) -> None:
         """Put one gradient into the box of its unit; a second piece of it is added there.
 
         Raises:
@@ -96,8 +94,6 @@ class Outbox:
             return
         flat.copy_(values)
         box.names.add(spec.name)
-        if not accumulate:
-            box.anew.add(spec.name)
 
     def _begin(self, index: int) -> _Box:
         box = self._boxes[index] = _Box(self._lease(_box_bytes(self._shards[index])))
@@ -163,14 +159,14 @@ class Outbox:
         for group_index in trained(shard):
             group, local = shard.unit.groups[group_index], shard.local.groups[group_index]
             nbytes = _mine_bytes(shard, group_index)
-            for rank in range(shard.cut.count):
+            for _ in range(shard.cut.count):  # rank by rank
                 flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)
                 at += nbytes
                 for piece in local.specs:
                     self._local[shard.unit.index].groups[group_index].land(
                         piece,
                         flat[piece.offset : piece.offset + piece.numel],
-                        accumulate=rank > 0 or piece.name not in arrived.box.anew,
+                        accumulate=True,  # to what is there: what nobody wants was dropped
                     )
         if arrived.received is not None:
             arrived.received.release()

@@ -50,8 +50,28 @@ class Agreement:
 
     def went(self, name: str) -> None:
         """Nobody wants the gradient of this parameter any more."""
-        self.present.discard(name)
-        self._partials = None
+        if name in self.present:
+            self.present.discard(name)
+            self._partials = None
+
+    def share(self, waiting: Sequence[bool]) -> list[bool]:
+        """At the end of a backward pass: from here on a parameter has a gradient on every rank if it has one on any.
+
+        Args:
+            waiting: of each unit that is trained, whether something of it was not sent.
+
+        Returns:
+            The same, by any rank.
+
+        Raises:
+            PeerError: a rank failed.
+        """
+        mine = np.packbits([*waiting, *(name in self.present for name in self._names)])
+        for each in self._exchange.all_gather(0, "the end of backward", mine.tobytes()):
+            mine = mine | np.frombuffer(each, np.uint8)
+        bits = np.unpackbits(mine, count=len(waiting) + len(self._names)).astype(bool)
+        self.present = {name for name, bit in zip(self._names, bits[len(waiting) :], strict=True) if bit}
+        return [bool(bit) for bit in bits[: len(waiting)]]
 
     def partials(self, name: str) -> Sequence[float]:
         """Of Σ g², of all ranks' slices. Where gradients came since the ranks agreed, they agree now: all must ask."""
@@ -148,6 +168,9 @@ def _require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank
 class SharedGroup:
     """The gradients of one group, as optimizers and handles see them: of the whole group.
 
+    Attributes:
+        mean: what a gradient is to be multiplied by, since those of all ranks were added.
+
     Args:
         local: of this rank's slice; None where it has none.
     """
@@ -155,6 +178,7 @@ class SharedGroup:
     def __init__(
         self, shard: Shard, group_index: int, local: GroupGradients | None, outbox: Outbox, agreement: Agreement
     ) -> None:
+        self.mean = 1.0 / shard.cut.count
         self._shard = shard
         self._group_index = group_index
         self._local = local
@@ -167,9 +191,9 @@ class SharedGroup:
         return self._agreement.present
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Send a gradient on its way. Args: as GroupGradients.land."""
-        place = Place(self._shard.unit, self._group_index, spec)
-        self._outbox.take(place, gradient, accumulate=accumulate and spec.name in self.present)
+        """Send a gradient on its way, to be added to what its owner has. `accumulate` says nothing: whether there is
+        something depends on all ranks, and what a rank does not want any more it drops (SharedGradients.cleared)."""
+        self._outbox.take(Place(self._shard.unit, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
@@ -204,7 +228,6 @@ class SharedGradients(Gradients):
         self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, space: Space
     ) -> None:
         super().__init__(local, None)
-        self._exchange = exchange
         self._outbox = Outbox(shards, local, exchange, space)
         self.agreement = Agreement(shards, local, exchange, self._outbox)
         self._groups = {
@@ -229,11 +252,9 @@ class SharedGradients(Gradients):
         """The backward is over: what any rank has not sent of its gradients is sent. All ranks call. Raises
         PeerError."""
         waiting = self._outbox.waiting
-        union = np.packbits([index in waiting for index in self._trained])
-        for each in self._exchange.all_gather(0, "the end of backward", union.tobytes()):
-            union = union | np.frombuffer(each, np.uint8)
-        for index, bit in zip(self._trained, np.unpackbits(union, count=len(self._trained)), strict=True):
-            if bit:
+        late = self.agreement.share([index in waiting for index in self._trained])
+        for index, is_late in zip(self._trained, late, strict=True):
+            if is_late:
                 self._outbox.send(index)
 
     def synchronize(self) -> None:

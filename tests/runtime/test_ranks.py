@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +98,15 @@ def train(
     dtype: str = "float32",
     some: bool = False,
     disturbed: bool = False,
+    cleared: bool = False,
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], list[float], dict[str, str]]:
     """Losses of this process, norms, and the weights at the end. In one process: with the batches of all ranks.
 
     Args:
-        some: the second head is used by every third batch only, and in the second step by none.
+        some: the second head is used by some batches only, drawn at random, and in the second step by none.
+        cleared: after each step there is a backward pass whose gradients are set to None by hand.
         disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
     """
     together = dist.is_initialized()
@@ -121,7 +124,8 @@ def train(
         for turn in range(micro):
             indices = [turn * ranks + rank] if together else range(turn * ranks, (turn + 1) * ranks)
             for index in indices:
-                loss = trained(batch(step, index, kind), both=some and index % 3 == 1 and step != 1)
+                drawn = random.Random(100 * step + index).random() < 0.4
+                loss = trained(batch(step, index, kind), both=some and drawn and step != 1)
                 loss.backward()
                 losses.append(loss.item())
         if not together:
@@ -130,6 +134,10 @@ def train(
         vars(optim).pop("grad_scale", None)
         optim.zero_grad()
         norms.append(optim.last_grad_norm)
+        if cleared:  # by hand, after a pass that the next step must know nothing of
+            trained(batch(step, 79, kind), both=step % 2 == 0).backward()
+            for parameter in trained.parameters():
+                parameter.grad = None
     with infinity.gathered(trained, trained):
         weights = {name: digest(parameter) for name, parameter in trained.named_parameters()}
     infinity.close(trained)
@@ -198,6 +206,11 @@ def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(tmp_path: Path, tiers: Any) -> None:
     require_equal(tmp_path, tiers, 2, 3, some=True, max_grad_norm=0.05)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_gradients_set_to_none_by_hand_are_gone(tmp_path: Path, micro: int) -> None:
+    require_equal(tmp_path, TIERS[3], micro, 2, cleared=True, some=True, steps=4)
 
 
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
@@ -288,24 +301,72 @@ def test_a_step_that_one_rank_cannot_take_is_skipped_by_all(tmp_path: Path, how:
 # What several ranks can do besides
 
 
-def clipped_by_torch(folder: str) -> Any:
+def clipped(folder: str, by_torch: bool) -> Any:
+    """Norms, and weights that are rounded: torch clips by a factor in fp32."""
     rank = dist.get_rank()
     model = offloaded(folder, TIERS[3])
-    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    optim = infinity.SGD(model.parameters(), lr=1.0, max_grad_norm=None if by_torch else 0.01)
     norms = []
     for step in range(2):
-        model(batch(step, rank, torch.float32)).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
+        model(batch(step, rank, torch.float32), both=rank == 1).backward()
+        if by_torch:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)))
         optim.step()
+        if not by_torch:
+            norms.append(optim.last_grad_norm)
         optim.zero_grad()
+    with infinity.gathered(model, model):
+        weights = {name: parameter.detach().flatten()[:50].tolist() for name, parameter in model.named_parameters()}
     infinity.close(model)
-    return norms
+    return norms, weights
 
 
-def test_torch_clips_by_the_norm_of_all_ranks(tmp_path: Path) -> None:
-    one, other = run(2, clipped_by_torch, str(tmp_path))
+def test_torch_clips_as_the_optimizer_does_also_what_one_rank_alone_uses(tmp_path: Path) -> None:
+    (norms, weights), other = run(2, clipped, str(tmp_path / "torch"), True)
+    (expected, clipped_weights), _ = run(2, clipped, str(tmp_path / "own"), False)
+    assert other == (norms, weights)
+    assert norms == pytest.approx(expected, rel=1e-5)
+    for name, values in clipped_weights.items():
+        assert weights[name] == pytest.approx(values, rel=1e-5, abs=1e-7), name
+
+
+def scaled(folder: str) -> Any:
+    """The second head overflows on rank 1, which alone uses it, in the first step."""
+    rank = dist.get_rank()
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.SGD(model.parameters(), lr=0.1)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+    for step in range(3):
+        x = batch(step, rank, torch.float32) * (1e20 if step == 0 and rank else 1.0)
+        scaler.scale(model(x, both=rank == 1)).backward()
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        scales.append(scaler.get_scale())
+    infinity.close(model)
+    return scales, optim.last_grad_norm, optim.skipped_steps
+
+
+def test_the_loss_scale_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    one, other = run(2, scaled, str(tmp_path))
     assert one == other
-    assert all(norm > 0 for norm in one)
+    assert one[0] == [512.0] * 3
+    assert one[2] == 1
+
+
+def by_hand(folder: str) -> None:
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.AdamW(model.parameters())
+    model(batch(0, 0, torch.float32)).backward()
+    parameter = next(model.parameters())
+    parameter.grad = torch.zeros(parameter.shape)
+    with pytest.raises(NotAvailableError, match="set by hand"):
+        optim.step()
+    infinity.close(model)
+
+
+def test_a_gradient_set_by_hand_is_refused(tmp_path: Path) -> None:
+    run(2, by_hand, str(tmp_path))
 
 
 def saved(folder: str) -> Any:
