@@ -17,7 +17,7 @@ from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
-from infinity.errors import ModelError, printable
+from infinity.errors import InfinityError, ModelError, printable
 from infinity.io import durable
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         ModelError: the model is not offloaded.
         InfinityError: the disk is full, or the directory cannot be written.
         SwapIOError: the store could not be read.
+        PeerError: another rank failed.
     """
     target = Path(directory).expanduser().absolute()
     if is_peft_model(model):
@@ -54,17 +55,25 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     coordinator.require_usable()
     coordinator.room.require_untouched()
     parts = _Parts(model, coordinator)
-    if coordinator.plan.peers.cut.index == 0:
-        _write(model, target, parts, max_shard_size)
-    else:
-        for part in parts.values():  # what rank 0 writes is gathered by all
-            part.clear()
-    coordinator.meet(f"saving to {target}")
+    if not coordinator.plan.peers.together:
+        _write(model, target, parts, parts.values(), max_shard_size)
+        return
+    failed, gathered = "", parts.values()
+    try:
+        if coordinator.plan.peers.cut.index == 0:
+            _write(model, target, parts, gathered, max_shard_size)
+    except InfinityError as error:
+        failed = str(error)
+    for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
+        part.clear()
+    for told in coordinator.meet(f"saving to {target}", failed):
+        if told:
+            raise InfinityError(told)
 
 
-def _write(model: nn.Module, target: Path, parts: _Parts, max_shard_size: str) -> None:
+def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:
     with written_aside(target, "saving to") as aside:
-        write_weights(aside, parts.meta, parts.values, parts.numel, max_shard_size)
+        write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
         write_configs(model, aside)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)

@@ -53,7 +53,7 @@ def ingest(coordinator: Coordinator, source: Source | None) -> None:
 
 
 def _require_same(exchange: Exchange, unit: OffloadedUnit) -> None:
-    names = sorted(unit.parameters)
+    names = sorted(unit.parameters)  # the same on all ranks: come_together has compared them
     sums = np.array([sum_of_bits(unit.parameters[name]) for name in names], dtype=np.int64)
     for rank, heard in enumerate(exchange.all_gather(unit.index, f"loading unit '{unit.name}'", sums.tobytes())):
         different = np.flatnonzero(np.frombuffer(heard, np.int64) != sums)

@@ -4,42 +4,37 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from infinity import _native
-from infinity.config import PINS_MAX, NvmeConfig, SwapConfig
+from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
 from infinity.coordinator.parts import Optimizer
+from infinity.coordinator.together import Together, come_together
 from infinity.durable import buffers, rng
 from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import ModelError, NotAvailableError, ResumeError
+from infinity.errors import ModelError, ResumeError
 from infinity.io.headers import header_in
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
-from infinity.ranks.ranks import Ranks
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.records import Body, parse_body
-from infinity.state.shard import Cut
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
 
 _LARGE_BYTES = 256 << 20
-_SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
-"""Set by the tests of several ranks, which nobody else can train with yet: generations and GPUs are missing."""
-_MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
 
 
 def open_coordinator(
@@ -63,11 +58,31 @@ def open_coordinator(
         ModelError: the model is offloaded already, or cannot be.
         PlanError: a budget is too small; nothing was moved.
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
+        NotAvailableError, PeerError: as come_together; or another rank failed.
     """
     found = discover(model, config.moments)
     _require_free(found)
-    ranks = _ranks(config, device, resume=resume)
-    plan = plan_for(model, found, config, device, optimizer, accumulation_steps, resume=resume, ranks=ranks)
+    together = come_together(config, device, optimizer, found.units, resume=resume)
+    with together.telling():
+        plan = plan_for(
+            model, found, config, device, optimizer, accumulation_steps, resume=resume, peers=together.peers
+        )
+        return _open(model, found, config, device, faults, plan, together, resume=resume, fill=fill), found
+
+
+def _open(
+    model: nn.Module,
+    found: Discovery,
+    config: SwapConfig,
+    device: torch.device,
+    faults: Sequence[_native.Fault],
+    plan: Plan,
+    together: Together,
+    *,
+    resume: bool,
+    fill: Callable[[Coordinator], None],
+) -> Coordinator:
+    """Open what the plan says, and bring the values home."""
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
@@ -76,7 +91,8 @@ def open_coordinator(
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     record, read_buffers = describe(model, found, config.master), buffers.reader(model)
-    resources = Resources(plan, _nvme_of(config.nvme, ranks), device, faults, resume=resume, ranks=ranks)
+    nvme = together.nvme(config.nvme)
+    resources = Resources(plan, nvme, device, faults, resume=resume, exchange=together.exchange)
     try:
         optimizers = Optimizers[Optimizer]()
         commits = Commits(resources, optimizers, record, read_buffers)
@@ -85,30 +101,13 @@ def open_coordinator(
         resources.close()
         raise
     try:
-        fill(coordinator)
+        with together.telling():
+            fill(coordinator)
     except BaseException:
         coordinator.close()
         registry.give_back_signals()
         raise
-    return coordinator, found
-
-
-def _ranks(config: SwapConfig, device: torch.device, *, resume: bool) -> Ranks | None:
-    """This process among others that train the model together. Raises NotAvailableError, PeerError."""
-    ranks = Ranks.of_world(deadline_s=config.nvme.deadline_s + _MARGIN_S)
-    if ranks is None:
-        return None
-    refused = {
-        "training": (_SEVERAL_RANKS not in os.environ, "one process, started without torchrun"),
-        "a model on a GPU": (device.type != "cpu", "device='cpu', or one process"),
-        "infinity.resume": (resume, "one process"),
-        f"commit_every: {config.commit_every}": (config.commit_every not in (0, "auto"), "commit_every: 0"),
-    }
-    for what, (asked, instead) in refused.items():
-        if asked:
-            ranks.close()
-            raise NotAvailableError(f"{what} with several ranks is not available yet; use {instead}")
-    return ranks
+    return coordinator
 
 
 def plan_for(
@@ -120,7 +119,7 @@ def plan_for(
     accumulation_steps: int | None,
     *,
     resume: bool,
-    ranks: Ranks | None = None,
+    peers: Peers = ALONE,
 ) -> Plan:
     """Where everything of a model will rest. Raises PlanError."""
     return make_plan(
@@ -132,18 +131,8 @@ def plan_for(
         accumulation_steps=accumulation_steps,
         sites=found.sites,
         resumes=resume,
-        peers=ALONE if ranks is None else Peers(Cut(ranks.world, ranks.rank), ranks.local_world),
+        peers=peers,
     )
-
-
-def _nvme_of(nvme: NvmeConfig, ranks: Ranks | None) -> NvmeConfig:
-    """Each rank has a store of its own, in a directory of its own in each of nvme.paths."""
-    if ranks is None:
-        return nvme
-    name = f"rank-{ranks.rank:05}-of-{ranks.world:05}"
-    for path in nvme.paths:
-        path.expanduser().mkdir(exist_ok=True)
-    return nvme.model_copy(update={"paths": [path / name for path in nvme.paths]})
 
 
 def pins_in_store(

@@ -111,10 +111,11 @@ class Stepping(Parts):
                 if place.group.trainable and place.spec.name in names and parameter.grad is None:
                     parameter.grad = self.handle(parameter, place)
 
-    def meet(self, what: str) -> None:
-        """Wait until all ranks are here, where there are several. Raises PeerError."""
-        if self.resources.exchange is not None:
-            self.resources.exchange.all_gather(0, what, b"")
+    def meet(self, what: str, told: str) -> list[str]:
+        """Wait until all ranks are here, where there are several, and hear what each of them tells. Raises
+        PeerError."""
+        exchange = self.resources.exchange
+        return [told] if exchange is None else [each.decode() for each in exchange.all_gather(0, what, told.encode())]
 
     @property
     def world(self) -> int:

@@ -272,7 +272,7 @@ def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlaceme
         yield _spilled(problem, frozenset())
     elif config.gradients == "auto" and config.nvme.paths and problem.trained:
         yield _spilled(problem, _as_many_as_fit(problem, room))
-    if config.gradients != "nvme" and problem.passes == 1:
+    if config.gradients != "nvme" and not problem.adds_up:
         yield GradientPlacement(problem, problem.trained, fp32=False, window=False)
 
 
@@ -286,4 +286,4 @@ def _as_many_as_fit(problem: Problem, room: int) -> frozenset[int]:
 
 
 def _spilled(problem: Problem, in_ram: frozenset[int]) -> GradientPlacement:
-    return GradientPlacement(problem, in_ram, fp32=problem.passes > 1, window=True)
+    return GradientPlacement(problem, in_ram, fp32=problem.adds_up, window=True)

@@ -174,12 +174,15 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
     """The two budgets: those of the config, or a share of what is available now. What the ranks of a machine have
     together is divided by their number."""
     in_place, ranks = device.type == "cpu", peers.on_machine
+    if peers.memory is not None:
+        return Limits(*peers.memory, in_place, peers.together, ranks)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9))
     return Limits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
         shares=peers.together,
+        ranks=ranks,
     )
 
 
@@ -216,7 +219,7 @@ def _place(problem: Problem, *, resumes: bool) -> _Chosen:
     fewest bytes, and of these the one that lets the most updates speculate."""
     fitting = _fitting(problem)
     first = next(fitting)
-    if problem.told != 1:
+    if problem.told != 1 or problem.adds_up:
         return first
     others = [each for each in fitting if _may_replace(first, each, resumes=resumes)]
     return min([first, *others], key=lambda each: (each.choice_bytes, -each.shadow_bytes))
@@ -277,7 +280,8 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
 
 def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, needed: int) -> PlanError:
     config, largest = problem.config, problem.largest
-    advice = [f"raise memory.host to {exact_bytes(needed)}"]
+    each = f" for each of the {problem.limits.ranks} ranks on this machine" if problem.limits.ranks > 1 else ""
+    advice = [f"raise memory.host to {exact_bytes(needed * problem.limits.ranks)}"]
     if placed.optimizer.tier == "host":
         advice.append("set optimizer: nvme")
     if placed.weights.tier == "host":
@@ -286,7 +290,8 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
         advice.append("set gradients: auto")
     measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
-        f"memory.host is {format_bytes(problem.limits.host)}{measured}, but the plan needs {format_bytes(needed)}: "
+        f"memory.host is {format_bytes(problem.limits.host)}{each}{measured}, but the plan needs "
+        f"{format_bytes(needed)}: "
         f"{format_bytes(gradients.host_bytes)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
         f"{format_bytes(needed - gradients.host_bytes)} for states and staging kept there. The largest unit is "
         f"'{largest.name}' with {format_bytes(largest.weight_bytes)} of weights. To fit, "

@@ -30,12 +30,14 @@ class Limits:
         host: bytes of RAM for everything that is kept or staged there.
         in_place: the device has no memory of its own: both budgets are RAM.
         shares: every unit is cut over ranks, and its weights are put together in a slot to be used.
+        ranks: that have the machine's budgets together; these are one rank's share.
     """
 
     device: int
     host: int
     in_place: bool
     shares: bool = False
+    ranks: int = 1
 
     @property
     def used_at_home(self) -> bool:
@@ -71,11 +73,14 @@ class Peers:
         cut: which slice of every unit is this rank's.
         on_machine: ranks on this machine, which have its RAM and its cores together.
         together: weights are gathered and gradients exchanged, be it by one rank alone.
+        memory: bytes of the device and of RAM that each rank may take, as all ranks agreed; None: as the config says,
+            or as is available here.
     """
 
     cut: Cut
     on_machine: int
     together: bool = True
+    memory: tuple[int, int] | None = None
 
 
 ALONE = Peers(Cut(1, 0), 1, together=False)
@@ -183,6 +188,11 @@ class Problem:
             return 0
         staying = sum(_gradient_bytes(unit.whole) for unit in self.units if unit.whole.stays)
         return 2 * sum(sorted(_gradient_bytes(unit.whole) for unit in self.units)[-2:]) + staying
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether a parameter has several gradients before a step: of several passes, or of several ranks."""
+        return self.passes > 1 or self.limits.shares
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

@@ -194,7 +194,8 @@ class Exchange:
             self._closed = True
             atexit.unregister(self.close)
             self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
-            self._thread.join(_CLOSE_S)
+            if self._thread is not threading.current_thread():  # where a model is collected, nobody knows
+                self._thread.join(_CLOSE_S)
             ended = not self._thread.is_alive()
             self._drop_all()
             self._quiet = ended and all(work.is_completed() for work in self._works)

@@ -257,7 +257,7 @@ class Watch:
             self._changed.wait_for(lambda: not self._outbox or self._ended, 2 * POLL_S)
         self._stopping = True
         self._wake.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * POLL_S)
         if not self._thread.is_alive():
             for descriptor in self._pids:

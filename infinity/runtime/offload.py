@@ -187,14 +187,16 @@ def _offload(
         raise
 
     limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
+    host = limits.host * limits.ranks
     memory = resolved.memory.model_copy(
-        update={"host": limits.host} if limits.in_place else {"host": limits.host, "device": limits.device}
+        update={"host": host} if limits.in_place else {"host": host, "device": limits.device}
     )
     same = resolved.model_copy(update={"memory": memory})
 
     def require_plan(model: nn.Module) -> None:
         found = discover(model, same.moments)
-        plan_for(model, found, same, target, optimizer, accumulation_steps, resume=False)
+        peers = coordinator.plan.peers
+        plan_for(model, found, same, target, optimizer, accumulation_steps, resume=False, peers=peers)
 
     def anew(model: nn.Module, change: Callable[[], Any] | None) -> Any:
         take_back(model, lambda: require_plan(model) if change is None else None)

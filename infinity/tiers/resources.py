@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,13 +15,13 @@ from infinity.base.accelerator import open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
 from infinity.io.arena import Lease, PinnedArena, Space
+from infinity.io.directory import require_place
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
 from infinity.io.store import Extent, Mode, SwapStore
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks.exchange import Exchange
-from infinity.ranks.ranks import Ranks
 from infinity.state.unit import Unit
 from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
@@ -54,10 +55,10 @@ class Resources:
         faults: Sequence[_native.Fault] = (),
         *,
         resume: bool = False,
-        ranks: Ranks | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.plan = plan
-        self.exchange = None if ranks is None else Exchange(ranks)
+        self.exchange = exchange
         accelerator = open_accelerator(device)
         self.torch_device = torch_device(accelerator)
         self.device: DeviceTier | None = None
@@ -98,8 +99,6 @@ class Resources:
                 ahead_tiles_max=staging.ahead_tiles,
             )
         except BaseException:
-            if self.exchange is not None:
-                self.exchange.close()
             self.engine.close()
             if self.store is not None:
                 self.store.close()
@@ -218,8 +217,13 @@ class Resources:
     def close(self, *, discard: bool = False) -> None:
         """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
         Idempotent."""
-        if self.exchange is not None:
-            self.exchange.close()
+        try:
+            if self.exchange is not None:
+                self.exchange.close()
+        finally:
+            self._close(discard=discard)
+
+    def _close(self, *, discard: bool) -> None:
         self.pipeline.close()
         try:
             if self.device is not None:
@@ -229,6 +233,12 @@ class Resources:
             self.engine.close()
             if self.store is not None:
                 self.store.close(discard=discard)
+
+
+def make_directory(path: Path) -> None:
+    """The directory of nvme.paths in which each rank makes one of its own. Raises ConfigError."""
+    require_place(path)
+    path.expanduser().mkdir(mode=0o700, exist_ok=True)
 
 
 def _open_pool(threads: int, node: int) -> _native.ThreadPool:

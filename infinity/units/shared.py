@@ -102,7 +102,7 @@ class Agreement:
         for rank, each in enumerate(self._exchange.all_gather(0, "the step", payload)):
             length = int.from_bytes(each[:8], "little")
             theirs, why = json.loads(each[8 : 8 + length])
-            _require_same(theirs, facts, rank)
+            require_same(theirs, facts, rank, "Every rank must take the same steps with the same optimizer.")
             reasons += [f"{why} (rank {rank})"] if why else []
             at = 8 + length + len(came)
             bits |= np.unpackbits(np.frombuffer(each[8 + length : at], np.uint8), count=len(bits)).astype(bool)
@@ -155,13 +155,14 @@ def _own_partials(shard: Shard, local: UnitGradients) -> Iterator[float]:
                 yield from [0.0] * _partials_of(piece.offset, piece.offset + piece.numel)
 
 
-def _require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank: int) -> None:
+def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank: int, advice: str) -> None:
+    """Raises PeerError where what a rank says differs from what this one has. Args: advice: what to do then."""
     for what in sorted(theirs.keys() | mine.keys()):
         if theirs.get(what) != mine.get(what):
             raise PeerError(
                 f"{what} differs between the ranks: {theirs.get(what)} on rank {rank}, {mine.get(what)} on this one",
                 (rank,),
-                "Every rank must take the same steps with the same optimizer.",
+                advice,
             )
 
 

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import _native
-from infinity.coordinator import opening
+from infinity.coordinator import together
 from infinity.errors import InfinityError, NotAvailableError, PeerError
+from infinity.plan import planner
 from tests.ranks.workers import run
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
@@ -109,8 +110,8 @@ def train(
         cleared: after each step there is a backward pass whose gradients are set to None by hand.
         disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
     """
-    together = dist.is_initialized()
-    rank = dist.get_rank() if together else 0
+    several = dist.is_initialized()
+    rank = dist.get_rank() if several else 0
     kind = getattr(torch, dtype)
     trained = offloaded(folder, config, kind, **(model or {}))
     optim = infinity.AdamW(trained.parameters(), lr=1e-2, **options)
@@ -122,13 +123,13 @@ def train(
             trained(batch(step, 78, kind)).backward()
             optim.zero_grad()
         for turn in range(micro):
-            indices = [turn * ranks + rank] if together else range(turn * ranks, (turn + 1) * ranks)
+            indices = [turn * ranks + rank] if several else range(turn * ranks, (turn + 1) * ranks)
             for index in indices:
                 drawn = random.Random(100 * step + index).random() < 0.4
                 loss = trained(batch(step, index, kind), both=some and drawn and step != 1)
                 loss.backward()
                 losses.append(loss.item())
-        if not together:
+        if not several:
             optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches add up
         optim.step()
         vars(optim).pop("grad_scale", None)
@@ -159,7 +160,7 @@ def require_equal(tmp_path: Path, config: dict[str, Any], micro: int, ranks: int
 
 
 def alone(folder: str, config: dict[str, Any], micro: int, options: dict[str, Any]) -> Any:
-    opening.Ranks.of_world = functools.partial(opening.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
+    together.Ranks.of_world = functools.partial(together.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
     return train(folder, config, micro, 1, **options)
 
 
@@ -478,3 +479,79 @@ def test_each_rank_keeps_and_moves_its_share(tmp_path: Path, ranks: int) -> None
     for _, _, planned, moved in found:
         assert moved <= planned
     assert sum(each[3] for each in found) >= 20 * numel  # 28, less what stays in the slots between its uses
+
+
+# Before the first step
+
+
+def opened(folder: str, how: str) -> Any:
+    """What each rank was told while the model was offloaded, or where its slots are."""
+    rank, config = dist.get_rank(), dict[str, Any](TIERS[3])
+    if how == "free memory":
+        free = (1 << 30) + rank * (1 << 28)
+        planner.available_host_bytes = planner.available_device_bytes = lambda *_: free
+        config["memory"] = {}
+    if how == "memory of one":
+        config["memory"] = {"host": "256MiB", "device": "64MiB" if rank else "1MiB"}
+    if how == "moments" and rank:
+        config["moments"] = "bf16"
+    if how == "no directory" and rank:
+        folder = f"{folder}/not/there"
+    try:
+        model = offloaded(folder, config)
+    except InfinityError as error:
+        return type(error).__name__, str(error)
+    limits = infinity.statistics(model).plan.budgets.limits
+    model(batch(0, rank, torch.float32)).backward()
+    infinity.close(model)
+    return limits.host, limits.device
+
+
+def test_all_plan_with_the_memory_of_the_rank_that_has_least(tmp_path: Path) -> None:
+    one, other = run(2, opened, str(tmp_path), "free memory")
+    assert one == other
+    assert one == (int((1 << 30) * planner.HOST_SHARE) // 2, int((1 << 30) * 0.4) // 2)
+
+
+def test_a_plan_that_fits_no_rank_fails_on_all(tmp_path: Path) -> None:
+    for kind, text in run(2, opened, str(tmp_path), "memory of one"):
+        assert kind == "PlanError"
+        assert "memory.device" in text
+
+
+@pytest.mark.parametrize(
+    ("how", "own", "other"),
+    [
+        (
+            "moments",
+            "moments differs between the ranks: fp32 on rank 0",
+            "moments differs between the ranks: bf16 on rank 1",
+        ),
+        ("no directory", "there is no directory", "rank 1 failed: ConfigError"),
+    ],
+)
+def test_all_hear_of_what_keeps_one_from_opening(tmp_path: Path, how: str, own: str, other: str) -> None:
+    told = run(2, opened, str(tmp_path), how)
+    assert own in told[1][1]
+    assert other in told[0][1]
+
+
+def unsaved(folder: str) -> Any:
+    model = offloaded(folder, TIERS[3])
+    Path(folder, "file").write_text("in the way")
+    with pytest.raises(InfinityError) as caught:
+        infinity.save_pretrained(model, f"{folder}/file/out")
+    model(batch(0, dist.get_rank(), torch.float32)).backward()  # all can go on
+    infinity.close(model)
+    return str(caught.value)
+
+
+def test_all_hear_why_nothing_was_saved_and_can_go_on(tmp_path: Path) -> None:
+    one, other = run(2, unsaved, str(tmp_path))
+    assert one == other
+    assert "cannot write to" in one
+
+
+def test_the_gradients_of_several_ranks_add_up_in_fp32_where_the_plan_counts_them(tmp_path: Path) -> None:
+    memory = {"memory": {"host": "15MiB", "device": "16MiB"}}  # of two ranks
+    require_equal(tmp_path, TIERS[3] | memory, 1, 2, dtype="bfloat16")
