@@ -142,7 +142,7 @@ class SwapConfig(_Section):
     before_forward. Never changes a bit of the result."""
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
     """Steps between durable generations; 0 = no generations, states are updated in place. auto: as often as the disks
-    have room for and costs little (plan/rhythm.py); the plan says how often that is, and why."""
+    have room for and costs little (plan/frequency.py); the plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """How many generations stay; each takes the space of the states once, besides the space that is being written."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)

@@ -9,7 +9,7 @@ An update whose states rest in RAM has no transfers to hide: it hides its own co
 cost of memory for all that it changes. That is worth it where another processor computes the backward pass. Where the
 model computes in host memory the two share the cores, so such updates speculate there only if the config asks for
 during_backward. Their shadows get what nothing else wants: states on NVMe, which have more to gain, are never pushed
-out of RAM by them. The last units of the model come first here, too.
+out of RAM by them. Where these bytes are short, the units that get them lie evenly in the model (`spread_out`).
 """
 
 from __future__ import annotations
