@@ -30,8 +30,8 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     config.
 
     One unit's weights are in memory at a time. Where several ranks train the model, all of them call this, and rank 0
-    writes. Everything is written to another directory first, and renamed when it is
-    complete and on disk: an error leaves the files of an earlier save.
+    writes. Everything is written to another directory first, and renamed when it is complete and on disk: an error
+    leaves the files of an earlier save.
 
     Of a PEFT model its adapters are written, as PEFT's own save_pretrained writes them (they are in memory at once):
     PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.

@@ -60,9 +60,7 @@ class Coordinator(Stepping):
     def _bring(self, unit: OffloadedUnit) -> None:
         self.require_usable()
         self.progress.carry_on()
-        with self.health.failing(
-            SwapTimeoutError, PeerError
-        ):  # the device was given up: nothing else will come from it
+        with self.health.failing(SwapTimeoutError, PeerError):  # nothing more comes from that disk, or rank
             self.room.bring(unit)
 
     @transition

@@ -177,7 +177,7 @@ class Problem:
         """Device memory for the gradients of the largest unit, and of the two largest; 0 where they need not move."""
         if self.limits.in_place:
             return 0, 0
-        sizes = sorted(_gradient_bytes(unit.whole) for unit in self.units)
+        sizes = sorted(unit.whole.gradient_bytes for unit in self.units)
         return sizes[-1], sum(sizes[-2:])
 
     @cached_property
@@ -186,8 +186,8 @@ class Problem:
         sent and as they come from all ranks, and of those that stay, which are sent last."""
         if not self.limits.shares:
             return 0
-        staying = sum(_gradient_bytes(unit.whole) for unit in self.units if unit.whole.stays)
-        return 2 * sum(sorted(_gradient_bytes(unit.whole) for unit in self.units)[-2:]) + staying
+        staying = sum(unit.whole.gradient_bytes for unit in self.units if unit.whole.stays)
+        return 2 * sum(sorted(unit.whole.gradient_bytes for unit in self.units)[-2:]) + staying
 
     @property
     def adds_up(self) -> bool:
@@ -227,11 +227,6 @@ class Problem:
         return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
 
-def _gradient_bytes(unit: Unit) -> int:
-    """Of a whole unit, as autograd gives them."""
-    return sum(group.state_bytes(group.dtype.itemsize) for group in unit.trainable_groups)
-
-
 def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
     """The bytes of one group.
 
@@ -244,7 +239,7 @@ def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBy
     return GroupBytes(
         group=group,
         states=({"residual": residual} if residual else {}) | dict.fromkeys(stored, group.moment_bytes),
-        gradient_native=group.state_bytes(group.dtype.itemsize),
+        gradient_native=group.gradient_bytes,
         gradient_fp32=group.state_bytes(4),
     )
 

@@ -75,6 +75,11 @@ class Group:
         return round_up(self.numel * itemsize, PAGE_BYTES)
 
     @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients as autograd gives them, rounded up to 4 KiB."""
+        return self.state_bytes(self.dtype.itemsize)
+
+    @property
     def moment_bytes(self) -> int:
         """Bytes of one moment, rounded up to 4 KiB."""
         return round_up(_native.moment_bytes(self.moments, self.numel), PAGE_BYTES)
@@ -99,6 +104,11 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(spec.numel for group in self.groups for spec in group.specs)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of all gradients as autograd gives them, group behind group."""
+        return sum(group.gradient_bytes for group in self.trainable_groups)
 
     def find(self, name: str) -> tuple[Group, ParameterSpec]:
         """A parameter's group and place in it."""

@@ -27,9 +27,8 @@ import torch
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import AllToAll, Operation
-from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.shard import Shard
-from infinity.state.unit import Group, Place
+from infinity.state.unit import Place
 from infinity.units.gradients import UnitGradients
 
 
@@ -96,7 +95,7 @@ class Outbox:
         box.names.add(spec.name)
 
     def _begin(self, index: int) -> _Box:
-        box = self._boxes[index] = _Box(self._lease(_box_bytes(self._shards[index])))
+        box = self._boxes[index] = _Box(self._lease(self._shards[index].unit.gradient_bytes))
         return box
 
     def _lease(self, nbytes: int) -> Lease:
@@ -195,17 +194,9 @@ def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(lease.view(begin, nbytes), dtype=torch.uint8)
 
 
-def _group_bytes(group: Group) -> int:
-    return round_up(group.numel * group.dtype.itemsize, PAGE_BYTES)
-
-
-def _box_bytes(shard: Shard) -> int:
-    return sum(_group_bytes(shard.unit.groups[index]) for index in trained(shard))
-
-
 def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
     """The gradients of a group in a box, [numel]."""
-    begin = sum(_group_bytes(shard.unit.groups[index]) for index in trained(shard) if index < group_index)
+    begin = sum(shard.unit.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
     group = shard.unit.groups[group_index]
     return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)
 
