@@ -20,7 +20,9 @@ NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(N
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
   unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
 
-# A demo that was stopped is resumed; after one that ended a new one begins.
+# A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
+# where a step in bf16 takes minutes.
+export DEMO_DTYPE = import torch; print("fp32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "bf16")
 demo: bootstrap
 	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
 	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
@@ -29,7 +31,7 @@ demo: bootstrap
 	  rm -rf demo && $(BIN)/python examples/make_demo_checkpoint.py demo/input && \
 	  $(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
 	    --output demo/output --steps 60 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output \
-	    --keep-store; \
+	    --dtype "$$($(BIN)/python -c "$$DEMO_DTYPE")" --keep-store; \
 	fi
 	$(BIN)/python examples/check_demo.py demo/output demo/swap
 	$(BIN)/infinity checkpoint verify demo/swap

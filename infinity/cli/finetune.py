@@ -22,7 +22,7 @@ from infinity.cli.command import command
 from infinity.cli.data import PackedData
 from infinity.cli.documents import find_files
 from infinity.cli.finished import finish, nothing_to_go_on_with
-from infinity.cli.optimizers import DTYPES, make_optimizer, make_scaler
+from infinity.cli.optimizers import DTYPES, make_optimizer, make_scaler, say_if_slow
 from infinity.cli.output import Output, require_apart
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.ready import require_ready
@@ -305,6 +305,7 @@ class _Run:
         self._steps = options.steps or max(data.sequences // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        say_if_slow(model)
         history = _History()
         self.facts = history.facts
         self.done = track(

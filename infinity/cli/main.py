@@ -109,7 +109,8 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
         "--dtype",
         type=word,
         choices=DTYPE_NAMES,
-        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled",
+        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled, and fp32 "
+        "needs no master",
     )
     job.add_argument(
         "--optimizer",

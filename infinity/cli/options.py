@@ -24,7 +24,7 @@ from infinity.state.moments import OptimizerName
 
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 SGD_MOMENTUM = 0.9
-DTYPE_NAMES = ("bf16", "fp16")
+DTYPE_NAMES = ("bf16", "fp16", "fp32")
 
 STEPS_MAX = 10**12 - 1
 """A generation's number has twelve digits."""
