@@ -15,7 +15,7 @@ from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import GivenMoment, MomentSource, Source, fill_moments
-from infinity.coordinator.opening import go_on_from
+from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
 from infinity.errors import ResumeError
 from infinity.runtime.offload import close, offload

@@ -264,6 +264,8 @@ class Coordinator(Stepping):
             self._come_to_rest()
             self.progress.settle()
             self.commits.commit(self.steps)
+            if self.shared is not None:
+                self.commits.heard(self.meet("committing", self.commits.told()))
 
     def _come_to_rest(self) -> None:
         self.progress.finish_updates()

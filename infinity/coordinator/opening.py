@@ -16,20 +16,18 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
 from infinity.coordinator.parts import Optimizer
 from infinity.coordinator.together import Together, come_together
-from infinity.durable import buffers, rng
-from infinity.durable.commits import Commits, facts_of
+from infinity.durable import buffers
+from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import ModelError, ResumeError
+from infinity.errors import ModelError
 from infinity.io.headers import header_in
-from infinity.io.manifest import Manifest
-from infinity.io.store import wait_all
+from infinity.plan.frequency import Frequency
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
-from infinity.state.records import Body, parse_body
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -52,7 +50,7 @@ def open_coordinator(
 
     Args:
         resume: the store is there.
-        fill: brings the values (`from_source`, `from_generation`).
+        fill: brings the values (`from_source`; resuming.py: `from_generation`).
 
     Raises:
         ModelError: the model is offloaded already, or cannot be.
@@ -62,11 +60,19 @@ def open_coordinator(
     """
     found = discover(model, config.moments)
     _require_free(found)
-    together = come_together(config, device, optimizer, found.units, resume=resume)
+    together = come_together(config, device, optimizer, found.units)
     with together.telling():
-        plan = plan_for(
-            model, found, config, device, optimizer, accumulation_steps, resume=resume, peers=together.peers
-        )
+
+        def plan_of(commits: Frequency | None) -> Plan:
+            peers = together.peers
+            return plan_for(
+                model, found, config, device, optimizer, accumulation_steps, resume=resume, peers=peers, commits=commits
+            )
+
+        plan = plan_of(None)
+        commits = together.commits(plan.placement.commits)
+        if commits != plan.placement.commits:
+            plan = plan_of(commits)
         return _open(model, found, config, device, faults, plan, together, resume=resume, fill=fill), found
 
 
@@ -91,8 +97,12 @@ def _open(
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     record, read_buffers = describe(model, found, config.master), buffers.reader(model)
+    if resume:
+        together.require_resumable(config.nvme)
+    else:
+        together.begin_anew(config.nvme)
     nvme = together.nvme(config.nvme)
-    resources = Resources(plan, nvme, device, faults, resume=resume, exchange=together.exchange)
+    resources = Resources(plan, nvme, device, faults, resume=resume, exchange=together.exchange, run=together.run)
     try:
         optimizers = Optimizers[Optimizer]()
         commits = Commits(resources, optimizers, record, read_buffers)
@@ -120,6 +130,7 @@ def plan_for(
     *,
     resume: bool,
     peers: Peers = ALONE,
+    commits: Frequency | None = None,
 ) -> Plan:
     """Where everything of a model will rest. Raises PlanError."""
     return make_plan(
@@ -132,6 +143,7 @@ def plan_for(
         sites=found.sites,
         resumes=resume,
         peers=peers,
+        commits=commits,
     )
 
 
@@ -162,61 +174,6 @@ def pins_in_store(
 def from_source(source: Source | None) -> Callable[[Coordinator], None]:
     """Values come from `source`, or from the parameters themselves."""
     return lambda coordinator: ingest(coordinator, source)
-
-
-def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:
-    """Values, and those of the persistent buffers, come from generation `step`, the pinned one of `digest`, or the
-    newest that is whole."""
-
-    def fill(coordinator: Coordinator) -> None:
-        buffers.restore(model, _restore(coordinator, step, digest).buffers)
-
-    return fill
-
-
-def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
-    """Find the newest generation that is whole (or `step`, or `digest`), take it over, and leave placeholders. Returns
-    its body.
-
-    Raises:
-        ResumeError: there is none, or its states have another form than the config asks for.
-        SwapIOError: the device failed.
-    """
-    resources = coordinator.resources
-    if resources.generations is None:
-        raise AssertionError("resuming without generations")
-    manifest = resources.generations.recover(resources.staging.view(), step, _check, digest)
-    expected = facts_of(resources)
-    if manifest.facts != expected:
-        differ = ", ".join(
-            f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
-            for key, value in expected.items()
-            if manifest.facts.get(key) != value
-        )
-        raise ResumeError(
-            f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "
-            "them with `infinity checkpoint export` and --from-checkpoint."
-        )
-    store = resources.require_store()
-    held = [home for home in resources.homes() if home.in_memory]
-    wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
-    for home in held:
-        home.read()
-    coordinator.room.adopt()
-    return go_on_from(coordinator, manifest)
-
-
-def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
-    """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
-    coordinator.at_step(manifest.step, manifest.run)
-    body = parse_body(manifest.body, f"generation {manifest.step}")
-    coordinator.commits.resume(manifest.step, body)
-    rng.restore(body.rng)
-    return body
-
-
-def _check(manifest: Manifest) -> None:
-    parse_body(manifest.body, f"generation {manifest.step}")
 
 
 def _require_free(found: Discovery) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -90,9 +91,12 @@ class Stepping(Parts):
             return skip
         self._forget_cleared()
         with self.health.failing(PeerError), self.timeline.stall("gradient"):
-            skip = self.shared.agreement.make({**facts, "the step": self.steps + 1}, skip)
+            decided = self.shared.agreement.make({**facts, "the step": self.steps + 1}, skip, self.commits.told())
+        with self.progress.committing():
+            self.commits.heard(decided.told)
+            self.progress.settle()
         self._show(self.shared.agreement.present)
-        return skip
+        return decided.skip
 
     def _forget_cleared(self) -> None:
         """Where there are several ranks: what was set to None by hand is not wanted any more."""
@@ -111,11 +115,13 @@ class Stepping(Parts):
                 if place.group.trainable and place.spec.name in names and parameter.grad is None:
                     parameter.grad = self.handle(parameter, place)
 
-    def meet(self, what: str, told: str) -> list[str]:
-        """Wait until all ranks are here, where there are several, and hear what each of them tells. Raises
+    def meet(self, what: str, told: Any) -> list[Any]:
+        """Wait until all ranks are here, where there are several, and hear what each of them tells, in JSON. Raises
         PeerError."""
         exchange = self.resources.exchange
-        return [told] if exchange is None else [each.decode() for each in exchange.all_gather(0, what, told.encode())]
+        if exchange is None:
+            return [told]
+        return [json.loads(each) for each in exchange.all_gather(0, what, json.dumps(told).encode())]
 
     @property
     def world(self) -> int:

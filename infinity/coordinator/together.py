@@ -8,12 +8,15 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from infinity.config import NvmeConfig, SwapConfig
-from infinity.errors import NotAvailableError
+from infinity.errors import NotAvailableError, ResumeError
+from infinity.io.rank_stores import clear_others, rank_path, remove_generations, run_and_steps_in
+from infinity.io.store import new_run
+from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
 from infinity.plan.problem import ALONE, Peers
 from infinity.ranks.exchange import Exchange
@@ -26,6 +29,8 @@ from infinity.units.shared import require_same
 
 _SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
 """Set by the tests of several ranks, which nobody else can train with yet: generations and GPUs are missing."""
+_SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep")
+"""Keys of the swap config that all ranks must have the same values of."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
 
 
@@ -35,10 +40,14 @@ class Together:
 
     Attributes:
         exchange: None where it is alone.
+        run: the id of the run that all ranks begin, if they begin one; "" where this process is alone.
+        is_first: of the ranks on this machine.
     """
 
     exchange: Exchange | None
     peers: Peers
+    run: str = ""
+    is_first: bool = True
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -57,12 +66,76 @@ class Together:
             return config
         for path in config.paths:
             make_directory(path)
-        name = f"rank-{self.peers.cut.index:05}-of-{self.peers.cut.count:05}"
-        return config.model_copy(update={"paths": [path / name for path in config.paths]})
+        cut = self.peers.cut
+        return config.model_copy(update={"paths": [rank_path(path, cut.index, cut.count) for path in config.paths]})
+
+    def begin_anew(self, config: NvmeConfig) -> None:
+        """A run begins: remove what runs of another number of ranks left in nvme.paths, once for each machine, and
+        what the ranks of a run left that ended in its first commit. All ranks call.
+
+        Raises:
+            StoreNotEmptyError, StoreLockedError: it is needed.
+            PeerError: another rank failed.
+        """
+        paths = [path.expanduser().absolute() for path in config.paths]
+        if self.is_first:
+            clear_others(paths, self.peers.cut.count)
+        if self.exchange is None:
+            return
+        mine = [rank_path(path, self.peers.cut.index, self.peers.cut.count) for path in paths]
+        run, steps = run_and_steps_in(mine)
+        told = [json.loads(each) for each in self._tell("making the stores", [run, steps])]
+        # Only manifests that some rank lacks, beside a store of the same run: no generation was ever made.
+        if run and all(its == run for its, _ in told) and not set.intersection(*(set(its) for _, its in told)):
+            remove_generations(mine[0])
+
+    def require_resumable(self, config: NvmeConfig) -> None:
+        """All ranks call.
+
+        Raises:
+            ResumeError: the ranks have no stores of one run, with a generation that all of them have; on every rank.
+            PeerError: another rank failed.
+        """
+        if self.exchange is None:
+            return
+        mine = [
+            rank_path(path.expanduser().absolute(), self.peers.cut.index, self.peers.cut.count) for path in config.paths
+        ]
+        told = [json.loads(each) for each in self._tell("looking for the stores", run_and_steps_in(mine))]
+        where = ", ".join(map(str, config.paths))
+        without = [rank for rank, (run, _) in enumerate(told) if not run]
+        if without:
+            raise ResumeError(
+                f"nothing to resume in {where}: rank {without[0]} of {len(told)} has no store there of a run of "
+                f"{len(told)} ranks that keeps generations"
+            )
+        other = [rank for rank, (run, _) in enumerate(told) if run != told[0][0]]
+        if other:
+            raise ResumeError(
+                f"nothing to resume in {where}: the stores of ranks 0 and {other[0]} are of different runs. Give every "
+                "rank the directories of one run."
+            )
+        if not set.intersection(*(set(steps) for _, steps in told)):
+            have = "; ".join(
+                f"rank {rank}: {', '.join(map(str, steps)) or 'none'}" for rank, (_, steps) in enumerate(told)
+            )
+            raise ResumeError(f"nothing to resume in {where}: no generation was made by all ranks ({have})")
+
+    def _tell(self, what: str, told: object) -> list[bytes]:
+        if self.exchange is None:
+            raise AssertionError("there are no other ranks")
+        return self.exchange.all_gather(0, what, json.dumps(told).encode())
+
+    def commits(self, mine: Frequency) -> Frequency:
+        """How often all ranks commit. All ranks call. Raises PeerError."""
+        if self.exchange is None:
+            return mine
+        told = self._tell("planning", [mine.every, mine.reason, mine.at_most])
+        return rarest([Frequency(*json.loads(each)) for each in told])
 
 
 def come_together(
-    config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit], *, resume: bool
+    config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit]
 ) -> Together:
     """Find the other ranks, if there are any, and agree on what all plans have in common: the form of the states, and
     the memory that each rank may take, which is that of the rank that has the least. All ranks call.
@@ -74,18 +147,18 @@ def come_together(
     ranks = Ranks.of_world(deadline_s=config.nvme.deadline_s + _MARGIN_S)
     if ranks is None:
         return Together(None, ALONE)
-    together = Together(Exchange(ranks), Peers(Cut(ranks.world, ranks.rank), ranks.local_world))
+    peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world)
+    together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
     with together.telling():
-        _require_available(config, device, resume=resume)
+        _require_available(config, device)
         return _agreed(together, config, device, optimizer, units)
 
 
-def _require_available(config: SwapConfig, device: torch.device, *, resume: bool) -> None:
+def _require_available(config: SwapConfig, device: torch.device) -> None:
     refused = {
         "training": (_SEVERAL_RANKS not in os.environ, "one process, started without torchrun"),
         "a model on a GPU": (device.type != "cpu", "device='cpu', or one process"),
-        "infinity.resume": (resume, "one process"),
-        f"commit_every: {config.commit_every}": (config.commit_every not in (0, "auto"), "commit_every: 0"),
+        f"pins: {config.pins}": (bool(config.pins), "pins: 0"),
     }
     for what, (asked, instead) in refused.items():
         if asked:
@@ -101,16 +174,17 @@ def _agreed(
     facts = {
         "the model": _digest(units),
         "the optimizer to make room for": optimizer,
-        **{key: getattr(config, key) for key in ("master", "moments", "weights", "optimizer", "gradients", "overlap")},
+        **{key: getattr(config, key) for key in _SAME},
     }
     limits = limits_of(config, device, peers)
-    payload = json.dumps([facts, limits.device, limits.host], sort_keys=True).encode()
-    least = [limits.device, limits.host]
+    payload = json.dumps([facts, new_run(), limits.device, limits.host], sort_keys=True).encode()
+    runs, least = list[str](), [limits.device, limits.host]
     for rank, heard in enumerate(exchange.all_gather(0, "offloading the model", payload)):
-        theirs, *memory = json.loads(heard)
+        theirs, run, *memory = json.loads(heard)
         require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
+        runs.append(run)
         least = list(map(min, least, memory))
-    return Together(exchange, Peers(peers.cut, peers.on_machine, memory=(least[0], least[1])))
+    return replace(together, peers=replace(peers, memory=(least[0], least[1])), run=runs[0])
 
 
 def _digest(units: Sequence[Unit]) -> str:

@@ -11,7 +11,7 @@ and the end of a run finish it, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,7 +234,24 @@ class Commits:
             raise AssertionError("a commit that was not begun")
         body = commit.body if commit.body is not None else self._body_now(before_forward=False)
         commit.sync.result()
-        generations.make(commit.step, facts_of(self._resources), body)
+        make = generations.make if self._resources.exchange is None else generations.prepare
+        make(commit.step, facts_of(self._resources), body)
+
+    # -- several ranks ------------------------------------------------------------------------------------------------
+
+    def told(self) -> list[int]:
+        """What the other ranks are told before each step and after each commit that is asked for: how often this rank
+        would commit, and the steps of its generations."""
+        generations = self._resources.generations
+        return [self._pace.every, *(() if generations is None else generations.steps)]
+
+    def heard(self, told: Sequence[Sequence[int]]) -> None:
+        """All ranks have told: those generations exist that all of them have, and the others go. Nothing is under
+        way."""
+        generations = self._resources.generations
+        if generations is not None:
+            self._pace.lead(max(every for every, *_ in told))
+            generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
         """Args: before_forward: a training forward follows at once."""
@@ -299,8 +316,10 @@ class Commits:
 def facts_of(resources: Resources) -> dict[str, Any]:
     """What a store's states are, which a run that resumes it must agree on."""
     groups = [states for unit in resources.units for states in unit.states.values()]
+    cut = resources.plan.peers.cut
     return {
         "master": sorted({states.master for states in groups}),
         "moments": sorted({states.moments for states in groups}),
         "stored": list(resources.plan.placement.form.stored),
+        **({"rank": cut.index, "ranks": cut.count} if resources.exchange is not None else {}),
     }

@@ -22,7 +22,7 @@ class Pace:
 
     Invariant: what due() answers for a step does not change once it was asked, because updates begin by it.
 
-    Several ranks must commit the same steps: before they exist, their N has to be one.
+    Several ranks commit the same steps: before each step they agree on the largest N of any of them (lead).
 
     Args:
         clock: gives seconds.
@@ -36,6 +36,15 @@ class Pace:
         self._asked = -1
         self._held_s = 0.0
         self._last: tuple[int, float] | None = None  # the step of the last commit, and when it was finished
+
+    @property
+    def every(self) -> int:
+        """Steps between commits, as this process has measured."""
+        return self._every
+
+    def lead(self, every: int) -> None:
+        """All ranks commit each `every`-th step until they agree again."""
+        self._every = every
 
     def due(self, step: int) -> bool:
         """Whether optimizer step `step`, counted from 1, is committed."""

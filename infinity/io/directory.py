@@ -284,7 +284,7 @@ class SwapDirectory(StoreDirectory):
 
     def remove_asides(self) -> None:
         """Remove half-written files that a crash left."""
-        for entry in _entries(self.path):
+        for entry in entries_of(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
             ours = (
                 name in (HEADER_NAME, FINISHED_NAME, PINS_NAME) or _GENERATION.fullmatch(name) or PINNED.fullmatch(name)
@@ -399,7 +399,7 @@ def _no_lock(path: Path) -> ConfigError:
     )
 
 
-def _entries(path: Path) -> list[Path]:
+def entries_of(path: Path) -> list[Path]:
     """The entries of a directory; [] without a directory. Raises SwapIOError when it exists and cannot be read."""
     try:
         return list(path.iterdir())
@@ -411,13 +411,13 @@ def _entries(path: Path) -> list[Path]:
 
 def generations_in(path: Path) -> dict[int, Path]:
     """The manifests in a directory, newest first, by their step."""
-    found = {int(match[1]): entry for entry in _entries(path) if (match := _GENERATION.fullmatch(entry.name))}
+    found = {int(match[1]): entry for entry in entries_of(path) if (match := _GENERATION.fullmatch(entry.name))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def pinned_in(path: Path) -> list[Path]:
     """The manifests of pinned generations in a directory, those that no pin names any more among them."""
-    return sorted(entry for entry in _entries(path) if PINNED.fullmatch(entry.name))
+    return sorted(entry for entry in entries_of(path) if PINNED.fullmatch(entry.name))
 
 
 def _pinned_for_messages(path: Path) -> str:

@@ -7,7 +7,9 @@ generation durable, pins it for a checkpoint folder, and goes on from one that i
    been written.
 3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
    directory is fsynced.
-4. Only then are older manifests removed, and only then may the next step write (Commits).
+4. Only then are older manifests removed, and only then may the next step write (Commits). Where several ranks train,
+   each in a store of its own, a generation exists only once every rank has its manifest: older manifests are removed
+   when all ranks have said so (`prepare`, `retire`), and the next step writes after that.
 5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
    manifests that it does not go on from, and fsyncs the directory again.
 6. A pinned generation has a manifest of its own (pins.py), which none of the above touches. A pin is durable before
@@ -23,7 +25,7 @@ older than one that is whole, and the next resume removes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,7 @@ class Generations:
         self._pins = Pins([directory.path for directory in store.directories], store.run)
         self._pinned: dict[str, list[int]] = {}  # by digest, pinned or perhaps pinned: the copy of each extent
         self._given_up: list[Path] = []
+        self._retires = False  # whether retire() is due
         self._unsettled: _Unsettled | None = None
 
     @property
@@ -89,6 +92,8 @@ class Generations:
         Raises:
             PlanError: generations name all copies of a state.
         """
+        if self._retires:
+            return
         if len(self._kept) + len(self._pinned) <= self._keep + self._pins_max:
             return
         for extent in self._extents:
@@ -109,8 +114,24 @@ class Generations:
         """The first, which holds manifests and pins."""
         return self._store.directories[0]
 
+    @property
+    def steps(self) -> list[int]:
+        """Of the generations that are kept, the oldest first."""
+        return sorted(self._kept)
+
+    def found(self) -> list[int]:
+        """The steps of the manifests on the disk, whether they are whole or not. Raises SwapIOError."""
+        return list(self._directory.generations())
+
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Write the manifest of the newest values as generation `step`. The values must be durable already.
+        """Make generation `step` of a process that trains alone. As prepare()."""
+        path = self.prepare(step, facts, body)
+        self.retire(self.steps)
+        return path
+
+    def prepare(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
+        """Write the manifest of the newest values as generation `step`. The values must be durable already. Nothing may
+        be written before retire().
 
         Raises:
             SwapIOError: the generation was not made; the older ones are there.
@@ -141,15 +162,26 @@ class Generations:
         directory = self._directory
         path = directory.generation_path(step)
         durable.write_file(path, write_manifest(manifest))
-        self._kept.pop(step, None)
         self._kept[step] = [extent.copy for extent in self._extents]
-        for old in sorted(self._kept)[: -self._keep]:
-            del self._kept[old]
-            try:
-                durable.remove(directory.generation_path(old))
-            except SwapIOError as error:  # the new generation is durable; the old manifest does no harm
-                logger.warning("%s", error)
+        self._retires = True
         return path
+
+    def retire(self, whole: Collection[int]) -> None:
+        """Let generations go: the older ones beyond `keep`, and those that not every rank has made.
+
+        Args:
+            whole: the steps of the generations that every rank has made.
+        """
+        staying = [step for step in self.steps if step in whole][-self._keep :]
+        for step in self.steps:
+            if step in staying:
+                continue
+            del self._kept[step]
+            try:
+                durable.remove(self._directory.generation_path(step))
+            except SwapIOError as error:  # the newest generation is durable; an old manifest does no harm
+                logger.warning("%s", error)
+        self._retires = False
 
     def recover(
         self,

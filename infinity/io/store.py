@@ -75,6 +75,7 @@ class SwapStore:
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
             opens those that are there, to go on with them; "read" opens them and changes nothing on disk.
         spare_bytes: must be free on the first path besides the swap file, for manifests.
+        run: the id of the run that a new store is of; "": a new one.
 
     Attributes:
         rebuilt: for each header that was rebuilt, what was wrong with it.
@@ -95,8 +96,10 @@ class SwapStore:
         checksums: bool = True,
         mode: Mode = "in place",
         spare_bytes: int = 0,
+        run: str = "",
     ) -> None:
         self.engine = engine
+        self.run = run
         self._step = 0
         self.nbytes = nbytes
         self._file_bytes = nbytes + scratch_bytes
@@ -142,7 +145,7 @@ class SwapStore:
         self.shares = self._measure_shares()
         self._stripe(STRIPE_BYTES)
         self._reserve()
-        self.run = uuid.uuid4().hex
+        self.run = self.run or new_run()
         self.record = StoreRecord(
             created=now(),
             members=[str(directory.path) for directory in self.directories],
@@ -379,6 +382,11 @@ class SwapStore:
         keep = bool(self.directories) and self.keeps and not discard
         for directory in reversed(self.directories):
             directory.close(keep=keep)
+
+
+def new_run() -> str:
+    """The id of a run."""
+    return uuid.uuid4().hex
 
 
 def now() -> str:

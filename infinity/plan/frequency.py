@@ -16,7 +16,8 @@ bound, and the run lowers it to what it measures (durable/pace.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from infinity.sizes import format_bytes
 
@@ -52,7 +53,13 @@ class Frequency:
 
 NOTHING_TRAINED = Frequency(0, "nothing is trained")
 NO_PATHS = Frequency(0, "no nvme.paths")
-SEVERAL_RANKS = Frequency(0, "not available yet with several ranks")
+
+
+def rarest(found: Sequence[Frequency]) -> Frequency:
+    """How often several ranks commit, each of which can and would as often as this says: none where one cannot."""
+    none = [each for each in found if not each.every]
+    most = none[0] if none else max(found, key=lambda each: each.every)
+    return replace(most, at_most=any(each.at_most for each in found) and most.every > 1)
 
 
 def affordable_every(commit: float, step: float) -> int:

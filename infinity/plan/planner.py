@@ -12,7 +12,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, plan_staging
 from infinity.plan.disk import room_bytes
-from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, SEVERAL_RANKS, Frequency, frequency_of
+from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
 from infinity.plan.machine import available_device_bytes, available_host_bytes
 from infinity.plan.placement import (
@@ -48,6 +48,7 @@ def make_plan(
     sites: Sequence[HookSite] = (),
     resumes: bool = False,
     peers: Peers = ALONE,
+    commits: Frequency | None = None,
 ) -> Plan:
     """Place every state, and decide how often to commit where the config leaves it open.
 
@@ -59,6 +60,7 @@ def make_plan(
         sites: which units each module needs; none: every unit has a module of its own.
         resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
         peers: the other ranks, where this process is one of several: the plan is that of its slices.
+        commits: how often the ranks commit, once they have agreed on that.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
@@ -77,18 +79,23 @@ def make_plan(
         made = _plan(problem, commits, device, can_recompute=can_recompute, sites=sites, resumes=resumes)
         return replace(made, peers=peers)
 
+    if commits is not None:
+        return plan(commits)
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
-    if peers.together:
-        return plan(SEVERAL_RANKS)
-    return _with_commits(plan, config, resumes=resumes)
+    trains = any(unit.trainable_groups for unit in units)
+    return _with_commits(plan, config, limits.ranks, trains=trains, resumes=resumes)
 
 
-def _with_commits(plan: Callable[[Frequency], Plan], config: SwapConfig, *, resumes: bool) -> Plan:
+def _with_commits(
+    plan: Callable[[Frequency], Plan], config: SwapConfig, ranks: int, *, trains: bool, resumes: bool
+) -> Plan:
     """The plan that commits as often as the disks have room for and costs little.
 
     Args:
         plan: places everything for a number of commits. The placement of a plan with commits is the same for any.
+        ranks: on this machine.
+        trains: something of the model is trained, be it on this rank or another.
     """
     if not config.nvme.paths:
         if resumes:
@@ -101,9 +108,9 @@ def _with_commits(plan: Callable[[Frequency], Plan], config: SwapConfig, *, resu
             raise
         return plan(Frequency(0, "memory.host has no room for the checksums of second copies"))
     layout, forecast = every_step.layout, every_step.forecast
-    if not layout.trained_count and not resumes:
+    if not trains and not resumes:
         return plan(NOTHING_TRAINED)
-    missing = layout.swap.nbytes + layout.manifest_bytes - room_bytes(config.nvme.paths)
+    missing = layout.swap.nbytes + layout.manifest_bytes - room_bytes(config.nvme.paths) // ranks
     if missing > 0 and not resumes:
         where = " and ".join(printable(path) for path in config.nvme.paths)
         count = config.keep + config.pins + 1
@@ -235,7 +242,7 @@ def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
     if not gradients.spills:
         return True
     kept = 0 if resumes else other.problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram)
-    return kept + gradients.swap_bytes <= room_bytes(other.problem.config.nvme.paths)
+    return kept + gradients.swap_bytes <= room_bytes(other.problem.config.nvme.paths) // other.problem.limits.ranks
 
 
 def _fitting(problem: Problem) -> Iterator[_Chosen]:

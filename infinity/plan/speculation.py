@@ -161,7 +161,7 @@ def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, 
 
 def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
     """How far a swap file of `swap_bytes` can grow on the disks, with its checksums in `room` bytes of RAM."""
-    free = room_bytes(problem.config.nvme.paths) - swap_bytes
+    free = room_bytes(problem.config.nvme.paths) // problem.limits.ranks - swap_bytes
     per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 

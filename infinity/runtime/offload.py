@@ -18,8 +18,9 @@ from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
-from infinity.coordinator.opening import from_generation, from_source, open_coordinator, plan_for
+from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import require_none_pinned
+from infinity.coordinator.resuming import from_generation
 from infinity.errors import ConfigError, ModelError, ResumeError
 from infinity.runtime.anew import Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of

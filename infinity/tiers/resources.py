@@ -14,6 +14,7 @@ from infinity import _native
 from infinity.base.accelerator import open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
+from infinity.io import durable
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.directory import require_place
 from infinity.io.engine import open_engine
@@ -22,6 +23,7 @@ from infinity.io.store import Extent, Mode, SwapStore
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks.exchange import Exchange
+from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
 from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
@@ -56,6 +58,7 @@ class Resources:
         *,
         resume: bool = False,
         exchange: Exchange | None = None,
+        run: str = "",
     ) -> None:
         self.plan = plan
         self.exchange = exchange
@@ -68,8 +71,8 @@ class Resources:
         self.generations: Generations | None = None
         arena, staging = plan.layout.arena, plan.budgets.staging
         try:
-            if plan.layout.swap.nbytes:
-                self.store = self._open_store(nvme, resume=resume)
+            if plan.layout.swap.nbytes or (exchange is not None and plan.placement.commit_every):
+                self.store = self._open_store(nvme, run, resume=resume)
             node = -1 if self.store is None else self.store.numa_node
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
             # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
@@ -153,17 +156,18 @@ class Resources:
                 logger.warning("%s; transfers take more processor time, results are the same", refused)
                 return
 
-    def _open_store(self, nvme: NvmeConfig, *, resume: bool) -> SwapStore:
+    def _open_store(self, nvme: NvmeConfig, run: str, *, resume: bool) -> SwapStore:
         layout = self.plan.layout
         mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
         return SwapStore(
             nvme.paths,
-            layout.swap.kept,
+            max(layout.swap.kept, PAGE_BYTES),  # a rank that has nothing of the model has manifests all the same
             self.engine,
             scratch_bytes=layout.swap.scratch,
             checksums=nvme.checksums,
             mode=mode,
             spare_bytes=layout.manifest_bytes,
+            run=run,
         )
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
@@ -238,7 +242,10 @@ class Resources:
 def make_directory(path: Path) -> None:
     """The directory of nvme.paths in which each rank makes one of its own. Raises ConfigError."""
     require_place(path)
-    path.expanduser().mkdir(mode=0o700, exist_ok=True)
+    place = path.expanduser().absolute()
+    if not place.exists():
+        place.mkdir(mode=0o700, exist_ok=True)
+        durable.sync_directory(place.parent)
 
 
 def _open_pool(threads: int, node: int) -> _native.ThreadPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +19,19 @@ from infinity.units.outbox import Outbox, trained
 
 PARTIAL_NUMEL = 64 << 10
 """Elements of a partial of a sum of squares (_native.sums_of_squares)."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks have told each other before a step.
+
+    Attributes:
+        skip: why the step is to change nothing, by this rank or another; "" where none wants that.
+        told: what each rank told of its generations, in the order of the ranks.
+    """
+
+    skip: str
+    told: list[list[int]]
 
 
 class Agreement:
@@ -76,18 +90,16 @@ class Agreement:
     def partials(self, name: str) -> Sequence[float]:
         """Of Σ g², of all ranks' slices. Where gradients came since the ranks agreed, they agree now: all must ask."""
         if self._partials is None:
-            self.make({}, "")
+            self.make({}, "", ())
         return () if self._partials is None else self._partials[name]
 
-    def make(self, facts: Mapping[str, object], skip: str) -> str:
+    def make(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
         """Tell all ranks what this one has, and take in what they have. Waits until all gradients have landed.
 
         Args:
             facts: what must be the same on all ranks, by what to call it; JSON.
             skip: why this rank wants the step to change nothing; "" where it does not.
-
-        Returns:
-            Why the step is to change nothing, by this rank or another; "" where none wants that.
+            told: of this rank's generations.
 
         Raises:
             PeerError: facts differ, and names them and the ranks; or a rank failed.
@@ -95,13 +107,14 @@ class Agreement:
         self._outbox.settle()
         mine = np.array([part for each in self._pairs() for part in _own_partials(*each)], dtype=np.float64)
         came = np.packbits([name in self.present for name in self._names])
-        said = json.dumps([facts, skip], sort_keys=True).encode()
+        said = json.dumps([facts, skip, list(told)], sort_keys=True).encode()
         payload = len(said).to_bytes(8, "little") + said + came.tobytes() + mine.tobytes()
-        bits, reasons = np.zeros(len(self._names), dtype=bool), []
+        bits, reasons, heard = np.zeros(len(self._names), dtype=bool), list[str](), list[list[int]]()
         found: dict[str, list[float]] = {name: [] for name in self._names}
         for rank, each in enumerate(self._exchange.all_gather(0, "the step", payload)):
             length = int.from_bytes(each[:8], "little")
-            theirs, why = json.loads(each[8 : 8 + length])
+            theirs, why, of_generations = json.loads(each[8 : 8 + length])
+            heard.append(of_generations)
             require_same(theirs, facts, rank, "Every rank must take the same steps with the same optimizer.")
             reasons += [f"{why} (rank {rank})"] if why else []
             at = 8 + length + len(came)
@@ -110,7 +123,7 @@ class Agreement:
         self._partials = found
         self.present = {name for name, bit in zip(self._names, bits, strict=True) if bit}
         self._drop_zeros()
-        return next(iter(reasons), "")
+        return Decision(next(iter(reasons), ""), heard)
 
     def _pairs(self) -> Iterator[tuple[Shard, UnitGradients]]:
         return zip(self._shards, self._local, strict=True)

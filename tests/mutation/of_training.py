@@ -57,7 +57,8 @@ OF_TRAINING = [
     Mutant(
         "the manifest after the fdatasync, not before",
         "infinity/durable/commits.py",
-        "        commit.sync.result()\n        generations.make(commit.step, facts_of(self._resources), body)\n",
+        "        commit.sync.result()\n        make = generations.make if self._resources.exchange is None else "
+        "generations.prepare\n        make(commit.step, facts_of(self._resources), body)\n",
         "        generations.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),

@@ -15,7 +15,7 @@ from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.io.directory import SWAP_NAME
 from infinity.plan import disk
-from infinity.plan.frequency import COMMITS_SHARE, EVERY_MAX, Frequency, affordable_every, frequency_of
+from infinity.plan.frequency import COMMITS_SHARE, EVERY_MAX, Frequency, affordable_every, frequency_of, rarest
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
@@ -168,3 +168,11 @@ def test_a_tenth_of_the_disk_stays_free_and_what_a_killed_run_left_counts_as_fre
     (one / "generation-000000000001.infinity").write_text("")
     assert disk.room_bytes([one]) == 900 << 20
     assert disk.room_bytes([]) == 0
+
+
+def test_ranks_commit_as_rarely_as_any_of_them_must() -> None:
+    assert rarest([Frequency(1, "a"), Frequency(4, "b", at_most=True), Frequency(2, "c")]) == Frequency(
+        4, "b", at_most=True
+    )
+    assert rarest([Frequency(3, "a"), Frequency(0, "no room"), Frequency(0, "no path")]) == Frequency(0, "no room")
+    assert rarest([Frequency(1, "a"), Frequency(1, "b")]) == Frequency(1, "a")

@@ -1,0 +1,111 @@
+"""A run that goes on: the newest generation that is whole, on all ranks, becomes the values of a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from infinity.coordinator.coordinator import Coordinator
+from infinity.durable import buffers, rng
+from infinity.durable.commits import facts_of
+from infinity.errors import ResumeError
+from infinity.io.generations import Generations
+from infinity.io.manifest import Manifest
+from infinity.io.store import wait_all
+from infinity.state.records import Body, parse_body
+
+logger = logging.getLogger(__name__)
+
+
+def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:
+    """Values, and those of the persistent buffers, come from generation `step`, the pinned one of `digest`, or the
+    newest that is whole."""
+
+    def fill(coordinator: Coordinator) -> None:
+        buffers.restore(model, _restore(coordinator, step, digest).buffers)
+
+    return fill
+
+
+def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
+    """Find the newest generation that is whole (or `step`, or `digest`), take it over, and leave placeholders. Returns
+    its body.
+
+    Raises:
+        ResumeError: there is none, or its states have another form than the config asks for.
+        SwapIOError: the device failed.
+    """
+    resources, generations = coordinator.resources, coordinator.resources.generations
+    if generations is None:
+        raise AssertionError("resuming without generations")
+    memory = resources.staging.view()
+
+    def recover(step: int | None) -> Manifest:
+        return generations.recover(memory, step, _check, digest)
+
+    manifest = (
+        recover(step) if resources.exchange is None else _recover_together(coordinator, generations, recover, step)
+    )
+    expected = facts_of(resources)
+    if manifest.facts != expected:
+        differ = ", ".join(
+            f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
+            for key, value in expected.items()
+            if manifest.facts.get(key) != value
+        )
+        raise ResumeError(
+            f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "
+            "them with `infinity checkpoint export` and --from-checkpoint."
+        )
+    store = resources.require_store()
+    held = [home for home in resources.homes() if home.in_memory]
+    wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
+    for home in held:
+        home.read()
+    coordinator.room.adopt()
+    return go_on_from(coordinator, manifest)
+
+
+def _recover_together(
+    coordinator: Coordinator, generations: Generations, recover: Callable[[int], Manifest], step: int | None
+) -> Manifest:
+    """Recover the newest generation that is whole on every rank, or that of `step`.
+
+    Raises:
+        ResumeError: there is none, on all ranks.
+        PeerError: another rank failed.
+    """
+    place = coordinator.resources.require_store().directories[0].path.parent
+    told = coordinator.meet("resuming", generations.found())
+    every = set.intersection(*map(set, told))
+    problems = []
+    for each in sorted(every if step is None else every & {step}, reverse=True):
+        problem = ""
+        try:
+            manifest = recover(each)
+        except ResumeError as error:
+            problem = str(error)
+        failed = coordinator.meet(f"resuming step {each}", problem)
+        if not any(failed):
+            return manifest
+        problems += [f"step {each} on rank {rank}: {why}" for rank, why in enumerate(failed) if why]
+        logger.warning("%s", problems[-1])
+    have = ", ".join(map(str, sorted(every))) or "none"
+    raise ResumeError(
+        f"nothing to resume in {place}: {'; '.join(problems) or f'not every rank has step {step}; there are {have}'}"
+    )
+
+
+def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
+    """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
+    coordinator.at_step(manifest.step, manifest.run)
+    body = parse_body(manifest.body, f"generation {manifest.step}")
+    coordinator.commits.resume(manifest.step, body)
+    rng.restore(body.rng)
+    return body
+
+
+def _check(manifest: Manifest) -> None:
+    parse_body(manifest.body, f"generation {manifest.step}")

@@ -1,0 +1,86 @@
+"""Where several ranks have their stores: each has one of its own, in a directory of its own in each of nvme.paths."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infinity.errors import ResumeError, StoreNotEmptyError
+from infinity.io import durable
+from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in
+from infinity.io.headers import header_in
+
+_NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
+
+
+def rank_path(path: Path, rank: int, count: int) -> Path:
+    """The directory of one of `count` ranks in one of nvme.paths."""
+    return path / f"rank-{rank:05}-of-{count:05}"
+
+
+def rank_paths(path: Path, count: int) -> list[Path]:
+    """The directories of all ranks in one of nvme.paths; of one process that path itself."""
+    return [path] if count == 1 else [rank_path(path, rank, count) for rank in range(count)]
+
+
+def counts_in(path: Path) -> list[int]:
+    """How many ranks the runs had that left stores in one of nvme.paths, ascending; 1 where one process had it for
+    itself. Raises SwapIOError."""
+    found = {int(match[2]) for entry in _rank_stores(path) if (match := _NAME.fullmatch(entry.name))}
+    return sorted(found | ({1} if (path / HEADER_NAME).exists() else set()))
+
+
+def clear_others(paths: Iterable[Path], count: int) -> None:
+    """Remove what runs of another number of ranks left in nvme.paths, where none of it can be resumed.
+
+    Raises:
+        StoreNotEmptyError: it can; nothing was removed.
+        StoreLockedError: a run is using it.
+        SwapIOError: it cannot be removed.
+    """
+    others = [entry for path in paths for entry in _rank_stores(path) if _count_of(entry) != count]
+    for entry in others:
+        if generations_in(entry):
+            raise StoreNotEmptyError(
+                f"{entry.parent} holds the checkpoint of an earlier run of {_count_of(entry)} ranks. To go on from it: "
+                "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory in "
+                f"nvme.paths, or remove the old one with `infinity checkpoint remove {entry.parent}`."
+            )
+    for entry in others:
+        directory = SwapDirectory(entry, create=False)
+        try:
+            directory.require_replaceable()
+            directory.make_room()
+        finally:
+            directory.close()
+        entry.rmdir()
+
+
+def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
+    """The run of a rank's store, and the steps of its manifests; ("", []) where there is none that can be read."""
+    try:
+        header = header_in(paths[0]).header if paths else None
+    except ResumeError:
+        header = None
+    return ("", []) if header is None else (header.run, list(generations_in(paths[0])))
+
+
+def remove_generations(path: Path) -> None:
+    """Remove the manifests of a rank, of which no generation was ever made. Raises StoreLockedError, SwapIOError."""
+    directory = SwapDirectory(path, create=False)
+    try:
+        for manifest in generations_in(path).values():
+            durable.remove(manifest)
+        durable.sync_directory(path)
+    finally:
+        directory.close(keep=True)
+
+
+def _rank_stores(path: Path) -> list[Path]:
+    return sorted(entry for entry in entries_of(path) if _NAME.fullmatch(entry.name) and (entry / HEADER_NAME).exists())
+
+
+def _count_of(entry: Path) -> int:
+    match = _NAME.fullmatch(entry.name)
+    return int(match[2]) if match else 1

@@ -1,0 +1,76 @@
+"""What runs of another number of ranks left in nvme.paths is removed, or in the way, and never lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.config import NvmeConfig
+from infinity.errors import StoreLockedError, StoreNotEmptyError
+from infinity.io.engine import open_engine
+from infinity.io.generations import Generations
+from infinity.io.rank_stores import clear_others, counts_in, rank_path, rank_paths, remove_generations, run_and_steps_in
+from infinity.io.store import Extent, Mode, SwapStore
+from infinity.sizes import PAGE_BYTES
+
+
+def left(path: Path, mode: Mode, *, ends: bool = True, run: str = "", step: int = 0) -> SwapStore:
+    """A store as a run leaves it that was killed. Args: ends: the process does. step: of its generation, if any."""
+    path.parent.mkdir(exist_ok=True)
+    engine = open_engine(NvmeConfig(paths=[path]))
+    store = SwapStore([path], PAGE_BYTES, engine, mode=mode, run=run)
+    if step:
+        Generations(store, [Extent("a", 0, "weight", (0,), PAGE_BYTES)], 1).make(step, {}, {})
+    engine.close()
+    if ends:
+        store.directories[0].close(keep=True)
+    return store
+
+
+def test_stores_are_counted_by_the_ranks_of_their_runs(tmp_path: Path) -> None:
+    assert counts_in(tmp_path / "missing") == []
+    for rank in range(2):
+        left(rank_path(tmp_path, rank, 2), "in place")
+    left(rank_path(tmp_path, 4, 5), "in place")
+    left(tmp_path, "in place")
+    rank_path(tmp_path, 0, 3).mkdir()
+    assert counts_in(tmp_path) == [1, 2, 5]
+    assert rank_paths(tmp_path, 1) == [tmp_path]
+    assert [path.name for path in rank_paths(tmp_path, 2)] == ["rank-00000-of-00002", "rank-00001-of-00002"]
+
+
+def test_what_cannot_be_resumed_goes(tmp_path: Path) -> None:
+    for rank in range(2):
+        left(rank_path(tmp_path, rank, 2), "in place")
+        left(rank_path(tmp_path, rank, 3), "generations")
+    clear_others([tmp_path, tmp_path / "missing"], 3)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rank-00000-of-00003", "rank-00001-of-00003"]
+
+
+def test_a_generation_of_another_number_of_ranks_is_in_the_way(tmp_path: Path) -> None:
+    left(rank_path(tmp_path, 0, 2), "in place")
+    left(rank_path(tmp_path, 1, 2), "generations", step=4)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StoreNotEmptyError, match="2 ranks"):
+        clear_others([tmp_path], 3)
+    assert sorted(tmp_path.rglob("*")) == before
+    clear_others([tmp_path], 2)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_that_a_run_uses_is_not_removed(tmp_path: Path) -> None:
+    store = left(rank_path(tmp_path, 0, 2), "in place", ends=False)
+    with pytest.raises(StoreLockedError):
+        clear_others([tmp_path], 1)
+    assert store.directories[0].swap_path.exists()
+    store.directories[0].close()
+
+
+def test_a_store_tells_its_run_and_steps_until_they_are_removed(tmp_path: Path) -> None:
+    path = rank_path(tmp_path, 0, 2)
+    assert run_and_steps_in([path]) == ("", [])
+    left(path, "generations", run="r", step=7)
+    assert run_and_steps_in([path]) == ("r", [7])
+    remove_generations(path)
+    assert run_and_steps_in([path]) == ("r", [])

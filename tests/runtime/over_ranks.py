@@ -1,0 +1,158 @@
+"""A model that several ranks train, and one process with all their batches."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity.coordinator import together
+from tests.ranks.workers import run
+
+WIDTH, DEPTH, TOKENS = 96, 3, 8
+
+
+class Block(nn.Module):
+    """A block of more than two slices of the smallest size that has whole partials."""
+
+    def __init__(self, dtype: torch.dtype, *, recomputed: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.up = nn.Linear(WIDTH, 8 * WIDTH, dtype=dtype)
+        self.down = nn.Linear(8 * WIDTH, WIDTH, dtype=dtype)
+        self.recomputed = recomputed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (checkpoint(self._mix, x, use_reentrant=False) if self.recomputed else self._mix(x))
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    """Blocks, an input of the first one's width, and a second head, which only some batches use.
+
+    Args:
+        frozen: the first block is.
+    """
+
+    def __init__(self, dtype: torch.dtype, *, recomputed: bool = False, frozen: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block(dtype, recomputed=recomputed) for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 1, dtype=dtype)
+        self.other = nn.Linear(WIDTH, 1, dtype=dtype)
+        if frozen:
+            self.blocks[0].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, both: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y = self.head(x) + self.other(x) if both else self.head(x)
+        return y.float().square().mean()
+
+
+def batch(step: int, index: int, dtype: torch.dtype) -> torch.Tensor:
+    made = torch.Generator().manual_seed(1000 * step + index)
+    return torch.randn(TOKENS, WIDTH, generator=made).to(dtype)
+
+
+def digest(parameter: torch.Tensor) -> str:
+    return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def offloaded(folder: str, config: dict[str, Any], dtype: torch.dtype = torch.float32, **model: Any) -> nn.Module:
+    memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
+    paths = {"nvme": {"paths": [folder]}} if "nvme" in config.values() else {}
+    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **config, **paths}, device="cpu")
+
+
+def train(
+    folder: str,
+    config: dict[str, Any],
+    micro: int,
+    ranks: int,
+    *,
+    steps: int = 3,
+    dtype: str = "float32",
+    some: bool = False,
+    disturbed: bool = False,
+    cleared: bool = False,
+    model: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[float], list[float], dict[str, str]]:
+    """Losses of this process, norms, and the weights at the end. In one process: with the batches of all ranks.
+
+    Args:
+        some: the second head is used by some batches only, drawn at random, and in the second step by none.
+        cleared: after each step there is a backward pass whose gradients are set to None by hand.
+        disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
+    """
+    several = dist.is_initialized()
+    rank = dist.get_rank() if several else 0
+    kind = getattr(torch, dtype)
+    trained = offloaded(folder, config, kind, **(model or {}))
+    optim = infinity.AdamW(trained.parameters(), lr=1e-2, **options)
+    losses, norms = [], []
+    for step in range(steps):
+        if disturbed:
+            with torch.no_grad():
+                losses.append(trained(batch(step, 77, kind)).item())
+            trained(batch(step, 78, kind)).backward()
+            optim.zero_grad()
+        for turn in range(micro):
+            indices = [turn * ranks + rank] if several else range(turn * ranks, (turn + 1) * ranks)
+            for index in indices:
+                drawn = random.Random(100 * step + index).random() < 0.4
+                loss = trained(batch(step, index, kind), both=some and drawn and step != 1)
+                loss.backward()
+                losses.append(loss.item())
+        if not several:
+            optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches add up
+        optim.step()
+        vars(optim).pop("grad_scale", None)
+        optim.zero_grad()
+        norms.append(optim.last_grad_norm)
+        if cleared:  # by hand, after a pass that the next step must know nothing of
+            trained(batch(step, 79, kind), both=step % 2 == 0).backward()
+            for parameter in trained.parameters():
+                parameter.grad = None
+    with infinity.gathered(trained, trained):
+        weights = {name: digest(parameter) for name, parameter in trained.named_parameters()}
+    infinity.close(trained)
+    return losses, norms, weights
+
+
+def on_rank(folder: str, config: dict[str, Any], micro: int, ranks: int, options: dict[str, Any]) -> Any:
+    return train(folder, config, micro, ranks, **options)
+
+
+def require_equal(tmp_path: Path, config: dict[str, Any], micro: int, ranks: int, **options: Any) -> None:
+    losses, norms, weights = train(str(tmp_path / "one"), config, micro, ranks, **options)
+    for rank, (mine, same, found) in enumerate(
+        run(ranks, on_rank, str(tmp_path / "all"), config, micro, ranks, options)
+    ):
+        assert mine == losses[rank::ranks]
+        assert same == norms
+        assert found == weights
+
+
+def alone(folder: str, config: dict[str, Any], micro: int, options: dict[str, Any]) -> Any:
+    together.Ranks.of_world = functools.partial(together.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
+    return train(folder, config, micro, 1, **options)
+
+
+TIERS = [
+    {"weights": "host", "optimizer": "host"},
+    {"weights": "host", "optimizer": "nvme"},
+    {"weights": "nvme", "optimizer": "host"},
+    {"weights": "nvme", "optimizer": "nvme"},
+]

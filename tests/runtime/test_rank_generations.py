@@ -1,0 +1,262 @@
+"""A generation of several ranks exists where all have its manifest: a run goes on from there, whatever ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import infinity
+from infinity.errors import InfinityError, PeerError, ResumeError
+from infinity.io import durable
+from infinity.io.rank_stores import rank_paths
+from tests import sampling
+from tests.crash.job import kind_of
+from tests.ranks.workers import ended, run
+from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
+
+pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
+
+NVME = TIERS[3]
+STEPS = 5
+BATCHES = 12
+
+
+@pytest.fixture(autouse=True)
+def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inherited by the ranks."""
+    monkeypatch.setenv("INFINITY_SEVERAL_RANKS", "1")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank is killed at the `nth` time (from 0) that `moment` comes for a file of this kind."""
+
+    rank: int
+    moment: str
+    file: str
+    nth: int
+
+    def at(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        if rank != self.rank:
+            return contextlib.nullcontext()
+        seen = 0
+
+        def kill(moment: str, path: Path, _target: Path | None, _data: bytes) -> None:
+            nonlocal seen
+            if (moment, kind_of(path)) == (self.moment, self.file):
+                seen += 1
+                if seen > self.nth:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return durable.observed(kill)
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a rank did: the step it began after, the losses of its steps by step, and the weights at the end."""
+
+    began: int
+    losses: dict[int, list[float]]
+    weights: dict[str, str]
+
+
+def live(
+    folder: str, config: dict[str, Any], until: int, micro: int, *, dtype: str = "float32", kill: Kill | None = None
+) -> Life:
+    """One life of this rank, or of a process alone: it goes on from what is there, or begins anew, and takes `micro` of
+    BATCHES in each step."""
+    several = dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
+    kind = getattr(torch, dtype)
+    with contextlib.nullcontext() if kill is None else kill.at(rank):
+        try:
+            paths = {"nvme": {"paths": [folder]}}
+            memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
+            model = infinity.resume(Blocks(kind), {"commit_every": 1, **memory, **config, **paths}, device="cpu")
+        except ResumeError:
+            model = offloaded(folder, {"commit_every": 1, **config}, kind)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
+        began = infinity.track(model=model, schedule=schedule)
+        losses: dict[int, list[float]] = {}
+        for step in range(began, until):
+            for turn in range(micro):
+                loss = model(batch(step, turn * world + rank, kind))
+                loss.backward()
+                losses.setdefault(step, []).append(loss.item())
+            optim.grad_scale = torch.tensor(float(micro))
+            optim.step()
+            vars(optim).pop("grad_scale", None)
+            optim.zero_grad()
+            schedule.step()
+        with infinity.gathered(model, model):
+            weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
+        infinity.close(model)
+    return Life(began, losses, weights)
+
+
+def on_rank(folder: str, config: dict[str, Any], until: int, micro: int, options: dict[str, Any]) -> Any:
+    """A Life, or the ranks that an error names and what it says."""
+    try:
+        return live(folder, config, until, micro, **options)
+    except PeerError as error:
+        return error.ranks, str(error)
+
+
+def batches_of(life: Life, micro: int, rank: int, world: int) -> dict[int, list[float]]:
+    """Of the losses of one process with all batches, those of a rank."""
+    return {step: losses[rank::world][:micro] for step, losses in life.losses.items()}
+
+
+def require_same(lives: list[Life], one: Life, world: int) -> None:
+    for rank, life in enumerate(lives):
+        assert life.weights == one.weights
+        expected = batches_of(one, BATCHES // world, rank, world)
+        assert life.losses == {step: expected[step] for step in life.losses}
+
+
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("tiers", TIERS[1:])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("commits", [{"commit_every": 1}, {"commit_every": 2, "keep": 2}, {"commit_every": "auto"}])
+def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(
+    tmp_path: Path, tiers: dict[str, Any], ranks: int, dtype: str, moments: str, commits: dict[str, Any]
+) -> None:
+    config = tiers | commits | {"moments": moments}
+    one = live(str(tmp_path / "one"), config, STEPS, BATCHES, dtype=dtype)
+    micro, folder = BATCHES // ranks, str(tmp_path / "all")
+    for until in (2, 3, STEPS):
+        lives = run(ranks, on_rank, folder, config, until, micro, {"dtype": dtype})
+        assert {life.began for life in lives} == {{2: 0, 3: 2, STEPS: 3}[until]}
+    require_same(lives, one, ranks)
+
+
+def manifests(folder: str, rank: int, ranks: int) -> list[Path]:
+    return sorted(rank_paths(Path(folder), ranks)[rank].glob("generation-*.infinity"))
+
+
+def steps_of(folder: str, rank: int, ranks: int) -> list[int]:
+    return [int(path.stem.split("-")[1]) for path in manifests(folder, rank, ranks)]
+
+
+KILLS = [
+    Kill(rank, moment, file, nth)
+    for rank in (0, 1)
+    for file, moments, times in (
+        ("manifest", ("begin create", "end write", "begin rename", "end rename", "begin unlink", "end unlink"), 3),
+        ("header", ("begin write", "end rename"), 1),
+        ("directory", ("begin fsync directory", "end fsync directory"), 5),
+    )
+    for moment in moments
+    for nth in range(times)
+]
+
+
+@pytest.mark.parametrize(
+    "kill",
+    random.Random(sampling.SEED).sample(KILLS, sampling.number(8, len(KILLS))),
+    ids=lambda kill: f"{kill.rank} {kill.moment} {kill.file} {kill.nth}",
+)
+def test_a_rank_that_is_killed_at_any_act_loses_no_generation(tmp_path: Path, kill: Kill) -> None:
+    one = live(str(tmp_path / "one"), NVME, STEPS, BATCHES)
+    folder, micro = str(tmp_path / "all"), BATCHES // 2
+    first = ended(2, on_rank, folder, NVME, STEPS, micro, {"kill": kill})
+    assert first[kill.rank].exitcode == -signal.SIGKILL
+    told = first[1 - kill.rank].value
+    if isinstance(told, tuple):  # else it had done all of its steps
+        assert told[0] == (kill.rank,), told
+    there = set(steps_of(folder, 0, 2)) & set(steps_of(folder, 1, 2))
+    lives = run(2, on_rank, folder, NVME, STEPS, micro, {})
+    assert [life.began for life in lives] == [max(there, default=0)] * 2
+    require_same(lives, one, 2)
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(tmp_path: Path, how: str) -> None:
+    config, folder, micro = NVME | {"keep": 2}, str(tmp_path / "all"), BATCHES // 2
+    one = live(str(tmp_path / "one"), config, STEPS, BATCHES)
+    run(2, on_rank, folder, config, 3, micro, {})
+    newest = manifests(folder, 1, 2)[-1]
+    if how == "missing":
+        newest.unlink()
+    else:
+        newest.write_bytes(newest.read_bytes()[:-3])
+    lives = run(2, on_rank, folder, config, STEPS, micro, {})
+    assert {life.began for life in lives} == {2}
+    require_same(lives, one, 2)
+
+
+def asked(folder: str) -> Any:
+    model = offloaded(folder, NVME | {"commit_every": 1000})
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        model(batch(step, dist.get_rank(), torch.float32)).backward()
+        optim.step()
+        optim.zero_grad()
+        infinity.commit(model)
+        infinity.commit(model)
+    found = steps_of(folder, dist.get_rank(), 2)
+    infinity.close(model)
+    return found
+
+
+def test_what_is_asked_for_is_a_generation_of_all_ranks(tmp_path: Path) -> None:
+    assert run(2, asked, str(tmp_path)) == [[2]] * 2
+
+
+def begun(folder: str) -> str:
+    try:
+        infinity.close(offloaded(folder, NVME | {"commit_every": 1}), discard=True)
+    except InfinityError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_run_of_another_number_of_ranks_is_not_written_over(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    run(2, on_rank, folder, NVME, 1, 6, {})
+    told = run(3, begun, folder)
+    assert "StoreNotEmptyError" in told[0]
+    assert "2 ranks" in told[0]
+    assert "2 ranks" in told[1]
+    assert "2 ranks" in begun(folder)
+    assert len(manifests(folder, 0, 2)) == 1
+
+
+def differing(folder: str) -> Any:
+    try:
+        offloaded(folder, NVME | {"commit_every": 1 + dist.get_rank()})
+    except PeerError as error:
+        return str(error)
+
+
+def test_ranks_that_would_commit_other_steps_are_told(tmp_path: Path) -> None:
+    assert all("commit_every" in told for told in run(2, differing, str(tmp_path)))
+
+
+def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path) -> None:
+    drawn = random.Random(sampling.SEED)
+    one = live(str(tmp_path / "one"), NVME, STEPS, BATCHES)
+    for number in range(sampling.number(1, 40)):
+        folder, lives = str(tmp_path / f"all{number}"), 0
+        while lives < 4:
+            lives += 1
+            kill = Kill(
+                drawn.randrange(2),
+                drawn.choice(("begin rename", "end unlink", "end write")),
+                "manifest",
+                drawn.randrange(3),
+            )
+            ended(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {"kill": kill})
+        require_same(run(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {}), one, 2)
