@@ -316,10 +316,14 @@ class Commits:
 def facts_of(resources: Resources) -> dict[str, Any]:
     """What a store's states are, which a run that resumes it must agree on."""
     groups = [states for unit in resources.units for states in unit.states.values()]
-    cut = resources.plan.peers.cut
     return {
         "master": sorted({states.master for states in groups}),
         "moments": sorted({states.moments for states in groups}),
         "stored": list(resources.plan.placement.form.stored),
-        **({"rank": cut.index, "ranks": cut.count} if resources.exchange is not None else {}),
+        **_rank_of(resources),
     }
+
+
+def _rank_of(resources: Resources) -> dict[str, Any]:
+    cut = resources.plan.peers.cut
+    return {} if resources.exchange is None else {"rank": cut.index, "ranks": cut.count}

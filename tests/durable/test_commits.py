@@ -14,8 +14,10 @@ from infinity.durable.commits import Commit, Commits, facts_of
 from infinity.durable.resumed import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.frequency import Frequency
+from infinity.plan.problem import ALONE, Peers
 from infinity.sizes import PAGE_BYTES
 from infinity.state.records import ModelRecord
+from infinity.state.shard import Cut
 from infinity.tiers.home import Home
 from tests.tiers.fakes import Failure, Future, Generations, Store, extent, few, pages, transfer
 
@@ -25,7 +27,7 @@ EVERY = 2
 def plan_of(commit_every: int) -> Any:
     """What commits ask of a plan."""
     form = SimpleNamespace(stored=("exp_avg",))
-    return SimpleNamespace(placement=SimpleNamespace(commits=Frequency(commit_every), form=form))
+    return SimpleNamespace(peers=ALONE, placement=SimpleNamespace(commits=Frequency(commit_every), form=form))
 
 
 class Optimizers:
@@ -60,7 +62,7 @@ class Loader:
 class Run:
     """Commits over a store, and the homes of two states in RAM."""
 
-    def __init__(self, *, keeps: bool = True) -> None:
+    def __init__(self, *, keeps: bool = True, several: bool = False) -> None:
         space = pages(2)
         self.homes = [
             Home(space.lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent(name, "exp_avg")) for name in ("a", "b")
@@ -72,6 +74,7 @@ class Run:
             require_store=lambda: self.store,
             homes=lambda: self.homes,
             units=[],
+            exchange=object() if several else None,
         )
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
@@ -360,5 +363,19 @@ def test_a_loop_that_an_exception_left_commits_only_what_is_known_to_be_its_top(
 def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
     units = [SimpleNamespace(states=dict(enumerate(states)))]
-    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY))
-    assert facts_of(below) == {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
+    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), exchange=None)
+    facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
+    assert facts_of(below) == facts
+    below.exchange, below.plan.peers = object(), Peers(Cut(3, 1), 3)
+    assert facts_of(below) == facts | {"rank": 1, "ranks": 3}
+
+
+def test_of_several_ranks_a_generation_is_prepared_and_stays_with_those_that_all_have() -> None:
+    run = Run(several=True)
+    run.begin()
+    run.commits.finish()
+    assert run.generations.prepared == run.generations.steps == [2]
+    assert run.commits.told() == [EVERY, 2]
+    run.commits.heard([[EVERY, 2], [EVERY + 1, 2, 0]])
+    assert run.generations.retired == [{2}]
+    assert [step for step in range(1, 13) if run.commits.due(step)] == [3, 6, 9, 12]

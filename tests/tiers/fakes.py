@@ -228,11 +228,15 @@ class Generations:
     Attributes:
         made: (step, body) of each that was made.
         failure: of the next that is made.
+        prepared: the steps of those that other ranks have to make, too.
+        retired: what retire() was told.
     """
 
     made: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     failure: BaseException | None = None
     settled: int = 0
+    prepared: list[int] = field(default_factory=list)
+    retired: list[set[int]] = field(default_factory=list)
 
     @property
     def newest(self) -> int | None:
@@ -245,6 +249,17 @@ class Generations:
         if self.failure is not None:
             raise self.failure
         self.made.append((step, body))
+
+    def prepare(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        self.make(step, facts, body)
+        self.prepared.append(step)
+
+    def retire(self, whole: set[int]) -> None:
+        self.retired.append(whole)
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.made]
 
     def settle(self) -> None:
         self.settled += 1
