@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <future>
 #include <random>
@@ -169,21 +170,27 @@ TEST_CASE("a unit that was begun is finished before a speculative job of another
 }
 
 TEST_CASE("jobs are taken back together, or none of them where one was begun") {
-  MemoryRig rig;
-  Blocked driver([&] { return rig.pipeline.submit(rig.states.job(rig)); });
-  const Future input = std::make_shared<Completion>();
-  const Future held = rig.pipeline.submit(rig.states.job(rig), true, nullptr, {input});
-  const Future queued = rig.pipeline.submit(rig.states.job(rig), true);
-  const Future other = rig.pipeline.submit(rig.states.job(rig), true);
-  const Future done = std::make_shared<Completion>();
-  auto taken_back =
-      std::async(std::launch::async, [&] { return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}}); });
-  driver.go_on();
-  CHECK(taken_back.get() == std::vector<bool>{false, true, false});
-  CHECK(canceled(held));
-  CHECK(canceled(other));
-  CHECK(wait(queued) == nullptr);
-  input->complete();
+  bool all_waited = false;
+  for (int attempt = 0; attempt < 12 && !all_waited; ++attempt) {
+    MemoryRig rig;
+    Blocked driver([&] { return rig.pipeline.submit(rig.states.job(rig)); });
+    const Future input = std::make_shared<Completion>();
+    const Future held = rig.pipeline.submit(rig.states.job(rig), true, nullptr, {input});
+    const Future queued = rig.pipeline.submit(rig.states.job(rig), true);
+    const Future other = rig.pipeline.submit(rig.states.job(rig), true);
+    const Future done = std::make_shared<Completion>();
+    auto asked =
+        std::async(std::launch::async, [&] { return rig.pipeline.withdraw({{queued, done}, {held, other}, {held}}); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(1 << attempt));  // nothing tells when it has asked
+    driver.go_on();
+    const std::vector<bool> taken_back = asked.get();
+    input->complete();
+    CHECK(canceled(held) == (taken_back[1] || taken_back[2]));
+    CHECK(canceled(other) == taken_back[1]);
+    CHECK(wait(queued) == nullptr);
+    all_waited = taken_back == std::vector<bool>{false, true, false};
+  }
+  CHECK(all_waited);
 }
 
 TEST_CASE("a job in memory takes no staging, and its tiles with nothing to do are passed over") {
