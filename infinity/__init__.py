@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.carry_on import offload_from_checkpoint
     from infinity.checkpoint.export import export_checkpoint
     from infinity.checkpoint.load import load_pretrained
+    from infinity.checkpoint.other_ranks import resume
     from infinity.checkpoint.save import save_pretrained
     from infinity.config import SwapConfig, load_config
     from infinity.optim.adagrad import Adagrad
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from infinity.optim.sgd import SGD
     from infinity.runtime.gathered import gathered, state_dict
     from infinity.runtime.methods import no_sync
-    from infinity.runtime.offload import close, offload, resume, synchronize
+    from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.trace import trace
     from infinity.runtime.track import commit, track
@@ -68,7 +69,8 @@ _HOMES = {
     "optim.sgd": ("SGD",),
     "runtime.gathered": ("gathered", "state_dict"),
     "runtime.methods": ("no_sync",),
-    "runtime.offload": ("close", "offload", "resume", "synchronize"),
+    "checkpoint.other_ranks": ("resume",),
+    "runtime.offload": ("close", "offload", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
     "runtime.trace": ("trace",),
     "runtime.track": ("commit", "track"),

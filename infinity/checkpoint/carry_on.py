@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +18,11 @@ from infinity.coordinator.ingest import GivenMoment, MomentSource, Source, fill_
 from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
 from infinity.errors import ResumeError
-from infinity.runtime.offload import close, offload
+from infinity.io.manifest import Manifest
+from infinity.runtime.offload import close, offload_values
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
+from infinity.state.records import Body
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -69,9 +71,29 @@ def offload_from_checkpoint(
     )
 
 
+class Copy(Protocol):
+    """What a run goes on from: a portable copy, or a generation in the stores of other ranks."""
+
+    @property
+    def directory(self) -> Path:
+        """For messages."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def body(self) -> Body: ...
+
+    def has(self, name: str) -> bool:
+        """Whether the optimizer has a tensor of this name."""
+
+    def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """One of the optimizer's tensors, fp32. Raises ResumeError."""
+
+
 def carry_on(
     model: Model,
-    copy: Portable,
+    copy: Copy,
     weights: Source,
     config: str | Path | Mapping[str, Any] | SwapConfig | None,
     *,
@@ -79,10 +101,12 @@ def carry_on(
     optimizer: OptimizerName,
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
+    replaces: bool = False,
 ) -> Model:
     """offload_from_checkpoint for an open copy; the arguments are the same.
 
     Args:
+        replaces: the stores of the run take the place of those of other ranks, which are still there.
         weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
     _require_same_model(model, copy)
@@ -92,15 +116,7 @@ def carry_on(
         master = master_name(name)
         return copy.state(master, shapes[name]) if copy.has(master) else weights(name)
 
-    offload(
-        model,
-        config,
-        device=device,
-        optimizer=optimizer,
-        accumulation_steps=accumulation_steps,
-        source=source,
-        faults=faults,
-    )
+    offload_values(model, config, device, optimizer, accumulation_steps, faults, source, replaces=replaces)
     try:
         coordinator = registry.coordinator_of(model)
         _require_trained(coordinator, copy)
@@ -113,7 +129,7 @@ def carry_on(
     return model
 
 
-def _require_same_model(model: nn.Module, copy: Portable) -> None:
+def _require_same_model(model: nn.Module, copy: Copy) -> None:
     saved = {
         name: tuple(parameter.shape)
         for parameter in copy.body.model.parameters
@@ -129,7 +145,7 @@ def _require_same_model(model: nn.Module, copy: Portable) -> None:
             )
 
 
-def _require_trained(coordinator: Coordinator, copy: Portable) -> None:
+def _require_trained(coordinator: Coordinator, copy: Copy) -> None:
     trained = {place.spec.name for _, place in coordinator.places() if place.group.trainable}
     for record in copy.body.optimizers:
         for name, progress in record.state.items():
@@ -139,7 +155,7 @@ def _require_trained(coordinator: Coordinator, copy: Portable) -> None:
                 )
 
 
-def _moments_of(copy: Portable, shapes: Mapping[str, torch.Size]) -> MomentSource:
+def _moments_of(copy: Copy, shapes: Mapping[str, torch.Size]) -> MomentSource:
     """Gives a moment of the copy, by the parameter's name and the store's name of the moment."""
     begun = {
         (name, stored_name(moment)): moment

@@ -21,10 +21,11 @@ from infinity.checkpoint.recorded import RecordedModel
 from infinity.checkpoint.save import Tensors, write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
-from infinity.errors import InfinityError, ManifestError
+from infinity.errors import InfinityError, ManifestError, ResumeError
+from infinity.io.manifest import Manifest
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of, scales_of
-from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord
+from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord, parse_body
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ def export_checkpoint(
     on disk.
 
     Args:
-        store_directory: the swap directory of the run, or all of its swap directories in their order.
+        store_directory: the swap directory of the run, or all of its swap directories in their order. Where several
+            ranks trained, the directory that has theirs.
         out: a directory that is missing or empty.
         step: of the generation; default: the newest that is whole.
         config: its `nvme` section says how the disks are driven; its paths are ignored.
@@ -75,8 +77,8 @@ def export_checkpoint(
     _require_empty(target)
     directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
     nvme = load_config(config).nvme
-    with opened([Path(path) for path in directories], nvme) as store:
-        generation = newest_whole(store, step)
+    with opened([Path(path) for path in directories], nvme) as stores:
+        generation = newest_whole(stores, step)
         write_copy(generation, target, max_shard_size, also)
     return generation.manifest.step
 
@@ -255,6 +257,55 @@ def _decode(
     values = torch.empty(numel)
     _native.decode_moments(encoded.numpy(), group.moments, is_signed=state == "exp_avg", values=values.numpy())
     return values, scales_of(encoded, numel) if group.moments == "int8" else torch.empty(0)
+
+
+class StoredCopy:
+    """A generation as its portable copy would be (portable.Portable), read from the stores.
+
+    Args:
+        directory: where the stores are, for messages.
+        manifest: what is kept beside the states is taken from this one of the generation's manifests.
+    """
+
+    def __init__(self, generation: StoredGeneration, directory: Path, manifest: Manifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.body = parse_body(manifest.body, directory)
+        self._generation = generation
+        self._tensors = {
+            tensor.name: (group, tensor)
+            for group in generation.trained_groups()
+            for tensor in _tensors(generation, group, generation.body.optimizers)
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether the optimizer has a tensor of this name."""
+        return name in self._tensors
+
+    def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """One of the optimizer's tensors, fp32.
+
+        Raises:
+            ResumeError: it is missing, or of another shape.
+            SwapIOError: the device failed.
+        """
+        group, tensor = self._tensors.get(name, (None, None))
+        if group is None or tensor is None or list(tensor.shape) != list(shape):
+            there = "missing" if tensor is None else tuple(tensor.shape)
+            raise ResumeError(f"{self.directory}: '{name}' is {there}, and {tuple(shape)} is needed")
+        found, end = torch.empty(math.prod(shape)), tensor.parameter.offset + tensor.parameter.numel
+        for begin, numel in chunks(group.numel):
+            if begin < end and tensor.parameter.offset < begin + numel:
+                for _, at, piece in _pieces(self._generation, group, [tensor], begin, numel):
+                    found[at : at + piece.numel()] = piece
+        return found.view(list(shape))
+
+    def weight(self, name: str) -> torch.Tensor:
+        """A weight, by its name. Raises ResumeError, SwapIOError."""
+        try:
+            return self._generation.weight(name)
+        except KeyError:
+            raise ResumeError(f"{self.directory} has no weight '{name}'") from None
 
 
 def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from infinity import _native
 from infinity.config import NvmeConfig
-from infinity.errors import ManifestError
+from infinity.errors import ManifestError, ResumeError
 from infinity.io import whole
 from infinity.io.engine import open_engine
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
+from infinity.io.rank_stores import furthest_in, rank_path
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
+from infinity.state.int8 import recut_int8
 from infinity.state.records import GroupRecord, ParameterRecord, parse_body
+from infinity.state.shard import Cut, slices_of
+
+logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
 """Elements of a state in memory at a time. In every format these begin at a multiple of 4 KiB."""
@@ -30,73 +37,101 @@ _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 
 
 @contextmanager
-def opened(directories: Sequence[Path], nvme: NvmeConfig | None = None) -> Iterator[SwapStore]:
-    """The store in these directories, open for reading. Nothing on disk is changed.
+def opened(
+    directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None
+) -> Iterator[list[SwapStore]]:
+    """The store in these directories, open for reading; those of all ranks, where several left theirs there. Nothing on
+    disk is changed.
 
     Args:
         directories: all directories of the store in its order; or one of them, at the path where the store was made.
+            Where several ranks left stores, the directories that these are in.
         nvme: how the disks are driven.
+        count: of the ranks whose stores are meant, where runs of several numbers of ranks left some; default: of those
+            that went furthest.
 
     Raises:
         ResumeError: there is no store, or `directories` are not all of its directories.
         StoreLockedError: a run is using the store.
     """
-    paths = [path.expanduser().absolute() for path in directories]
-    if len(paths) == 1:
-        paths = members_of(paths[0])
-    header = headers_of(paths)[0].header
-    engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": paths}))
+    stores = stores_in([path.expanduser().absolute() for path in directories], count)
+    every = [path for paths in stores for path in paths]
+    engine = open_engine((nvme or NvmeConfig()).model_copy(update={"paths": every}))
+    held: list[SwapStore] = []
     try:
-        store = SwapStore(paths, header.nbytes, engine, mode="read")
-        try:
-            yield store
-        finally:
-            engine.close()  # idle before the store lets go of its files
-            store.close()
+        for paths in stores:
+            header = headers_of(paths)[0].header
+            held.append(SwapStore(paths, header.nbytes, engine, mode="read"))
+        yield held
     finally:
-        engine.close()
+        engine.close()  # idle before the stores let go of their files
+        for store in held:
+            store.close()
 
 
-def newest_whole(store: SwapStore, step: int | None = None, digest: str | None = None) -> StoredGeneration:
+def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path]]:
+    """The directories of each store in these: of one process, or of each of `count` ranks, by default of those that
+    went furthest. Raises ResumeError."""
+    count = furthest_in(paths[0]) if count is None else count
+    if count > 1:
+        return [[rank_path(path, rank, count) for path in paths] for rank in range(count)]
+    return [members_of(paths[0]) if len(paths) == 1 else list(paths)]
+
+
+def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digest: str | None = None) -> StoredGeneration:
     """The newest generation that is whole, the generation of `step`, or the pinned one of `digest`. Every byte of it is
     read.
+
+    Args:
+        stores: of one process, or of each rank of a run, in the order of the ranks.
 
     Raises:
         ResumeError: no generation is whole; says what is wrong with each.
         SwapIOError: a part of a generation cannot be read.
     """
-
-    def use(manifest: Manifest, path: Path) -> tuple[StoredGeneration, list[Extent]]:
-        generation = StoredGeneration(store, manifest, path)
-        return generation, generation.extents
-
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
-    return whole.newest_whole(store, memory, step, use, "export", digest)
+
+    def part_of(store: SwapStore, step: int | None) -> StoredPart:
+        def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
+            part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
+            return part, part.extents
+
+        return whole.newest_whole(store, memory, step, use, "export", digest)
+
+    if len(stores) == 1:
+        return StoredGeneration([part_of(stores[0], step)])
+    every = set.intersection(*(set(store.directories[0].generations()) for store in stores))
+    problems = []
+    for each in sorted(every if step is None else every & {step}, reverse=True):
+        try:
+            return StoredGeneration([part_of(store, each) for store in stores])
+        except ResumeError as error:
+            problems.append(str(error))
+            logger.warning("%s", error)
+    place = stores[0].directories[0].path.parent
+    have = ", ".join(map(str, sorted(every))) or "none"
+    raise ResumeError("; ".join(problems) or f"{place} has no such generation of all ranks; there are: {have}")
 
 
-class StoredGeneration:
-    """The states of a generation, as its manifest names them.
+class StoredPart:
+    """The states of a generation in one store: all of them, or the slices of a rank.
 
     Args:
         store: the open store of the manifest's run.
         source: the manifest's path, for messages.
+        cut: which slices they must be.
 
     Raises:
-        ManifestError: the manifest contradicts itself or the store.
+        ManifestError: the manifest contradicts itself, the store or the cut.
     """
 
-    def __init__(self, store: SwapStore, manifest: Manifest, source: Path) -> None:
+    def __init__(self, store: SwapStore, manifest: Manifest, source: Path, cut: Cut) -> None:
         self._store = store
+        self._cut = cut
         self.source = source
         self.manifest = manifest
         self.body = parse_body(manifest.body, self.source)
         self._extents = {(extent.unit, extent.group, extent.state): extent for extent in extents_of(manifest)}
-        self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
-        for parameter in self.body.model.parameters:
-            self._parameters.setdefault((parameter.unit, parameter.group), []).append(parameter)
-        self._units: dict[str, list[GroupRecord]] = {}
-        for group in self.body.model.groups:
-            self._units.setdefault(group.unit, []).append(group)
         self._require_sound()
 
     def _require_sound(self) -> None:
@@ -107,20 +142,27 @@ class StoredGeneration:
             group = groups.get((unit, index))
             if group is None or state not in (_STATES if group.trainable else _STATES[:1]):
                 raise ManifestError(self.source, f"has {state} of unit '{unit}' (group {index}), which has none")
-        for group in groups.values():
-            self._require_room(group, "weight", group.numel * dtype_of(group).itemsize)
-            if group.trainable:
-                self._require_room(group, "residual", group.numel * residual_itemsize(group.master))
         self._require_facts()
+        for group in groups.values():
+            begin, end = self.slice_of(group)
+            self._require_room(group, "weight", (end - begin) * dtype_of(group).itemsize)
+            if group.trainable:
+                self._require_room(group, "residual", (end - begin) * residual_itemsize(group.master))
 
     def _require_facts(self) -> None:
         """Facts and groups must have the same formats of the states. In old manifests a fact is one value, what the
         config asked for, and is not compared."""
+        facts = self.manifest.facts
         for name in ("master", "moments"):
-            fact = self.manifest.facts.get(name)
-            forms = {getattr(group, name) for group in self.trained_groups()}
-            if isinstance(fact, list) and set(fact) != forms:
+            fact = facts.get(name)
+            forms = {getattr(group, name) for group in self.body.model.groups if group.trainable}
+            if isinstance(fact, list) and self._cut.count == 1 and set(fact) != forms:
                 raise ManifestError(self.source, f"says that {name} is {fact}, and its groups have {sorted(forms)}")
+        mine = [facts.get("rank", 0), facts.get("ranks", 1), facts.get("slice_numel", self._cut.numel)]
+        if mine != [self._cut.index, self._cut.count, self._cut.numel]:
+            raise ManifestError(
+                self.source, f"is of rank {mine[0]} of {mine[1]}, and is beside that of {self._cut.count} ranks"
+            )
 
     def _require_room(self, group: GroupRecord, state: str, nbytes: int) -> None:
         extent = self._extents.get((group.unit, group.group, state))
@@ -131,6 +173,49 @@ class StoredGeneration:
     def extents(self) -> list[Extent]:
         """In the order of the manifest."""
         return list(self._extents.values())
+
+    def slice_of(self, group: GroupRecord) -> tuple[int, int]:
+        """Elements [begin, end) of a group that are in this store."""
+        return slices_of(group.numel, self._cut.count, self._cut.numel)[self._cut.index]
+
+    def read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
+        """Bytes [at, at + nbytes) of what this store has of a state, uint8; `at` is a multiple of 4 KiB. Raises
+        SwapIOError."""
+        extent = self._extents.get((group.unit, group.group, state))
+        if extent is None or at + nbytes > extent.nbytes:
+            raise ManifestError(self.source, f"has no {state} of unit '{group.unit}' (group {group.group})")
+        whole = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
+        memory = _native.Arena(whole, huge_pages=False).view(0, whole)
+        self._store.read(extent, memory, at=at, io_class="states").result()
+        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+class StoredGeneration:
+    """The states of a generation, as its manifests name them.
+
+    Args:
+        parts: of one process, or of each rank.
+
+    Attributes:
+        source: the manifest's path, for messages; the first rank's.
+    """
+
+    def __init__(self, parts: Sequence[StoredPart]) -> None:
+        self._parts = parts
+        self.source, self.manifest, self.body = parts[0].source, parts[0].manifest, parts[0].body
+        self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
+        for parameter in self.body.model.parameters:
+            self._parameters.setdefault((parameter.unit, parameter.group), []).append(parameter)
+        self._units: dict[str, list[GroupRecord]] = {}
+        for group in self.body.model.groups:
+            self._units.setdefault(group.unit, []).append(group)
+        for part in parts[1:]:
+            if part.body.model != self.body.model or part.manifest.run != self.manifest.run:
+                raise ManifestError(part.source, f"is of another model or run than {self.source}")
+
+    def of_rank(self, rank: int) -> StoredPart:
+        """What a rank kept beside the states; where there was no such rank, what the first one did."""
+        return self._parts[rank if rank < len(self._parts) else 0]
 
     @property
     def units(self) -> list[str]:
@@ -148,11 +233,28 @@ class StoredGeneration:
         result = {}
         for group in self._units[unit]:
             dtype = dtype_of(group)
-            flat = self._read(group, "weight", 0, group.numel * dtype.itemsize).view(dtype)
+            flat = self._read(group, "weight", dtype.itemsize, 0, group.numel).view(dtype)
             for parameter in self.parameters(group):
                 part = flat[parameter.offset : parameter.offset + parameter.numel]
                 result[parameter.name] = part.view(parameter.shape)
         return result
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The weight of a parameter, by any of its names. Raises KeyError, SwapIOError."""
+        group, parameter = self._named[name]
+        dtype = dtype_of(group)
+        begin = parameter.offset // CHUNK_NUMEL * CHUNK_NUMEL
+        flat = self._read(group, "weight", dtype.itemsize, begin, parameter.offset + parameter.numel - begin)
+        return flat.view(dtype)[parameter.offset - begin :].view(parameter.shape)
+
+    @cached_property
+    def _named(self) -> dict[str, tuple[GroupRecord, ParameterRecord]]:
+        return {
+            name: (group, parameter)
+            for group in self.body.model.groups
+            for parameter in self.parameters(group)
+            for name in (parameter.name, *parameter.aliases)
+        }
 
     def master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
         """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32.
@@ -161,28 +263,46 @@ class StoredGeneration:
             SwapIOError: the device failed, or its data is damaged.
         """
         itemsize = residual_itemsize(group.master)
-        residual = self._read(group, "residual", begin * itemsize, numel * itemsize)
+        residual = self._read(group, "residual", itemsize, begin, numel)
         if group.master == "fp32":
             return residual.view(torch.float32)
-        weight = self._read(group, "weight", begin * 2, numel * 2)
+        weight = self._read(group, "weight", 2, begin, numel)
         values = torch.empty(numel)
         _native.decode_split16(weight.numpy(), residual.numpy(), values.numpy())
         return values
 
     def moment(self, group: GroupRecord, state: str, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8. Raises SwapIOError."""
-        at = _native.moment_bytes(group.moments, begin)
-        return self._read(group, state, at, _native.moment_bytes(group.moments, begin + numel) - at)
+        """Elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8; `begin` is the first one of a
+        chunk. Raises SwapIOError."""
+        if group.moments != "int8":
+            return self._read(group, state, _native.moment_bytes(group.moments, 1), begin, numel)
+        if len(self._parts) == 1:
+            at, end = (_native.moment_bytes("int8", count) for count in (begin, begin + numel))
+            return self._parts[0].read(group, state, at, end - at)
+        found = torch.zeros(_native.moment_bytes("int8", numel), dtype=torch.uint8)
+        for part, first, last in self._parts_of(group, begin, numel):
+            offset, _ = part.slice_of(group)
+            start = (first - offset) // _native.CHUNK_NUMEL * _native.CHUNK_NUMEL
+            at, end = (_native.moment_bytes("int8", count) for count in (start, last - offset))
+            encoded = part.read(group, state, at, end - at)
+            recut_int8(encoded, first - offset - start, found, first - begin, last - first)
+        return found
 
-    def _read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
-        """Bytes [at, at + nbytes) of a state; `at` is a multiple of 4 KiB."""
-        extent = self._extents.get((group.unit, group.group, state))
-        if extent is None or at + nbytes > extent.nbytes:
-            raise ManifestError(self.source, f"has no {state} of unit '{group.unit}' (group {group.group})")
-        whole = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
-        memory = _native.Arena(whole, huge_pages=False).view(0, whole)
-        self._store.read(extent, memory, at=at, io_class="states").result()
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    def _read(self, group: GroupRecord, state: str, itemsize: int, begin: int, numel: int) -> torch.Tensor:
+        """Elements [begin, begin + numel) of a state of so many bytes each, uint8; `begin` is a multiple of 4 Ki."""
+        found = [
+            part.read(group, state, (first - part.slice_of(group)[0]) * itemsize, (last - first) * itemsize)
+            for part, first, last in self._parts_of(group, begin, numel)
+        ]
+        return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *found])
+
+    def _parts_of(self, group: GroupRecord, begin: int, numel: int) -> Iterator[tuple[StoredPart, int, int]]:
+        """The parts that have some of the elements [begin, begin + numel) of a group, and which: [first, last)."""
+        for part in self._parts:
+            first, last = part.slice_of(group)
+            first, last = max(first, begin), min(last, begin + numel)
+            if first < last:
+                yield part, first, last
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:

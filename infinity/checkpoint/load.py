@@ -19,17 +19,17 @@ from torch import nn
 
 from infinity.base.accelerator import resolve
 from infinity.checkpoint.carry_on import carry_on
+from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
-from infinity.io.directory import generations_in
+from infinity.io.rank_stores import counts_in, steps_of
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
-from infinity.runtime.offload import resume as continue_run
 from infinity.runtime.pins import generation_of
 from infinity.state.moments import OptimizerName
 
@@ -86,7 +86,7 @@ def load_pretrained(
     resolved = load_config(config)
     folder: str | Path | None = None
     if resume == "auto":
-        resume = bool(resolved.nvme.paths) and bool(generations_in(resolved.nvme.paths[0].expanduser()))
+        resume = bool(resolved.nvme.paths) and _has_generations(resolved.nvme.paths[0].expanduser())
     elif not isinstance(resume, bool):
         folder = resume
         copied = generation_of(folder, resolved).portable
@@ -110,6 +110,10 @@ def load_pretrained(
             remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})
     model.train()
     return model
+
+
+def _has_generations(path: Path) -> bool:
+    return any(steps_of(path, count) for count in counts_in(path))
 
 
 def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -64,7 +64,7 @@ def _copy(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
             f"Put the folder back; or, when no process holds the store, `{unpin} --all-gone`; or "
             "infinity.runtime.pins.unpin in this one. Nothing was written."
         )
-    generation = newest_whole(coordinator.resources.require_store(), digest=pin.digest)
+    generation = newest_whole([coordinator.resources.require_store()], digest=pin.digest)
     needed, info = copy_bytes(generation), os.statvfs(folder)
     free = info.f_bavail * info.f_frsize
     if needed > free:

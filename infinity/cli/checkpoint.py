@@ -24,8 +24,9 @@ from infinity.errors import (
     printable,
 )
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, remove_store
-from infinity.io.headers import header_in, is_there
+from infinity.io.headers import header_in, is_there, members_of
 from infinity.io.manifest import Header, Manifest, read_kept
+from infinity.io.rank_stores import counts_in, is_rank_path, rank_paths, remove_rank_stores, steps_of
 from infinity.io.store import SwapStore
 from infinity.io.whole import Damage, extents_of, verify
 from infinity.sizes import format_bytes
@@ -42,7 +43,7 @@ def checkpoint(options: argparse.Namespace) -> int:
     """
     paths = [path.expanduser() for path in options.directory]
     if options.act == "list":
-        return max([_list(path) for path in paths])
+        return max([_list_all(path) for path in paths])
     if options.act == "verify":
         return _verify(paths, options.step)
     if options.act == "export":
@@ -54,6 +55,17 @@ def checkpoint(options: argparse.Namespace) -> int:
     if options.act == "unpin":
         return unpin(paths, options.folder or [], all_gone=options.all_gone)
     return _remove(paths, pinned=options.pinned)
+
+
+def _list_all(path: Path) -> int:
+    """List the stores of all ranks in a directory, or that of one process."""
+    counts = counts_in(path)
+    damaged = [_list(path)] if counts in ([], [1]) or 1 in counts else []
+    for count in (each for each in counts if each > 1):
+        damaged += [_list(each) for each in rank_paths(path, count) if each.is_dir()]
+        steps = ", ".join(map(str, sorted(steps_of(path, count)))) or "none"
+        _say(f"{path}: generations that all {count} ranks have: {steps}")
+    return max(damaged)
 
 
 def _list(path: Path) -> int:
@@ -114,30 +126,33 @@ def _say(line: str) -> None:
 
 
 def _verify(paths: list[Path], step: int | None) -> int:
-    with opened(paths) as store:
-        memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
-        damaged, checked = int(not store.proven), 0
-        kept = store.directories[0].generations()
-        apart = pinned_apart(store.directories[0].path, kept)
-        for number, manifest in [*kept.items(), *((number, manifest) for number, _, manifest in apart)]:
-            if step is not None and number != step:
-                continue
-            checked += 1
-            ((_, found),) = read_kept({number: manifest}, store.run)
-            problems = (
-                [str(found)] if isinstance(found, ManifestError) else list(map(str, _damage(store, found, memory)))
-            )
-            damaged += bool(problems)
-            for problem in problems:
-                _say(f"{'newer' if isinstance(found, NewerVersionError) else 'damaged'}: {problem}")
-            if not problems and isinstance(found, Manifest):
-                nbytes = sum(extent.nbytes for extent in found.extents)
-                with_sums = (
-                    "every byte as it was written" if found.sums is not None else "readable; it has no checksums"
-                )
-                print(f"generation {number}: {format_bytes(nbytes)} in {len(found.extents)} extents, {with_sums}")
-        if not checked:
-            raise ResumeError(f"{paths[0]} has no generation{'' if step is None else f' {step}'} to verify")
+    memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
+    with opened(paths) as stores:
+        damaged = [_verify_store(store, step, memory) for store in stores]
+    return max(damaged)
+
+
+def _verify_store(store: SwapStore, step: int | None, memory: memoryview) -> int:
+    path = store.directories[0].path
+    damaged, checked = int(not store.proven), 0
+    kept = store.directories[0].generations()
+    apart = pinned_apart(path, kept)
+    of_rank = f"{path.name}: " if is_rank_path(path) else ""
+    for number, manifest in [*kept.items(), *((number, manifest) for number, _, manifest in apart)]:
+        if step is not None and number != step:
+            continue
+        checked += 1
+        ((_, found),) = read_kept({number: manifest}, store.run)
+        problems = [str(found)] if isinstance(found, ManifestError) else list(map(str, _damage(store, found, memory)))
+        damaged += bool(problems)
+        for problem in problems:
+            _say(f"{'newer' if isinstance(found, NewerVersionError) else 'damaged'}: {problem}")
+        if not problems and isinstance(found, Manifest):
+            nbytes = sum(extent.nbytes for extent in found.extents)
+            with_sums = "every byte as it was written" if found.sums is not None else "readable; it has no checksums"
+            print(f"{of_rank}generation {number}: {format_bytes(nbytes)} in {len(found.extents)} extents, {with_sums}")
+    if not checked:
+        raise ResumeError(f"{path} has no generation{'' if step is None else f' {step}'} to verify")
     return 1 if damaged else 0
 
 
@@ -173,6 +188,15 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
     """Remove a store; with `pinned` even where checkpoint folders that are there pin its generations. An interrupted
     removal can be done again: the files that identify the store go last, and a part that is already gone is no error.
     """
+    counts = counts_in(paths[0])
+    for each in (each for count in counts if count > 1 for each in rank_paths(paths[0], count)):
+        if (each / HEADER_NAME).exists():
+            parts = members_of(each) if len(paths) == 1 else [path / each.name for path in paths]
+            freed = sum(path.stat().st_size for part in parts if (path := part / SWAP_NAME).exists())
+            remove_rank_stores([[part for part in parts if part.is_dir()]])
+            _say(f"{each}: {format_bytes(freed)} freed")
+    if counts and 1 not in counts:
+        return 0
     _require_one_store(paths)
     with ExitStack() as held:
         directories = []

@@ -3,7 +3,7 @@ moments, a chunk at a time, in whatever form the config asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ModelError, NotAvailableError, PeerError
+from infinity.errors import ModelError, PeerError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.ranks.exchange import Exchange
@@ -210,28 +210,43 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
         ModelError: the model was offloaded for an optimizer that keeps less.
         SwapIOError: the device failed.
     """
-    if coordinator.shared is not None:
-        raise NotAvailableError(
-            "going on from a portable copy with several ranks is not available yet; use one process"
-        )
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
     for unit in coordinator.units:
         for index, homes in unit.homes.states.items():
-            group = unit.unit.groups[index]
+            group = unit.local.groups[index]
+            whole = {spec.name: spec for spec in unit.unit.groups[index].specs}
             for state, home in zip(states, (homes.exp_avg, homes.exp_avg_sq), strict=True):
-                named = {spec: source(spec.name, state) for spec in group.specs if spec.numel}
-                given = {spec: moment for spec, moment in named.items() if moment is not None}
+                named = [(spec, source(spec.name, state)) for spec in group.specs if spec.numel]
+                given = [
+                    _GivenPiece(spec, spec.index - whole[spec.name].index, moment)
+                    for spec, moment in named
+                    if moment is not None
+                ]
                 if given and home is None:
                     raise ModelError(
-                        f"there is {state} of '{next(iter(given)).name}', and this model was offloaded without room "
-                        "for it. Give the optimizer of the run as optimizer=."
+                        f"there is {state} of '{given[0].spec.name}', and this model was offloaded without room for "
+                        "it. Give the optimizer of the run as optimizer=."
                     )
                 if given and home is not None:
                     _fill_moment(coordinator, group, state, home, given)
 
 
+@dataclass(frozen=True)
+class _GivenPiece:
+    """A moment of a parameter, of which this process has a piece.
+
+    Attributes:
+        skipped: elements of the parameter before the piece.
+        moment: of the whole parameter.
+    """
+
+    spec: ParameterSpec
+    skipped: int
+    moment: GivenMoment
+
+
 def _fill_moment(
-    coordinator: Coordinator, group: Group, state: Moment, home: Home, given: Mapping[ParameterSpec, GivenMoment]
+    coordinator: Coordinator, group: Group, state: Moment, home: Home, given: Sequence[_GivenPiece]
 ) -> None:
     nbytes = round_up(_native.moment_bytes(group.moments, min(_MOMENTS_NUMEL, group.numel)), PAGE_BYTES)
     memory = None if home.in_memory else _native.Arena(nbytes, huge_pages=False)
@@ -250,16 +265,18 @@ def _fill_moment(
             wait_all([coordinator.resources.require_store().write(home.stored(), whole, at=at, io_class="states")])
 
 
-def _assemble(given: Mapping[ParameterSpec, GivenMoment], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
+def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
     """Elements [begin, begin + numel) of a group, fp32; zeros where nothing was given."""
     values = torch.zeros(numel)
-    for spec, moment in given.items():
+    for each in given:
+        spec, moment = each.spec, each.moment
         first, last = max(begin, spec.offset), min(begin + numel, spec.offset + spec.numel)
         if first >= last:
             continue
-        values[first - begin : last - begin] = moment.values.reshape(-1)[first - spec.offset : last - spec.offset]
+        at = first - spec.offset + each.skipped
+        values[first - begin : last - begin] = moment.values.reshape(-1)[at : at + last - first]
         if with_scales and moment.scales is not None:
-            start, count = blocks_of(first - spec.offset), blocks_of(last - first)
+            start, count = blocks_of(at), blocks_of(last - first)
             of_blocks = values[first - begin : first - begin + count * _native.BLOCK_NUMEL]
             put_scales_back(of_blocks, moment.scales[start : start + count])
     return values

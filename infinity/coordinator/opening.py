@@ -44,12 +44,14 @@ def open_coordinator(
     faults: Sequence[_native.Fault],
     *,
     resume: bool,
+    replaces: bool = False,
     fill: Callable[[Coordinator], None],
 ) -> tuple[Coordinator, Discovery]:
     """Find the units of a model, plan where their states rest, open that, and bring the values home.
 
     Args:
         resume: the store is there.
+        replaces: the stores take the place of those of other ranks, which are still there.
         fill: brings the values (`from_source`; resuming.py: `from_generation`).
 
     Raises:
@@ -73,7 +75,9 @@ def open_coordinator(
         commits = together.commits(plan.placement.commits)
         if commits != plan.placement.commits:
             plan = plan_of(commits)
-        return _open(model, found, config, device, faults, plan, together, resume=resume, fill=fill), found
+        return _open(
+            model, found, config, device, faults, plan, together, resume=resume, replaces=replaces, fill=fill
+        ), found
 
 
 def _open(
@@ -86,6 +90,7 @@ def _open(
     together: Together,
     *,
     resume: bool,
+    replaces: bool,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
     """Open what the plan says, and bring the values home."""
@@ -100,7 +105,7 @@ def _open(
     if resume:
         together.require_resumable(config.nvme)
     else:
-        together.begin_anew(config.nvme)
+        together.begin_anew(config.nvme, replaces=replaces)
     nvme = together.nvme(config.nvme)
     resources = Resources(plan, nvme, device, faults, resume=resume, exchange=together.exchange, run=together.run)
     try:

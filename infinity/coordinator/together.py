@@ -14,7 +14,8 @@ import torch
 
 from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import NotAvailableError, ResumeError
-from infinity.io.rank_stores import clear_others, rank_path, remove_generations, run_and_steps_in
+from infinity.io.directory import HEADER_NAME
+from infinity.io.rank_stores import clear_others, rank_path, remove_generations, remove_rank_stores, run_and_steps_in
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
@@ -69,20 +70,27 @@ class Together:
         cut = self.peers.cut
         return config.model_copy(update={"paths": [rank_path(path, cut.index, cut.count) for path in config.paths]})
 
-    def begin_anew(self, config: NvmeConfig) -> None:
+    def begin_anew(self, config: NvmeConfig, *, replaces: bool) -> None:
         """A run begins: remove what runs of another number of ranks left in nvme.paths, once for each machine, and
         what the ranks of a run left that ended in its first commit. All ranks call.
+
+        Args:
+            replaces: the stores take the place of those of other ranks, which stay; what this number of ranks left
+                before is older.
 
         Raises:
             StoreNotEmptyError, StoreLockedError: it is needed.
             PeerError: another rank failed.
         """
         paths = [path.expanduser().absolute() for path in config.paths]
-        if self.is_first:
-            clear_others(paths, self.peers.cut.count)
+        cut = self.peers.cut
+        mine = paths if self.exchange is None else [rank_path(path, cut.index, cut.count) for path in paths]
+        if replaces and any((path / HEADER_NAME).exists() for path in mine):
+            remove_rank_stores([[path for path in mine if path.exists()]])
+        if not replaces and self.is_first:
+            clear_others(paths, cut.count)
         if self.exchange is None:
             return
-        mine = [rank_path(path, self.peers.cut.index, self.peers.cut.count) for path in paths]
         run, steps = run_and_steps_in(mine)
         told = [json.loads(each) for each in self._tell("making the stores", [run, steps])]
         # Only manifests that some rank lacks, beside a store of the same run: no generation was ever made.

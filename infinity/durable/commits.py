@@ -326,4 +326,4 @@ def facts_of(resources: Resources) -> dict[str, Any]:
 
 def _rank_of(resources: Resources) -> dict[str, Any]:
     cut = resources.plan.peers.cut
-    return {} if resources.exchange is None else {"rank": cut.index, "ranks": cut.count}
+    return {} if resources.exchange is None else {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel}

@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.checkpoint.aside import sync_tree
 from infinity.checkpoint.carry_on import offload_from_checkpoint
+from infinity.checkpoint.other_ranks import resume
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
@@ -23,7 +24,6 @@ from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
 from infinity.io.pins import Marker, read_pins
-from infinity.runtime.offload import resume
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in
+from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, remove_store
 from infinity.io.headers import header_in
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
@@ -17,6 +18,10 @@ _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 def rank_path(path: Path, rank: int, count: int) -> Path:
     """The directory of one of `count` ranks in one of nvme.paths."""
     return path / f"rank-{rank:05}-of-{count:05}"
+
+
+def is_rank_path(path: Path) -> bool:
+    return bool(_NAME.fullmatch(path.name))
 
 
 def rank_paths(path: Path, count: int) -> list[Path]:
@@ -29,6 +34,18 @@ def counts_in(path: Path) -> list[int]:
     itself. Raises SwapIOError."""
     found = {int(match[2]) for entry in _rank_stores(path) if (match := _NAME.fullmatch(entry.name))}
     return sorted(found | ({1} if (path / HEADER_NAME).exists() else set()))
+
+
+def steps_of(path: Path, count: int) -> set[int]:
+    """The steps of the generations that all of `count` ranks have in one of nvme.paths. Raises SwapIOError."""
+    return set.intersection(*(set(generations_in(each)) for each in rank_paths(path, count)))
+
+
+def furthest_in(path: Path) -> int:
+    """Of the runs that left stores in one of nvme.paths, how many ranks that had which went furthest; 1 where there is
+    none. Raises SwapIOError."""
+    steps = {count: max(steps_of(path, count), default=-1) for count in counts_in(path)}
+    return max(steps, key=lambda count: (steps[count], -count), default=1)
 
 
 def clear_others(paths: Iterable[Path], count: int) -> None:
@@ -55,6 +72,26 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
         finally:
             directory.close()
         entry.rmdir()
+
+
+def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> None:
+    """Remove stores of ranks, each given by its directories, and the directories.
+
+    Raises:
+        StoreLockedError: a run is using one.
+        SwapIOError: a file cannot be removed.
+    """
+    for paths in stores:
+        with ExitStack() as held:
+            directories = []
+            for path in paths:
+                directories.append(SwapDirectory(path, create=False))
+                held.callback(directories[-1].close)
+            remove_store(directories)
+        for path in paths:
+            if is_rank_path(path):
+                with suppress(OSError):  # somebody else has files there
+                    path.rmdir()
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:

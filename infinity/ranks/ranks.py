@@ -43,6 +43,13 @@ def require_one_process(command: str) -> None:
         raise NotAvailableError(f"{command} with several ranks is not available yet: start it without torchrun")
 
 
+def rank_and_world() -> tuple[int, int]:
+    """This process's number in torch.distributed's default group, and how many it has; (0, 1) where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
 @dataclass(frozen=True)
 class Group:
     """Some of the ranks.
@@ -104,10 +111,8 @@ class Ranks:
         Raises:
             PeerError: a rank did not come within the deadline, or died; names it.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        rank, world = dist.get_rank(), dist.get_world_size()
-        if world == 1 and not even_alone:
+        rank, world = rank_and_world()
+        if world == 1 and not (even_alone and dist.is_initialized()):
             return None
         store = distributed_c10d._get_default_store()
         host, hosted_by = _host_of(store)

@@ -84,12 +84,29 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
+    return offload_values(model, config, device, optimizer, accumulation_steps, faults, source)
+
+
+def offload_values(
+    model: Model,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None,
+    device: torch.device | str | None,
+    optimizer: OptimizerName,
+    accumulation_steps: int | None,
+    faults: Sequence[_native.Fault],
+    source: Source | None,
+    *,
+    replaces: bool = False,
+) -> Model:
+    """offload(). Args: replaces: the stores take the place of those of other ranks, which are still there."""
     with values_of(model) as values:
         readers = values.readers if source is None else {}
         if source is None and values.deferred:
             source = values
         fill, placeless = from_source(source), source is not None
-        _offload(model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless)
+        _offload(
+            model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless, replaces=replaces
+        )
     remember_readers(model, readers)
     return model
 
@@ -105,32 +122,7 @@ def resume(
     folder: str | Path | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """infinity.offload for a run that ended, well or not: weights and states come from its swap directory.
-
-    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
-    infinity.track, which returns how many steps are done. What follows has the bits of a run that never stopped.
-
-    Everything is read once and compared with its checksums before the run goes on; where the newest generation is
-    damaged the one before is taken, if the config keeps one, and a warning says so.
-
-    Args:
-        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
-            the meta device. Its persistent buffers are restored.
-        config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
-            changed.
-        device, optimizer, accumulation_steps, faults: as infinity.offload.
-        step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
-        folder: a checkpoint folder that pins a generation: go on from that one. Newer generations that other folders
-            pin stay.
-
-    Returns:
-        The same model.
-
-    Raises:
-        ResumeError: there is nothing to resume, it is damaged, or it does not go with the model or the config.
-        DirtyStoreError: the run was made with commit_every: 0.
-        others: as infinity.offload.
-    """
+    """infinity.resume of a run that had as many ranks as this one; the arguments are the same, and the errors too."""
     digest = None if folder is None else _digest(folder, config, step)
     fill = from_generation(model, step, digest)
     with values_of(model):  # which are not read
@@ -162,6 +154,7 @@ def _offload(
     fill: Callable[[Coordinator], None],
     *,
     resumes: bool = False,
+    replaces: bool = False,
     placeless: bool,
 ) -> Model:
     """Args: placeless: the parameters may be on the meta device, as their values come from elsewhere."""
@@ -174,7 +167,7 @@ def _offload(
     if placeless:
         _leave_meta(model, target)
     coordinator, found = open_coordinator(
-        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumes, fill=fill
+        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumes, replaces=replaces, fill=fill
     )
     try:
         move_buffers(model, target)

@@ -38,3 +38,29 @@ def put_scales_back(values: torch.Tensor, scales: torch.Tensor) -> None:
     short = (blocks.abs().amax(dim=1) < scales).nonzero().flatten()
     where = blocks[short].argmin(dim=1)  # a positive largest magnitude would have decoded to the scale
     blocks[short, where] = -scales[short]
+
+
+def recut_int8(source: torch.Tensor, begin: int, target: torch.Tensor, at: int, numel: int) -> None:
+    """Copy encoded elements [begin, begin + numel) of `source` to elements [at, at + numel) of `target`, whose chunks
+    may begin elsewhere.
+
+    Args:
+        source, target: uint8, encoded, each from the border of a chunk on.
+        begin, at: multiples of a block.
+    """
+    chunk, done = _native.CHUNK_NUMEL, 0
+    while done < numel:
+        here, there = begin + done, at + done
+        count = min(chunk - here % chunk, chunk - there % chunk, numel - done)
+        (scales, codes), (scales_to, codes_to) = _places(here), _places(there)
+        scales_bytes = 4 * blocks_of(count)
+        target[scales_to : scales_to + scales_bytes] = source[scales : scales + scales_bytes]
+        target[codes_to : codes_to + count] = source[codes : codes + count]
+        done += count
+
+
+def _places(element: int) -> tuple[int, int]:
+    """Where the scale of an element's block is, and its code, in bytes."""
+    chunk, inside = divmod(element, _native.CHUNK_NUMEL)
+    start = chunk * (PAGE_BYTES + _native.CHUNK_NUMEL)
+    return start + 4 * (inside // _native.BLOCK_NUMEL), start + PAGE_BYTES + inside

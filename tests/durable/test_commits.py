@@ -367,7 +367,7 @@ def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
     assert facts_of(below) == facts
     below.exchange, below.plan.peers = object(), Peers(Cut(3, 1), 3)
-    assert facts_of(below) == facts | {"rank": 1, "ranks": 3}
+    assert facts_of(below) == facts | {"rank": 1, "ranks": 3, "slice_numel": 65536}
 
 
 def test_of_several_ranks_a_generation_is_prepared_and_stays_with_those_that_all_have() -> None:

@@ -72,7 +72,7 @@ def digest(parameter: torch.Tensor) -> str:
 def offloaded(folder: str, config: dict[str, Any], dtype: torch.dtype = torch.float32, **model: Any) -> nn.Module:
     memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
     paths = {"nvme": {"paths": [folder]}} if "nvme" in config.values() else {}
-    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **config, **paths}, device="cpu")
+    return infinity.offload(Blocks(dtype, **model), {"commit_every": 0, **memory, **paths, **config}, device="cpu")
 
 
 def train(

@@ -176,7 +176,7 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
             shutil.rmtree(directory)
             continue
         if touched:
-            with opened([directory]) as files:
+            with opened([directory]) as (files,):
                 named = list(verify(files, extents_of(store.newest), store.newest, memory))
             assert {(d.extent.unit, d.extent.group, d.extent.state) for d in named} == {
                 (e.unit, e.group, e.state) for e in touched

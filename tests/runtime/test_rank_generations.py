@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import infinity
+from infinity.cli.main import main
 from infinity.errors import InfinityError, PeerError, ResumeError
 from infinity.io import durable
-from infinity.io.rank_stores import rank_paths
+from infinity.io.rank_stores import counts_in, rank_paths
 from tests import sampling
 from tests.crash.job import kind_of
 from tests.ranks.workers import ended, run
@@ -70,20 +72,31 @@ class Life:
 
 
 def live(
-    folder: str, config: dict[str, Any], until: int, micro: int, *, dtype: str = "float32", kill: Kill | None = None
+    folder: str,
+    config: dict[str, Any],
+    until: int,
+    micro: int,
+    *,
+    dtype: str = "float32",
+    kill: Kill | None = None,
+    copy: str = "",
 ) -> Life:
     """One life of this rank, or of a process alone: it goes on from what is there, or begins anew, and takes `micro` of
-    BATCHES in each step."""
+    BATCHES in each step. Args: copy: a portable copy to begin with."""
     several = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     kind = getattr(torch, dtype)
+    paths, memory = {"nvme": {"paths": [folder]}}, {"memory": {"host": "256MiB", "device": "64MiB"}}
     with contextlib.nullcontext() if kill is None else kill.at(rank):
         try:
-            paths = {"nvme": {"paths": [folder]}}
-            memory = {"memory": {"host": "256MiB", "device": "64MiB"}}
-            model = infinity.resume(Blocks(kind), {"commit_every": 1, **memory, **config, **paths}, device="cpu")
+            model = infinity.resume(Blocks(kind), {"commit_every": 1, **memory, **paths, **config}, device="cpu")
         except ResumeError:
-            model = offloaded(folder, {"commit_every": 1, **config}, kind)
+            if copy:
+                model = infinity.offload_from_checkpoint(
+                    Blocks(kind), copy, {**memory, **paths, **config}, device="cpu"
+                )
+            else:
+                model = offloaded(folder, {"commit_every": 1, **config}, kind)
         optim = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
         began = infinity.track(model=model, schedule=schedule)
@@ -260,3 +273,86 @@ def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path) -
             )
             ended(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {"kill": kill})
         require_same(run(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {}), one, 2)
+
+
+def went_on(folder: str, config: dict[str, Any], ranks: int, until: int, **options: Any) -> list[Life]:
+    micro = BATCHES // ranks
+    if ranks == 1:
+        return [live(folder, config, until, micro, **options)]
+    return run(ranks, on_rank, folder, config, until, micro, options)
+
+
+def require_only(folder: Path, ranks: int) -> None:
+    """The stores of so many ranks are there, and no others."""
+    assert counts_in(folder) == [ranks]
+    names = {"rank" if path.name.startswith("rank-") else path.name for path in folder.iterdir()}
+    assert ("rank" in names) == (ranks > 1)
+    assert ("store.infinity" in names) == (ranks == 1)
+
+
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("tiers", TIERS[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_run_goes_on_with_any_number_of_ranks(
+    tmp_path: Path, moments: str, tiers: dict[str, Any], dtype: str, disks: int
+) -> None:
+    config = tiers | {"moments": moments}
+    one = live(str(tmp_path / "one"), config, STEPS, BATCHES, dtype=dtype)
+    folders = [str(tmp_path / f"disk{index}") for index in range(disks)]
+    if disks > 1:
+        config |= {"nvme": {"paths": folders}}
+    for done, ranks in enumerate((4, 2, 3, 1, 2)):
+        lives = went_on(folders[0], config, ranks, done + 1, dtype=dtype)
+        assert [life.began for life in lives] == [done] * ranks
+        for folder in folders:
+            require_only(Path(folder), ranks)
+    require_same(lives, one, 2)
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        Kill(0, "end rename", "manifest", 0),
+        Kill(1, "begin rename", "manifest", 0),
+        Kill(0, "end unlink", "manifest", 0),
+    ],
+)
+def test_a_rank_that_is_killed_while_a_run_changes_its_number_of_ranks_loses_nothing(
+    tmp_path: Path, kill: Kill
+) -> None:
+    one, folder = live(str(tmp_path / "one"), NVME, STEPS, BATCHES), str(tmp_path / "all")
+    went_on(folder, NVME, 3, 2)
+    assert ended(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {"kill": kill})[kill.rank].exitcode == -signal.SIGKILL
+    lives = went_on(folder, NVME, 2, 3)
+    assert {life.began for life in lives} == {2}
+    lives = went_on(folder, NVME, 3, STEPS)
+    assert {life.began for life in lives} == {3}
+    require_same(lives, one, 3)
+    require_only(Path(folder), 3)
+
+
+def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) -> None:
+    folder = str(tmp_path / "all")
+    (life, _) = went_on(folder, NVME | {"moments": "int8"}, 2, 2)
+    assert main(["checkpoint", "list", folder]) == 0
+    assert "generations that all 2 ranks have: 1, 2" in capsys.readouterr().out
+    assert main(["checkpoint", "verify", folder]) == 0
+    assert capsys.readouterr().out.count("every byte as it was written") == 4
+    assert main(["checkpoint", "export", folder, "--output", str(tmp_path / "out")]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: digest(value) for name, value in written.items()} == life.weights
+    assert main(["checkpoint", "remove", folder]) == 0
+    assert list(Path(folder).iterdir()) == []
+
+
+def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(tmp_path: Path) -> None:
+    config, folder, out = NVME | {"moments": "int8"}, str(tmp_path / "all"), str(tmp_path / "out")
+    one = live(str(tmp_path / "one"), config, STEPS, BATCHES)
+    went_on(folder, config, 3, 2)
+    assert infinity.export_checkpoint(folder, out) == 2
+    for ranks in (1, 2):
+        lives = went_on(str(tmp_path / f"after{ranks}"), config, ranks, STEPS, copy=out)
+        assert {life.began for life in lives} == {2}
+        require_same(lives, one, ranks)

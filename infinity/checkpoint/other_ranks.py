@@ -1,0 +1,126 @@
+"""infinity.resume where the run was trained by another number of ranks: each rank takes its slices of the generation
+that the others left, and the ranks have a generation of their own before the others' stores go.
+
+[Note: why no crash loses the generation]
+The stores of the other ranks are only read until all ranks have made the generation in stores of their own
+(infinity.commit). After a crash before that, the next resume finds the others' generation, and begins anew; after a
+crash that comes later it finds two generations of one step, and takes its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.checkpoint.carry_on import carry_on
+from infinity.checkpoint.export import StoredCopy
+from infinity.checkpoint.generation import newest_whole, opened, stores_in
+from infinity.config import SwapConfig, load_config
+from infinity.coordinator import registry
+from infinity.errors import InfinityError, PlanError
+from infinity.io.rank_stores import counts_in, remove_rank_stores, steps_of
+from infinity.ranks.ranks import rank_and_world
+from infinity.runtime import offload
+from infinity.runtime.track import commit
+from infinity.state.moments import OptimizerName
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def resume(
+    model: Model,
+    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+    *,
+    device: torch.device | str | None = None,
+    optimizer: OptimizerName = "adamw",
+    accumulation_steps: int | None = None,
+    step: int | None = None,
+    folder: str | Path | None = None,
+    faults: Sequence[_native.Fault] = (),
+) -> Model:
+    """infinity.offload for a run that ended, well or not: weights and states come from its swap directory.
+
+    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
+    infinity.track, which returns how many steps are done. What follows has the bits of a run that never stopped.
+
+    Where the run had another number of ranks, each rank takes its slices of what they left, of which the ranks make a
+    generation of their own before the others' stores go. All of them must be in the same nvme.paths then.
+
+    Everything is read once and compared with its checksums before the run goes on; where the newest generation is
+    damaged the one before is taken, if the config keeps one, and a warning says so.
+
+    Args:
+        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
+            the meta device. Its persistent buffers are restored.
+        config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
+            changed.
+        device, optimizer, accumulation_steps, faults: as infinity.offload.
+        step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
+        folder: a checkpoint folder that pins a generation: go on from that one. Newer generations that other folders
+            pin stay.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ResumeError: there is nothing to resume, it is damaged, or it does not go with the model or the config.
+        DirtyStoreError: the run was made with commit_every: 0.
+        others: as infinity.offload.
+    """
+    resolved = load_config(config)
+    how: dict[str, Any] = {
+        "device": device,
+        "optimizer": optimizer,
+        "accumulation_steps": accumulation_steps,
+        "faults": faults,
+    }
+    if folder is None and resolved.nvme.paths and resolved.commit_every != 0:
+        count = _others_in(resolved.nvme.paths[0].expanduser().absolute(), step)
+        if count is not None:
+            return _take_over(model, resolved, count, step, how)
+    return offload.resume(model, resolved, step=step, folder=folder, **how)
+
+
+def _others_in(path: Path, step: int | None) -> int | None:
+    """How many ranks the run had that is to be resumed, where that is another number than of this one."""
+    _, world = rank_and_world()
+    found = {count: steps_of(path, count) for count in counts_in(path) if count != world}
+    mine = steps_of(path, world)
+    wanted = {count: steps if step is None else steps & {step} for count, steps in found.items()}
+    newest = max(mine if step is None else mine & {step}, default=-1)
+    further = {count: max(steps) for count, steps in wanted.items() if steps and max(steps) > newest}
+    return max(further, key=lambda count: (further[count], -count)) if further else None
+
+
+def _take_over(model: Model, config: SwapConfig, count: int, step: int | None, how: Mapping[str, Any]) -> Model:
+    rank, world = rank_and_world()
+    paths = [path.expanduser().absolute() for path in config.nvme.paths]
+    with opened(paths, config.nvme, count=count) as stores:
+        generation = newest_whole(stores, step)
+        logger.info("step %d of %d ranks goes on with %d", generation.manifest.step, count, world)
+        copy = StoredCopy(generation, paths[0], generation.of_rank(rank).manifest)
+        carry_on(model, copy, copy.weight, config, replaces=True, **how)
+    try:
+        if not registry.coordinator_of(model).plan.placement.commit_every:
+            raise PlanError(
+                f"the run cannot go on in {paths[0]}: there is no room for generations of its own beside those of the "
+                f"{count} ranks that it was trained by. Free space there."
+            )
+        commit(model)
+    except BaseException:
+        offload.close(model)
+        raise
+    if rank == 0:
+        try:
+            remove_rank_stores(stores_in(paths, count))
+        except InfinityError as error:  # the run goes on in its own stores
+            logger.warning("the stores of the %d ranks that the run had before stay: %s", count, error)
+    return model
