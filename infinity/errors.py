@@ -129,7 +129,7 @@ class PeerError(InfinityError):
 
     def __init__(self, cause: str, ranks: tuple[int, ...] = (), advice: str = ADVICE) -> None:
         self.ranks, self.cause, self.advice = tuple(sorted(ranks)), printable(cause), advice
-        super().__init__(f"{self.cause}. {advice}".rstrip())
+        super().__init__(f"{self.cause.removesuffix('.')}. {advice}".rstrip())
 
     @property
     def rank(self) -> int | None:

@@ -352,6 +352,8 @@ class Coordinator(Stepping):
         if self.health.closed or in_forked_child():
             return
         broken = broken or sys.exc_info()[0] is not None
+        if broken and self.resources.exchange is not None:
+            self.resources.exchange.fail(sys.exc_info()[1] or getattr(sys, "last_value", None) or SystemExit())
         self.readers.forget_dead()
         with self._lock:
             self.health.close()

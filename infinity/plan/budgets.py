@@ -192,9 +192,14 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
             f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}. "
-            f"Raise memory.device to {exact_bytes(nbytes + ring)} plus what activations need."
+            f"Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES), ring
+
+
+def _config_bytes(limits: Limits, nbytes: int) -> str:
+    """What memory.device must be for each rank to have so many bytes: in RAM it is that of all ranks together."""
+    return exact_bytes(nbytes * (limits.ranks if limits.in_place else 1))
 
 
 def _and_for_gradients(ring: int) -> str:

@@ -181,14 +181,15 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
     """The two budgets: those of the config, or a share of what is available now. What the ranks of a machine have
     together is divided by their number."""
     in_place, ranks = device.type == "cpu", peers.on_machine
+    shares = peers.cut.count if peers.together else 0
     if peers.memory is not None:
-        return Limits(*peers.memory, in_place, peers.together, ranks)
+        return Limits(*peers.memory, in_place, shares, ranks)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9))
     return Limits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
-        shares=peers.together,
+        shares=shares,
         ranks=ranks,
     )
 

@@ -29,14 +29,15 @@ class Limits:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that is kept or staged there.
         in_place: the device has no memory of its own: both budgets are RAM.
-        shares: every unit is cut over ranks, and its weights are put together in a slot to be used.
+        shares: over how many ranks every unit is cut, whose weights are put together in a slot to be used; 0 where
+            none is cut.
         ranks: that have the machine's budgets together; these are one rank's share.
     """
 
     device: int
     host: int
     in_place: bool
-    shares: bool = False
+    shares: int = 0
     ranks: int = 1
 
     @property
@@ -187,12 +188,14 @@ class Problem:
         if not self.limits.shares:
             return 0
         staying = sum(unit.whole.gradient_bytes for unit in self.units if unit.whole.stays)
-        return 2 * sum(sorted(unit.whole.gradient_bytes for unit in self.units)[-2:]) + staying
+        # What comes is this rank's slice from each rank; slices are rounded up.
+        boxes = [unit.whole.gradient_bytes + self.limits.shares * unit.unit.gradient_bytes for unit in self.units]
+        return sum(sorted(boxes)[-2:]) + staying
 
     @property
     def adds_up(self) -> bool:
         """Whether a parameter has several gradients before a step: of several passes, or of several ranks."""
-        return self.passes > 1 or self.limits.shares
+        return self.passes > 1 or self.limits.shares > 0
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from infinity.base.fork import refuse_in_forked_child
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, PeerError
 from infinity.ranks.exchange import Exchange
 
 
@@ -54,9 +54,12 @@ class Health:
             raise InfinityError(f"this model {self._why_closed}")
 
     def require_usable(self) -> None:
-        """Raises ForkError in a forked child, InfinityError once the model is closed or has failed."""
+        """Raises ForkError in a forked child, InfinityError once the model is closed or has failed, PeerError where
+        that was another rank's failure."""
         refuse_in_forked_child()
         self.require_open()
+        if isinstance(self.failure, PeerError):
+            raise self.failure.again()
         if self.failure is not None:
             raise InfinityError(f"the states are damaged by an earlier failure: {self.failure}") from self.failure
 

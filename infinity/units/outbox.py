@@ -105,7 +105,7 @@ class Outbox:
                 return lease
             if not self._on_way:  # units whose backward no hook announced: no rank may send them before the others
                 return PinnedArena(nbytes).lease(nbytes, "gradients between ranks")
-            self._land(self._on_way.popleft())
+            self._land_next()
 
     @property
     def waiting(self) -> set[int]:
@@ -144,16 +144,20 @@ class Outbox:
     def land(self) -> None:
         """Land what has arrived."""
         while self._on_way and all(ticket.done() for ticket in self._on_way[0].tickets):
-            self._land(self._on_way.popleft())
+            self._land_next()
 
     def settle(self) -> None:
         """Land everything that was sent. Raises PeerError."""
         while self._on_way:
-            self._land(self._on_way.popleft())
+            self._land_next()
+
+    def _land_next(self) -> None:
+        """Wait for what was sent first, and land it. What an interrupt ends while it waits stays to be landed."""
+        for ticket in self._on_way[0].tickets:
+            ticket.result()
+        self._land(self._on_way.popleft())
 
     def _land(self, arrived: _OnWay) -> None:
-        for ticket in arrived.tickets:
-            ticket.result()
         shard, at = arrived.shard, 0
         for group_index in trained(shard):
             group, local = shard.unit.groups[group_index], shard.local.groups[group_index]

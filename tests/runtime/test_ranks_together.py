@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 from typing import Any
 
@@ -346,5 +347,54 @@ def test_all_hear_why_nothing_was_saved_and_can_go_on(tmp_path: Path) -> None:
 
 
 def test_the_gradients_of_several_ranks_add_up_in_fp32_where_the_plan_counts_them(tmp_path: Path) -> None:
-    memory = {"memory": {"host": "15MiB", "device": "16MiB"}}  # of two ranks
+    memory = {"memory": {"host": "16MiB", "device": "16MiB"}}  # of two ranks
     require_equal(tmp_path, TIERS[3] | memory, 1, 2, dtype="bfloat16")
+
+
+def raising(folder: str) -> str:
+    rank = dist.get_rank()
+    model = offloaded(folder, TIERS[3])
+    optim = infinity.AdamW(model.parameters())
+    try:
+        for step in range(20):
+            if rank == 1 and step == 2:
+                raise RuntimeError("the loader broke")
+            model(batch(step, rank, torch.float32)).backward()
+            optim.step()
+            optim.zero_grad()
+        return ""
+    except PeerError as error:
+        with pytest.raises(PeerError, match="the loader broke"):
+            model(batch(0, rank, torch.float32))
+        return str(error)
+    except RuntimeError as error:
+        infinity.close(model)
+        return str(error)
+
+
+def test_an_exception_of_the_script_is_told_to_the_others(tmp_path: Path) -> None:
+    told, own = run(2, raising, str(tmp_path))
+    assert own == "the loader broke"
+    assert "rank 1" in told
+    assert "RuntimeError: the loader broke" in told
+
+
+def too_small(folder: str) -> int:
+    """What memory.device is to be raised to, in KiB."""
+    with pytest.raises(infinity.PlanError) as error:
+        offloaded(folder, TIERS[3] | {"memory": {"device": "64KiB", "host": "256MiB"}})
+    found = re.search(r"Raise memory\.device to (\d+)KiB", str(error.value))
+    assert found
+    return int(found[1])
+
+
+def test_the_memory_to_raise_is_that_of_all_ranks_of_the_machine(tmp_path: Path) -> None:
+    assert max(run(2, first_to_say, str(tmp_path / "all"))) == 2 * too_small(str(tmp_path / "one"))
+
+
+def first_to_say(folder: str) -> int:
+    """0 on a rank that heard of the other's error before it had its own."""
+    try:
+        return too_small(folder)
+    except PeerError:
+        return 0
