@@ -1,0 +1,309 @@
+"""Gradients over ranks: whatever comes where and when, each owner has the sum in the order of passes and ranks, and all
+ranks know the same of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from infinity import _native
+from infinity.errors import PeerError
+from infinity.io.arena import PinnedArena
+from infinity.ranks.operations import AllToAll, Operation
+from infinity.sizes import round_up
+from infinity.state.shard import Cut, Shard
+from infinity.state.unit import ELEMENT_ALIGNMENT, Group, ParameterSpec, Place, Unit
+from infinity.units.gradients import GroupGradients, UnitGradients
+from infinity.units.outbox import trained
+from infinity.units.shared import PARTIAL_NUMEL, SharedGradients
+from tests import sampling
+
+SIZES = ((100_000, 70_000, 50_000), (300,), (131_072, 65_536))
+"""Elements of the parameters of each unit: slices that cut one, that have several, and that are empty."""
+FROZEN = 1
+Result = TypeVar("Result")
+
+
+def unit_of(index: int, dtype: torch.dtype) -> Unit:
+    specs, offset = [], 0
+    for number, numel in enumerate(SIZES[index]):
+        specs.append(ParameterSpec(f"{index}.{number}", torch.Size([numel]), numel, offset, offset))
+        offset += round_up(numel, ELEMENT_ALIGNMENT)
+    nbytes = round_up(offset * dtype.itemsize, 4096)
+    group = Group(dtype, index != FROZEN, "fp32", tuple(specs), offset, 0, nbytes)
+    return Unit(index, str(index), (group,), nbytes, False)
+
+
+class World:
+    """The collectives of ranks that are threads: each is done once all ranks have asked for it."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._all = threading.Condition()
+        self._asked: list[dict[int, Any]] = []
+        self._next = [0] * count
+
+    def join(self, rank: int, asked: Any) -> Callable[[], dict[int, Any]]:
+        """What is asked for by `rank`, next. Returns what waits for that of all ranks."""
+        with self._all:
+            number = self._next[rank]
+            self._next[rank] += 1
+            if number == len(self._asked):
+                self._asked.append({})
+            found = self._asked[number]
+            found[rank] = asked
+            if len(found) == self.count and isinstance(asked, AllToAll):
+                exchange(found)
+            self._all.notify_all()
+
+        def wait() -> dict[int, Any]:
+            with self._all:
+                assert self._all.wait_for(lambda: len(found) == self.count, 20), "a rank did not come"
+            return found
+
+        return wait
+
+
+def exchange(found: dict[int, AllToAll]) -> None:
+    for to, receiver in found.items():
+        parts = []
+        for sender in (found[rank] for rank in sorted(found)):
+            begin = sum(sender.send_splits[:to])
+            parts.append(sender.send[begin : begin + sender.send_splits[to]])
+        assert [part.numel() for part in parts] == list(receiver.receive_splits)
+        receiver.receive.copy_(torch.cat(parts))
+
+
+@dataclass
+class Ticket:
+    wait: Callable[[], Any]
+    failure: PeerError | None = None
+    taken: int = 0
+
+    def done(self) -> bool:
+        return self.failure is None
+
+    def result(self) -> None:
+        if self.failure is not None:
+            self.taken += 1
+            raise self.failure
+        self.wait()
+
+
+@dataclass
+class Exchange:
+    """Of one rank. Attributes: failure: of the operations that are submitted from now on."""
+
+    world: World
+    rank: int
+    failure: PeerError | None = None
+    tickets: list[Ticket] = field(default_factory=list)
+
+    def submit(self, operation: Operation) -> Ticket:
+        self.tickets.append(Ticket(self.world.join(self.rank, operation.collective), self.failure))
+        return self.tickets[-1]
+
+    def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
+        found = self.world.join(self.rank, payload)()
+        return [found[rank] for rank in sorted(found)]
+
+
+POOL = _native.ThreadPool(1)
+
+
+def gradients_of(unit: Unit, memory: dict[int, memoryview]) -> UnitGradients:
+    """Args: memory: is given what they are in, by unit."""
+    groups = {}
+    for index, group in enumerate(unit.groups):
+        if group.trainable and group.numel:
+            nbytes = round_up(4 * group.numel, 4096)
+            lease = PinnedArena(nbytes).lease(nbytes, "gradients")
+            memory[unit.index] = lease.view()
+            groups[index] = GroupGradients(unit, group, lease, None, None, None, POOL)
+    return UnitGradients(unit, groups)
+
+
+class Rank:
+    """Args: boxes: of how many of the largest units there is memory for."""
+
+    def __init__(self, world: World, rank: int, dtype: torch.dtype, boxes: int) -> None:
+        self.units = [unit_of(index, dtype) for index in range(len(SIZES))]
+        self.shards = [Shard(unit, Cut(world.count, rank)) for unit in self.units]
+        self.memory: dict[int, memoryview] = {}
+        self.local = [gradients_of(shard.local, self.memory) for shard in self.shards]
+        self.exchange = Exchange(world, rank)
+        nbytes = boxes * max(unit.gradient_bytes for unit in self.units)
+        between: Any = self.exchange
+        space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
+        self.shared = SharedGradients(self.shards, self.local, between, space)
+
+    def place(self, index: int, number: int) -> Place:
+        return Place(self.units[index], 0, self.units[index].groups[0].specs[number])
+
+    def landed(self) -> dict[str, list[tuple[int, bytes]]]:
+        """Of each parameter, what is here of its gradient: (first element, bytes in fp32)."""
+        found: dict[str, list[tuple[int, bytes]]] = {}
+        for shard, local in zip(self.shards, self.local, strict=True):
+            for index, group in local.groups.items():
+                flat = torch.frombuffer(self.memory[shard.unit.index], dtype=group.dtype)
+                for piece in shard.local.groups[index].specs:
+                    if piece.name in group.present:
+                        values = flat[piece.offset : piece.offset + piece.numel].float()
+                        whole = next(spec for spec in shard.unit.groups[index].specs if spec.name == piece.name)
+                        found.setdefault(piece.name, []).append((piece.index - whole.index, values.numpy().tobytes()))
+        return found
+
+
+def together(ranks: list[Rank], act: Callable[[Rank], Result]) -> list[Result]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(act, ranks))
+
+
+class Case:
+    """Passes, steps and gradients that are dropped, of ranks and of one process with the gradients of all."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.dtype = self.draw.choice([torch.float32, torch.bfloat16])
+        self.count = self.draw.choice([1, 2, 3, 5])
+        world = World(self.count)
+        self.ranks = [Rank(world, rank, self.dtype, self.draw.choice([2, 3, 8])) for rank in range(self.count)]
+        self.names = [(index, number) for index in (0, 2) for number in range(len(SIZES[index]))]
+        self.memory: dict[int, memoryview] = {}
+        self.alone = [gradients_of(unit, self.memory) for unit in self.ranks[0].units]
+        self.wanted: set[str] = set()
+        self.values = torch.Generator().manual_seed(seed)
+
+    def gradient(self, index: int, number: int) -> torch.Tensor:
+        return torch.randn(SIZES[index][number], generator=self.values).to(self.dtype)
+
+    def backward(self) -> None:
+        """One pass: each rank has gradients of some parameters; some come after the unit's backward."""
+        late: dict[int, list[dict[tuple[int, int], torch.Tensor]]] = {}
+        for index in (2, 0):
+            every = [name for name in self.names if name[0] == index]
+            came = [self._some(every) for _ in self.ranks]
+            later = [self._some(every, 0.2) for _ in self.ranks]
+            for rank, mine in zip(self.ranks, came, strict=True):
+                self._land(rank, mine)
+                again = self._some(list(mine), 0.2)  # a second piece is added in the dtype they come in
+                self._land(rank, again)
+                mine.update({name: mine[name] + value for name, value in again.items()})
+            together(self.ranks, lambda rank, index=index: rank.shared.left([index]))  # type: ignore[misc]
+            self._sum(index, came)
+            for rank, mine in zip(self.ranks, later, strict=True):
+                self._land(rank, mine)
+            late[index] = later
+        together(self.ranks, lambda rank: rank.shared.pass_ended())
+        for index in (0, 2):
+            if any(late[index]):
+                self._sum(index, late[index])
+
+    @staticmethod
+    def _land(rank: Rank, values: dict[tuple[int, int], torch.Tensor]) -> None:
+        for name, value in values.items():
+            place = rank.place(*name)
+            rank.shared.of(place).land(place.spec, value, accumulate=True)
+
+    def _some(self, names: list[tuple[int, int]], chance: float = 0.6) -> dict[tuple[int, int], torch.Tensor]:
+        return {name: self.gradient(*name) for name in names if self.draw.random() < chance}
+
+    def _sum(self, index: int, came: list[dict[tuple[int, int], torch.Tensor]]) -> None:
+        """In one process: rank by rank; what a rank has not counts as zeros where another has it, now or before."""
+        group, unit = self.alone[index].groups[0], self.ranks[0].units[index]
+        for mine in came:
+            for number, spec in enumerate(unit.groups[0].specs):
+                value = mine.get((index, number))
+                group.land(spec, torch.zeros(spec.shape, dtype=self.dtype) if value is None else value, accumulate=True)
+        self.wanted |= {unit.groups[0].specs[number].name for mine in came for _, number in mine}
+
+    def drop(self) -> None:
+        index, number = self.draw.choice(self.names)
+        for rank in self.ranks:
+            rank.shared.of(rank.place(index, number)).drop(rank.place(index, number).spec.name)
+        name = self.ranks[0].place(index, number).spec.name
+        self.alone[index].groups[0].drop(name)
+        self.wanted -= {name}
+
+    def step(self) -> None:
+        skips = self.draw.randrange(self.count) if self.draw.random() < 0.3 else None
+        decided = together(
+            self.ranks,
+            lambda rank: rank.shared.agreement.make(
+                {"lr": 1}, "asked" if rank.exchange.rank == skips else "", (rank.exchange.rank,)
+            ),
+        )
+        assert {each.skip for each in decided} == {"" if skips is None else f"asked (rank {skips})"}
+        assert all(each.told == [[rank] for rank in range(self.count)] for each in decided)
+        self.require_equal()
+
+    def require_equal(self) -> None:
+        for unit, alone in zip(self.ranks[0].units, self.alone, strict=True):
+            for group in alone.groups.values():
+                for name in group.present - self.wanted:
+                    group.drop(name)
+                for number, spec in enumerate(unit.groups[0].specs):
+                    expected = list(group.partials(spec)) if spec.name in group.present else None
+                    for rank in self.ranks:
+                        shared = rank.shared.of(rank.place(unit.index, number))
+                        assert (spec.name in shared.present) == (expected is not None)
+                        if expected is not None:
+                            assert list(shared.partials(spec)) == expected
+                    self._require_values(spec, unit.index, group.dtype, there=expected is not None)
+
+    def _require_values(self, spec: ParameterSpec, index: int, dtype: torch.dtype, *, there: bool) -> None:
+        pieces = sorted(piece for rank in self.ranks for piece in rank.landed().get(spec.name, []))
+        assert bool(pieces) == there
+        if there:
+            flat = torch.frombuffer(self.memory[index], dtype=dtype)
+            values = flat[spec.offset : spec.offset + spec.numel].float()
+            assert b"".join(values for _, values in pieces) == values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("seed", range(sampling.number(6, 150)))
+def test_owners_have_the_sums_of_one_process_and_all_ranks_know_the_same(seed: int) -> None:
+    case = Case(1000 * sampling.SEED + seed)
+    for _ in range(6):
+        act = case.draw.choice([case.backward, case.backward, case.step, case.drop])
+        act()
+    case.step()
+
+
+def test_a_gradient_whose_way_was_interrupted_is_landed_later() -> None:
+    (rank,) = ranks = [Rank(World(1), 0, torch.float32, 2)]
+    place = rank.place(2, 0)
+    rank.shared.of(place).land(place.spec, torch.ones(SIZES[2][0]), accumulate=True)
+    rank.exchange.failure = PeerError("interrupted")
+    together(ranks, lambda rank: rank.shared.left([2]))
+    with pytest.raises(PeerError):
+        rank.shared.synchronize()
+    rank.exchange.tickets[-1].failure = None
+    rank.shared.synchronize()
+    assert rank.landed()["2.0"]
+
+
+def test_what_differs_is_named_with_the_rank() -> None:
+    ranks = [Rank(world := World(2), 0, torch.float32, 2), Rank(world, 1, torch.float32, 2)]
+
+    def told(rank: Rank) -> str:
+        with pytest.raises(PeerError, match="lr differs") as error:
+            rank.shared.agreement.make({"lr": rank.exchange.rank}, "", ())
+        return str(error.value)
+
+    assert [("rank 1" in each, "rank 0" in each) for each in together(ranks, told)] == [(True, False), (False, True)]
+
+
+def test_partials_are_those_of_the_native_sums() -> None:
+    sums = _native.sums_of_squares(torch.ones(3 * PARTIAL_NUMEL + 1).numpy(), "fp32", pool=POOL)
+    assert list(sums) == [PARTIAL_NUMEL] * 3 + [1]
+    assert all(
+        trained(shard) == ([] if shard.unit.index == FROZEN else [0])
+        for shard in Rank(World(1), 0, torch.float32, 2).shards
+    )
