@@ -101,12 +101,12 @@ def carry_on(
     optimizer: OptimizerName,
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
-    replaces: bool = False,
+    replaces: str = "",
 ) -> Model:
     """offload_from_checkpoint for an open copy; the arguments are the same.
 
     Args:
-        replaces: the stores of the run take the place of those of other ranks, which are still there.
+        replaces: as open_coordinator.
         weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
     _require_same_model(model, copy)

@@ -25,7 +25,9 @@ from infinity.config import SwapConfig, load_config
 from infinity.coordinator.ingest import Source
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
-from infinity.io.rank_stores import counts_in, steps_of
+from infinity.io.directory import generations_in
+from infinity.io.rank_stores import counts_in, rank_path, steps_of
+from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
@@ -113,7 +115,10 @@ def load_pretrained(
 
 
 def _has_generations(path: Path) -> bool:
-    return any(steps_of(path, count) for count in counts_in(path))
+    """Whether this rank has one, or all ranks of another run."""
+    rank, world = rank_and_world()
+    mine = path if world == 1 else rank_path(path, rank, world)
+    return bool(generations_in(mine)) or any(steps_of(path, count) for count in counts_in(path) if count != world)
 
 
 def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:

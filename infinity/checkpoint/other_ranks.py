@@ -3,8 +3,10 @@ that the others left, and the ranks have a generation of their own before the ot
 
 [Note: why no crash loses the generation]
 The stores of the other ranks are only read until all ranks have made the generation in stores of their own
-(infinity.commit). After a crash before that, the next resume finds the others' generation, and begins anew; after a
-crash that comes later it finds two generations of one step, and takes its own.
+(infinity.commit). After a crash before that, the next resume finds the others' generation, and begins anew. Then the
+others' manifests go, before anything else of theirs. After a crash between the two there are two generations of one
+step, and the next resume takes its own; where an older generation was asked for by its step, that resume must ask for
+it again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from infinity.checkpoint.export import StoredCopy
 from infinity.checkpoint.generation import newest_whole, opened, stores_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.errors import InfinityError, PlanError
+from infinity.errors import PlanError, ResumeError
+from infinity.io.pins import read_pins, said
 from infinity.io.rank_stores import counts_in, remove_rank_stores, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
@@ -52,7 +55,9 @@ def resume(
     infinity.track, which returns how many steps are done. What follows has the bits of a run that never stopped.
 
     Where the run had another number of ranks, each rank takes its slices of what they left, of which the ranks make a
-    generation of their own before the others' stores go. All of them must be in the same nvme.paths then.
+    generation of their own before the others' stores go. All of them must be in the same nvme.paths then, on disks
+    that every rank sees. Random numbers and what is tracked are those of the rank of the same number, or of rank 0
+    where there was none.
 
     Everything is read once and compared with its checksums before the run goes on; where the newest generation is
     damaged the one before is taken, if the config keeps one, and a warning says so.
@@ -103,24 +108,37 @@ def _others_in(path: Path, step: int | None) -> int | None:
 def _take_over(model: Model, config: SwapConfig, count: int, step: int | None, how: Mapping[str, Any]) -> Model:
     rank, world = rank_and_world()
     paths = [path.expanduser().absolute() for path in config.nvme.paths]
+    if count == 1:
+        _require_none_pinned(paths[0])
     with opened(paths, config.nvme, count=count) as stores:
         generation = newest_whole(stores, step)
-        logger.info("step %d of %d ranks goes on with %d", generation.manifest.step, count, world)
-        copy = StoredCopy(generation, paths[0], generation.of_rank(rank).manifest)
-        carry_on(model, copy, copy.weight, config, replaces=True, **how)
+        manifest = generation.of_rank(rank).manifest
+        ranks = f"{count} ranks" if count > 1 else "one process"
+        replaces = f"step {manifest.step} of run {manifest.run[:8]} of {ranks}"
+        logger.info("%s goes on with %d", replaces, world)
+        copy = StoredCopy(generation, paths[0], manifest)
+        carry_on(model, copy, copy.weight, config, replaces=replaces, **how)
     try:
         if not registry.coordinator_of(model).plan.placement.commit_every:
             raise PlanError(
-                f"the run cannot go on in {paths[0]}: there is no room for generations of its own beside those of the "
-                f"{count} ranks that it was trained by. Free space there."
+                f"the run cannot go on in {paths[0]}: there is no room for generations of its own beside those of "
+                f"{ranks} that it goes on from. Free space there."
             )
         commit(model)
+        if rank == 0:
+            # Where that fails the run must not go on: the old generation could be taken for its newest one.
+            remove_rank_stores(stores_in(paths, count))
     except BaseException:
         offload.close(model)
         raise
-    if rank == 0:
-        try:
-            remove_rank_stores(stores_in(paths, count))
-        except InfinityError as error:  # the run goes on in its own stores
-            logger.warning("the stores of the %d ranks that the run had before stay: %s", count, error)
     return model
+
+
+def _require_none_pinned(path: Path) -> None:
+    """Raises ResumeError where checkpoint folders pin generations of the store that would go."""
+    pins = read_pins(path)
+    if pins:
+        raise ResumeError(
+            f"checkpoint folders pin generations in {path}, and several ranks cannot keep them yet: {said(pins)}. Let "
+            f"them go with `infinity checkpoint unpin {path} --folder FOLDER`, or go on with one process."
+        )

@@ -14,7 +14,7 @@ from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import whole
 from infinity.coordinator.parts import Optimizer
 from infinity.coordinator.stepping import Stepping, transition
-from infinity.errors import NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
+from infinity.errors import InfinityError, NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.state.released import way_out
 from infinity.state.unit import Place
 from infinity.units.unit import OffloadedUnit
@@ -266,6 +266,8 @@ class Coordinator(Stepping):
             self.commits.commit(self.steps)
             if self.shared is not None:
                 self.commits.heard(self.meet("committing", self.commits.told()))
+                if self.commits.newest != self.steps:
+                    raise InfinityError(f"generation {self.steps} was not made: the ranks committed different steps")
 
     def _come_to_rest(self) -> None:
         self.progress.finish_updates()

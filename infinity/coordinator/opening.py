@@ -44,14 +44,15 @@ def open_coordinator(
     faults: Sequence[_native.Fault],
     *,
     resume: bool,
-    replaces: bool = False,
+    replaces: str = "",
     fill: Callable[[Coordinator], None],
 ) -> tuple[Coordinator, Discovery]:
     """Find the units of a model, plan where their states rest, open that, and bring the values home.
 
     Args:
         resume: the store is there.
-        replaces: the stores take the place of those of other ranks, which are still there.
+        replaces: the generation of other ranks that the run goes on from, in words. The stores take the place of
+            theirs, which are still there.
         fill: brings the values (`from_source`; resuming.py: `from_generation`).
 
     Raises:
@@ -62,7 +63,8 @@ def open_coordinator(
     """
     found = discover(model, config.moments)
     _require_free(found)
-    together = come_together(config, device, optimizer, found.units)
+    goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
+    together = come_together(config, device, optimizer, found.units, goes_on_from)
     with together.telling():
 
         def plan_of(commits: Frequency | None) -> Plan:
@@ -90,7 +92,7 @@ def _open(
     together: Together,
     *,
     resume: bool,
-    replaces: bool,
+    replaces: str,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
     """Open what the plan says, and bring the values home."""

@@ -10,7 +10,7 @@ from torch import nn
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
 from infinity.durable.commits import facts_of
-from infinity.errors import ResumeError
+from infinity.errors import ManifestError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
@@ -86,6 +86,8 @@ def _recover_together(
         try:
             manifest = recover(each)
         except ResumeError as error:
+            if _is_unreadable(error):
+                raise
             problem = str(error)
         failed = coordinator.meet(f"resuming step {each}", problem)
         if not any(failed):
@@ -96,6 +98,12 @@ def _recover_together(
     raise ResumeError(
         f"nothing to resume in {place}: {'; '.join(problems) or f'not every rank has step {step}; there are {have}'}"
     )
+
+
+def _is_unreadable(error: ResumeError) -> bool:
+    """Whether the generation may be whole and cannot be read now (whole.py: require_readable): it must not be given
+    up."""
+    return isinstance(error.__cause__, ManifestError) and isinstance(error.__cause__.__cause__, OSError)
 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:

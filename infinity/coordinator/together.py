@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -70,13 +71,13 @@ class Together:
         cut = self.peers.cut
         return config.model_copy(update={"paths": [rank_path(path, cut.index, cut.count) for path in config.paths]})
 
-    def begin_anew(self, config: NvmeConfig, *, replaces: bool) -> None:
+    def begin_anew(self, config: NvmeConfig, *, replaces: str) -> None:
         """A run begins: remove what runs of another number of ranks left in nvme.paths, once for each machine, and
         what the ranks of a run left that ended in its first commit. All ranks call.
 
         Args:
-            replaces: the stores take the place of those of other ranks, which stay; what this number of ranks left
-                before is older.
+            replaces: as open_coordinator: the stores of other ranks stay then, and what this number of ranks left
+                before is older, and goes.
 
         Raises:
             StoreNotEmptyError, StoreLockedError: it is needed.
@@ -85,17 +86,19 @@ class Together:
         paths = [path.expanduser().absolute() for path in config.paths]
         cut = self.peers.cut
         mine = paths if self.exchange is None else [rank_path(path, cut.index, cut.count) for path in paths]
+        run, steps = run_and_steps_in(mine)
+        told = [(run, steps)] if self.exchange is None else self._tell("making the stores", (run, steps))
         if replaces and any((path / HEADER_NAME).exists() for path in mine):
             remove_rank_stores([[path for path in mine if path.exists()]])
+        # Only manifests that some rank lacks, beside a store of the same run: no generation was ever made.
+        elif self.exchange is not None and run and all(its == run for its, _ in told) and not _common(told):
+            remove_generations(mine[0])
+        if self.exchange is not None:
+            self._tell("removing what is left in the stores", None)
         if not replaces and self.is_first:
             clear_others(paths, cut.count)
-        if self.exchange is None:
-            return
-        run, steps = run_and_steps_in(mine)
-        told = [json.loads(each) for each in self._tell("making the stores", [run, steps])]
-        # Only manifests that some rank lacks, beside a store of the same run: no generation was ever made.
-        if run and all(its == run for its, _ in told) and not set.intersection(*(set(its) for _, its in told)):
-            remove_generations(mine[0])
+        if self.exchange is not None:
+            self._tell("opening the stores", None)
 
     def require_resumable(self, config: NvmeConfig) -> None:
         """All ranks call.
@@ -109,7 +112,7 @@ class Together:
         mine = [
             rank_path(path.expanduser().absolute(), self.peers.cut.index, self.peers.cut.count) for path in config.paths
         ]
-        told = [json.loads(each) for each in self._tell("looking for the stores", run_and_steps_in(mine))]
+        told = self._tell("looking for the stores", run_and_steps_in(mine))
         where = ", ".join(map(str, config.paths))
         without = [rank for rank, (run, _) in enumerate(told) if not run]
         if without:
@@ -123,27 +126,32 @@ class Together:
                 f"nothing to resume in {where}: the stores of ranks 0 and {other[0]} are of different runs. Give every "
                 "rank the directories of one run."
             )
-        if not set.intersection(*(set(steps) for _, steps in told)):
+        if not _common(told):
             have = "; ".join(
                 f"rank {rank}: {', '.join(map(str, steps)) or 'none'}" for rank, (_, steps) in enumerate(told)
             )
             raise ResumeError(f"nothing to resume in {where}: no generation was made by all ranks ({have})")
 
-    def _tell(self, what: str, told: object) -> list[bytes]:
+    def _tell(self, what: str, told: object) -> list[Any]:
         if self.exchange is None:
             raise AssertionError("there are no other ranks")
-        return self.exchange.all_gather(0, what, json.dumps(told).encode())
+        return [json.loads(each) for each in self.exchange.all_gather(0, what, json.dumps(told).encode())]
 
     def commits(self, mine: Frequency) -> Frequency:
         """How often all ranks commit. All ranks call. Raises PeerError."""
         if self.exchange is None:
             return mine
         told = self._tell("planning", [mine.every, mine.reason, mine.at_most])
-        return rarest([Frequency(*json.loads(each)) for each in told])
+        return rarest([Frequency(*each) for each in told])
+
+
+def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
+    """The steps of which all ranks have a manifest."""
+    return set.intersection(*(set(steps) for _, steps in told))
 
 
 def come_together(
-    config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit]
+    config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit], goes_on_from: str
 ) -> Together:
     """Find the other ranks, if there are any, and agree on what all plans have in common: the form of the states, and
     the memory that each rank may take, which is that of the rank that has the least. All ranks call.
@@ -159,7 +167,7 @@ def come_together(
     together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
     with together.telling():
         _require_available(config, device)
-        return _agreed(together, config, device, optimizer, units)
+        return _agreed(together, config, device, optimizer, units, goes_on_from)
 
 
 def _require_available(config: SwapConfig, device: torch.device) -> None:
@@ -174,7 +182,12 @@ def _require_available(config: SwapConfig, device: torch.device) -> None:
 
 
 def _agreed(
-    together: Together, config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit]
+    together: Together,
+    config: SwapConfig,
+    device: torch.device,
+    optimizer: OptimizerName,
+    units: Sequence[Unit],
+    goes_on_from: str,
 ) -> Together:
     exchange, peers = together.exchange, together.peers
     if exchange is None:
@@ -182,6 +195,7 @@ def _agreed(
     facts = {
         "the model": _digest(units),
         "the optimizer to make room for": optimizer,
+        "what the run goes on from": goes_on_from,
         **{key: getattr(config, key) for key in _SAME},
     }
     limits = limits_of(config, device, peers)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, remove_store
+from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
@@ -49,21 +49,29 @@ def furthest_in(path: Path) -> int:
 
 
 def clear_others(paths: Iterable[Path], count: int) -> None:
-    """Remove what runs of another number of ranks left in nvme.paths, where none of it can be resumed.
+    """Remove what runs of another number of ranks left in nvme.paths, where nothing there can be resumed, be it of such
+    a run or of as many ranks.
 
     Raises:
-        StoreNotEmptyError: it can; nothing was removed.
+        StoreNotEmptyError: something can; nothing was removed.
         StoreLockedError: a run is using it.
         SwapIOError: it cannot be removed.
     """
-    others = [entry for path in paths for entry in _rank_stores(path) if _count_of(entry) != count]
-    for entry in others:
-        if generations_in(entry):
-            raise StoreNotEmptyError(
-                f"{entry.parent} holds the checkpoint of an earlier run of {_count_of(entry)} ranks. To go on from it: "
-                "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory in "
-                f"nvme.paths, or remove the old one with `infinity checkpoint remove {entry.parent}`."
-            )
+    others = []
+    for path in paths:
+        found = [(entry, path, _count_of(entry)) for entry in _rank_stores(path)]
+        if count > 1 and (path / HEADER_NAME).exists():
+            found.append((path, path, 1))
+        for entry, place, its in found:
+            if generations_in(entry) or pinned_in(entry):
+                ranks = f"{its} ranks" if its > 1 else "one process"
+                raise StoreNotEmptyError(
+                    f"{place} holds the checkpoint of an earlier run of {ranks}. To go on from it: infinity.resume or "
+                    "load_pretrained(resume=True). To begin anew: give this run another directory in nvme.paths, or "
+                    f"remove the old one with `infinity checkpoint remove {place}`."
+                )
+            if its != count:
+                others.append(entry)
     for entry in others:
         directory = SwapDirectory(entry, create=False)
         try:
@@ -71,27 +79,42 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             directory.make_room()
         finally:
             directory.close()
-        entry.rmdir()
+        _remove_directory(entry)
+
+
+def _remove_directory(path: Path) -> None:
+    """Remove a rank's directory, unless somebody else has files there."""
+    if is_rank_path(path):
+        with suppress(OSError):
+            path.rmdir()
 
 
 def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> None:
-    """Remove stores of ranks, each given by its directories, and the directories.
+    """Remove stores of ranks, each given by its directories, and the directories. The manifests of the first store go
+    first, durably: from then on the ranks have no generation that could be resumed.
 
     Raises:
-        StoreLockedError: a run is using one.
+        StoreLockedError: a run is using one; nothing was removed.
         SwapIOError: a file cannot be removed.
     """
-    for paths in stores:
-        with ExitStack() as held:
-            directories = []
-            for path in paths:
-                directories.append(SwapDirectory(path, create=False))
-                held.callback(directories[-1].close)
+    with ExitStack() as held:
+        every = []
+        for paths in stores:
+            every.append([SwapDirectory(path, create=False) for path in paths])
+            for directory in every[-1]:
+                held.callback(_remove_directory, directory.path)
+                held.callback(directory.close)
+        for directories in every:
+            remove_manifests(directories[0])
+        for directories in every:
             remove_store(directories)
-        for path in paths:
-            if is_rank_path(path):
-                with suppress(OSError):  # somebody else has files there
-                    path.rmdir()
+
+
+def remove_manifests(directory: SwapDirectory) -> None:
+    """Remove the manifests in a directory that is held, durably. Raises SwapIOError."""
+    for manifest in directory.generations().values():
+        durable.remove(manifest)
+    durable.sync_directory(directory.path)
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
@@ -107,9 +130,7 @@ def remove_generations(path: Path) -> None:
     """Remove the manifests of a rank, of which no generation was ever made. Raises StoreLockedError, SwapIOError."""
     directory = SwapDirectory(path, create=False)
     try:
-        for manifest in generations_in(path).values():
-            durable.remove(manifest)
-        durable.sync_directory(path)
+        remove_manifests(directory)
     finally:
         directory.close(keep=True)
 

@@ -100,6 +100,7 @@ class SwapStore:
     ) -> None:
         self.engine = engine
         self.run = run
+        self._of_ranks = bool(run)
         self._step = 0
         self.nbytes = nbytes
         self._file_bytes = nbytes + scratch_bytes
@@ -364,6 +365,8 @@ class SwapStore:
             return False
         if self._mode in ("resume", "read"):
             return bool(self._members)
+        if self._of_ranks:
+            return True  # other ranks may have begun a generation: the header shows that it is of the same run
         try:
             return bool(self.directories[0].generations())
         except SwapIOError as error:

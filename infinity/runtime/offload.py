@@ -96,9 +96,9 @@ def offload_values(
     faults: Sequence[_native.Fault],
     source: Source | None,
     *,
-    replaces: bool = False,
+    replaces: str = "",
 ) -> Model:
-    """offload(). Args: replaces: the stores take the place of those of other ranks, which are still there."""
+    """offload(). Args: replaces: as open_coordinator."""
     with values_of(model) as values:
         readers = values.readers if source is None else {}
         if source is None and values.deferred:
@@ -154,7 +154,7 @@ def _offload(
     fill: Callable[[Coordinator], None],
     *,
     resumes: bool = False,
-    replaces: bool = False,
+    replaces: str = "",
     placeless: bool,
 ) -> Model:
     """Args: placeless: the parameters may be on the meta device, as their values come from elsewhere."""

@@ -161,7 +161,9 @@ class Resources:
         mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
         return SwapStore(
             nvme.paths,
-            max(layout.swap.kept, PAGE_BYTES),  # a rank that has nothing of the model has manifests all the same
+            layout.swap.kept
+            if layout.swap.nbytes
+            else PAGE_BYTES,  # a rank that has nothing has manifests all the same
             self.engine,
             scratch_bytes=layout.swap.scratch,
             checksums=nvme.checksums,

@@ -52,11 +52,21 @@ def test_a_generation_of_another_number_of_ranks_is_in_the_way(tmp_path: Path) -
     left(rank_path(tmp_path, 0, 2), "in place")
     left(rank_path(tmp_path, 1, 2), "generations", step=4)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(StoreNotEmptyError, match="2 ranks"):
-        clear_others([tmp_path], 3)
-    assert sorted(tmp_path.rglob("*")) == before
-    clear_others([tmp_path], 2)
-    assert sorted(tmp_path.rglob("*")) == before
+    for count in (1, 2, 3):
+        with pytest.raises(StoreNotEmptyError, match="2 ranks"):
+            clear_others([tmp_path], count)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_generation_of_one_process_is_in_the_way_of_ranks_and_what_it_cannot_resume_goes(tmp_path: Path) -> None:
+    left(tmp_path / "a", "generations", step=4)
+    left(tmp_path / "b", "in place")
+    with pytest.raises(StoreNotEmptyError, match="one process"):
+        clear_others([tmp_path / "b", tmp_path / "a"], 2)
+    assert (tmp_path / "b" / "store.infinity").exists()
+    clear_others([tmp_path / "b"], 2)
+    assert list((tmp_path / "b").iterdir()) == []
+    clear_others([tmp_path / "a"], 1)  # which is refused where the store is opened
 
 
 def test_a_store_that_a_run_uses_is_not_removed(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.mutation.of_devices import OF_DEVICES
+from tests.mutation.of_ranks import OF_RANKS
 from tests.mutation.of_seam import OF_SEAM
 from tests.mutation.of_storage import OF_STORAGE
 from tests.mutation.of_training import OF_TRAINING
 
-MUTANTS = [*OF_STORAGE, *OF_TRAINING, *OF_DEVICES, *OF_SEAM]
+MUTANTS = [*OF_STORAGE, *OF_TRAINING, *OF_DEVICES, *OF_SEAM, *OF_RANKS]

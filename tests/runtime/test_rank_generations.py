@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -17,12 +18,13 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity.cli.main import main
-from infinity.errors import InfinityError, PeerError, ResumeError
+from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
 from infinity.io import durable
 from infinity.io.rank_stores import counts_in, rank_paths
+from infinity.runtime.pins import pin
 from tests import sampling
 from tests.crash.job import kind_of
-from tests.ranks.workers import ended, run
+from tests.ranks.workers import RankError, ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
@@ -356,3 +358,73 @@ def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(tmp_path:
         lives = went_on(str(tmp_path / f"after{ranks}"), config, ranks, STEPS, copy=out)
         assert {life.began for life in lives} == {2}
         require_same(lives, one, ranks)
+
+
+def test_a_checkpoint_of_one_process_is_not_written_over_by_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    went_on(folder, NVME, 1, 2)
+    told = run(2, begun, folder)
+    assert "StoreNotEmptyError" in told[0]
+    assert "one process" in told[0]
+    assert "one process" in told[1]
+    assert [life.began for life in went_on(folder, NVME, 2, 3)] == [2, 2]
+
+
+def test_ranks_of_which_one_sees_another_run_go_on_from_nothing(tmp_path: Path) -> None:
+    """Local disks: on that of rank 0 is a checkpoint that rank 1 does not see."""
+    disks = [str(tmp_path / f"disk{rank}") for rank in range(2)]
+    went_on(disks[0], NVME, 1, 1)
+    before = sorted(tmp_path.rglob("*"))
+    told = run(2, on_own_disk, disks)
+    assert all("what the run goes on from differs" in each for each in told)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def on_own_disk(disks: list[str]) -> str:
+    try:
+        live(disks[dist.get_rank()], NVME, 1, 1)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_what_folders_pin_is_not_taken_over(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    paths, memory = {"nvme": {"paths": [folder]}}, {"memory": {"host": "256MiB", "device": "64MiB"}}
+    model = infinity.offload(
+        Blocks(torch.float32), {**NVME, **paths, **memory, "commit_every": 1, "pins": 1}, device="cpu"
+    )
+    optim = infinity.AdamW(model.parameters())
+    model(batch(0, 0, torch.float32)).backward()
+    optim.step()
+    pin(model, tmp_path / "checkpoint")
+    infinity.close(model)
+    with pytest.raises(RankError, match="pin"):
+        run(2, taken_over, folder)
+    assert list(Path(folder).glob("pinned-*"))
+
+
+def taken_over(folder: str) -> None:
+    paths, memory = {"nvme": {"paths": [folder]}}, {"memory": {"host": "256MiB", "device": "64MiB"}}
+    infinity.resume(Blocks(torch.float32), {**NVME, **paths, **memory, "commit_every": 1}, device="cpu")
+
+
+def test_an_error_in_the_first_commit_leaves_what_can_begin_anew(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    one = live(str(tmp_path / "one"), NVME, 2, BATCHES)
+    told = run(2, failing_to_write, folder)
+    assert "rank 1" in told[0]
+    assert "generation 1" in told[1]
+    lives = went_on(folder, NVME, 2, 2)
+    assert [life.began for life in lives] == [0, 0]
+    require_same(lives, one, 2)
+
+
+def failing_to_write(folder: str) -> str:
+    def full(moment: str, path: Path, _target: Path | None, _data: bytes) -> None:
+        if dist.get_rank() == 1 and moment == "begin write" and kind_of(path) == "manifest":
+            raise SwapIOError("write", path=str(path), errno=errno.ENOSPC)
+
+    with durable.observed(full), pytest.raises(InfinityError) as error:
+        live(folder, NVME, 2, BATCHES // 2)
+    return str(error.value)

@@ -1,0 +1,101 @@
+"""Mutants of several ranks: gradients on their way, what all must know, generations that all must have."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant
+
+_SHARED = "tests/units/test_shared.py"
+_SEVERAL = "tests/durable/test_commits.py"
+_STORES = "tests/io/test_rank_stores.py"
+_GENERATIONS = "tests/runtime/test_rank_generations.py"
+
+OF_RANKS = [
+    Mutant(
+        "owners add rank by rank",
+        "infinity/units/outbox.py",
+        "                flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n",
+        "                at = at or (shard.cut.count - 1) * nbytes\n"
+        "                flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n"
+        "                at -= 2 * nbytes\n",
+        (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "what a rank has no gradient of is zero",
+        "infinity/units/outbox.py",
+        "            _zero_the_rest(box, shard, group_index)\n",
+        "",
+        (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "a second piece is added",
+        "infinity/units/outbox.py",
+        "            flat.add_(values)\n",
+        "            flat.copy_(values)\n",
+        (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "an interrupt while a gradient comes leaves it to be landed",
+        "infinity/units/outbox.py",
+        "        for ticket in self._on_way[0].tickets:\n            ticket.result()\n"
+        "        self._land(self._on_way.popleft())\n",
+        "        first = self._on_way.popleft()\n        for ticket in first.tickets:\n            ticket.result()\n"
+        "        self._land(first)\n",
+        (_SHARED, "-k", "interrupted"),
+    ),
+    Mutant(
+        "a gradient that is dropped does not land later",
+        "infinity/units/shared.py",
+        "        self._outbox.settle()  # what is under way would land later\n",
+        "",
+        (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "zeros of what no rank has are no gradient",
+        "infinity/units/shared.py",
+        "        self._drop_zeros()\n",
+        "",
+        (_SHARED, "-k", "sums_of_one_process"),
+    ),
+    Mutant(
+        "of several ranks a generation is prepared, and retired later",
+        "infinity/durable/commits.py",
+        "generations.make if self._resources.exchange is None else generations.prepare\n",
+        "generations.make\n",
+        (_SEVERAL, "-k", "several_ranks"),
+    ),
+    Mutant(
+        "those generations exist that all ranks have",
+        "infinity/durable/commits.py",
+        "            generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
+        "            generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
+        (_SEVERAL, "-k", "several_ranks"),
+    ),
+    Mutant(
+        "ranks commit as rarely as any of them must",
+        "infinity/durable/commits.py",
+        "            self._pace.lead(max(every for every, *_ in told))\n",
+        "",
+        (_SEVERAL, "-k", "several_ranks"),
+    ),
+    Mutant(
+        "a run of another number of ranks is not written over",
+        "infinity/io/rank_stores.py",
+        "            if generations_in(entry) or pinned_in(entry):\n",
+        "            if False:\n",
+        (_STORES, "-k", "in_the_way"),
+    ),
+    Mutant(
+        "the newest step that is whole on all ranks, not on one",
+        "infinity/coordinator/resuming.py",
+        "        if not any(failed):\n",
+        "        if not problem:\n",
+        (_GENERATIONS, "-k", "no_whole_generation and damaged"),
+    ),
+    Mutant(
+        "ranks find a store of the same run, or all of them none",
+        "infinity/coordinator/together.py",
+        "        if without:\n",
+        "        if False:\n",
+        (_GENERATIONS, "-k", "portable_copy"),
+    ),
+]
