@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +27,11 @@ from infinity.checkpoint.export import StoredCopy
 from infinity.checkpoint.generation import newest_whole, opened, stores_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
+from infinity.coordinator.together import Tell, meeting
 from infinity.errors import PlanError, ResumeError
+from infinity.io.directory import generations_in
 from infinity.io.pins import read_pins, said
-from infinity.io.rank_stores import counts_in, remove_rank_stores, steps_of
+from infinity.io.rank_stores import counts_in, rank_path, remove_rank_stores, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.track import commit
@@ -87,51 +91,96 @@ def resume(
         "accumulation_steps": accumulation_steps,
         "faults": faults,
     }
-    if folder is None and resolved.nvme.paths and resolved.commit_every != 0:
-        count = _others_in(resolved.nvme.paths[0].expanduser().absolute(), step)
-        if count is not None:
-            return _take_over(model, resolved, count, step, how)
-    return offload.resume(model, resolved, step=step, folder=folder, **how)
-
-
-def _others_in(path: Path, step: int | None) -> int | None:
-    """How many ranks the run had that is to be resumed, where that is another number than of this one."""
-    _, world = rank_and_world()
-    found = {count: steps_of(path, count) for count in counts_in(path) if count != world}
-    mine = steps_of(path, world)
-    wanted = {count: steps if step is None else steps & {step} for count, steps in found.items()}
-    newest = max(mine if step is None else mine & {step}, default=-1)
-    further = {count: max(steps) for count, steps in wanted.items() if steps and max(steps) > newest}
-    return max(further, key=lambda count: (further[count], -count)) if further else None
-
-
-def _take_over(model: Model, config: SwapConfig, count: int, step: int | None, how: Mapping[str, Any]) -> Model:
-    rank, world = rank_and_world()
-    paths = [path.expanduser().absolute() for path in config.nvme.paths]
-    if count == 1:
-        _require_none_pinned(paths[0])
-    with opened(paths, config.nvme, count=count) as stores:
-        generation = newest_whole(stores, step)
-        manifest = generation.of_rank(rank).manifest
-        ranks = f"{count} ranks" if count > 1 else "one process"
-        replaces = f"step {manifest.step} of run {manifest.run[:8]} of {ranks}"
-        logger.info("%s goes on with %d", replaces, world)
-        copy = StoredCopy(generation, paths[0], manifest)
-        carry_on(model, copy, copy.weight, config, replaces=replaces, **how)
+    if folder is not None or not resolved.nvme.paths or resolved.commit_every == 0:
+        return offload.resume(model, resolved, step=step, folder=folder, **how)
+    with ExitStack() as held:
+        with meeting(resolved.nvme.deadline_s) as tell:
+            source = _source(resolved, step, tell, held)
+        if source is None:
+            return offload.resume(model, resolved, step=step, **how)
+        carry_on(model, source.copy, source.copy.weight, resolved, replaces=str(source), **how)
     try:
-        if not registry.coordinator_of(model).plan.placement.commit_every:
-            raise PlanError(
-                f"the run cannot go on in {paths[0]}: there is no room for generations of its own beside those of "
-                f"{ranks} that it goes on from. Free space there."
-            )
-        commit(model)
-        if rank == 0:
-            # Where that fails the run must not go on: the old generation could be taken for its newest one.
-            remove_rank_stores(stores_in(paths, count))
+        _make_generation(model, source)
     except BaseException:
         offload.close(model)
         raise
     return model
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A generation of another number of ranks.
+
+    Attributes:
+        count: of them.
+        paths: the directories that their stores are in.
+        copy: as this rank takes it; while the stores are open.
+    """
+
+    count: int
+    paths: list[Path]
+    copy: StoredCopy
+
+    def __str__(self) -> str:
+        ranks = f"{self.count} ranks" if self.count > 1 else "one process"
+        return f"step {self.copy.manifest.step} of run {self.copy.manifest.run[:8]} of {ranks}"
+
+
+def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:
+    """What the run goes on from, where that is no generation of as many ranks.
+
+    Args:
+        held: closes the stores.
+
+    Raises:
+        ResumeError: it is not whole, or not the same for all ranks.
+        PeerError: another rank failed.
+    """
+    rank, _ = rank_and_world()
+    paths = [path.expanduser().absolute() for path in config.nvme.paths]
+    count = _others_in(paths[0], step, tell)
+    if count is None:
+        return None
+    if count == 1:
+        _require_none_pinned(paths[0])
+    generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
+    source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank).manifest))
+    told = tell("looking for what to go on from", str(source))
+    if len(set(told)) > 1:
+        raise ResumeError(
+            f"the ranks would go on from different generations in {paths[0]}: {', '.join(sorted(set(told)))}"
+        )
+    logger.info("resuming %s", source)
+    return source
+
+
+def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
+    """How many ranks the run had that is to be resumed, where that is another number than of this one. What not all
+    ranks see, on disks of their own, is no generation."""
+    rank, world = rank_and_world()
+    mine = generations_in(path if world == 1 else rank_path(path, rank, world))
+    seen = {str(count): sorted(steps_of(path, count)) for count in counts_in(path) if count != world}
+    told = tell("looking for generations", [sorted(mine), seen])
+    own = set.intersection(*(set(steps) for steps, _ in told))
+    found = {int(count): set.intersection(*(set(each.get(count, ())) for _, each in told)) for count in seen}
+    newest = max(own if step is None else own & {step}, default=-1)
+    wanted = {count: steps if step is None else steps & {step} for count, steps in found.items()}
+    further = {count: max(steps) for count, steps in wanted.items() if steps and max(steps) > newest}
+    return max(further, key=lambda count: (further[count], -count)) if further else None
+
+
+def _make_generation(model: nn.Module, source: _Source) -> None:
+    """All ranks make a generation of their own; then the stores of the source go."""
+    rank, _ = rank_and_world()
+    if not registry.coordinator_of(model).plan.placement.commit_every:
+        raise PlanError(
+            f"the run cannot go on in {source.paths[0]}: there is no room for generations of its own beside {source}. "
+            "Free space there."
+        )
+    commit(model)
+    if rank == 0:
+        # Where that fails the run must not go on: the old generation could be taken for its newest one.
+        remove_rank_stores(stores_in(source.paths, source.count))
 
 
 def _require_none_pinned(path: Path) -> None:

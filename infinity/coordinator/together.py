@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +34,35 @@ _SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep")
 """Keys of the swap config that all ranks must have the same values of."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
+
+
+Tell = Callable[[str, object], list[Any]]
+"""Tells all ranks something, in JSON, at what is named; returns what each told. Raises PeerError."""
+
+
+@contextmanager
+def meeting(deadline_s: float) -> Iterator[Tell]:
+    """All ranks, before they offload a model: an error that leaves this context is told to the others. A process that
+    is alone tells itself. All ranks call.
+
+    Args:
+        deadline_s: seconds after which a disk is given up (nvme.deadline_s).
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    ranks = Ranks.of_world(deadline_s=deadline_s + _MARGIN_S)
+    if ranks is None:
+        yield lambda _, told: [told]
+        return
+    exchange = Exchange(ranks)
+    try:
+        yield lambda what, told: [json.loads(each) for each in exchange.all_gather(0, what, json.dumps(told).encode())]
+    except BaseException as error:
+        exchange.fail(error)
+        raise
+    finally:
+        exchange.close()
 
 
 @dataclass(frozen=True)

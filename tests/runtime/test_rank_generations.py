@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import infinity
+from infinity.checkpoint import other_ranks
 from infinity.cli.main import main
 from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
 from infinity.io import durable
@@ -370,20 +371,21 @@ def test_a_checkpoint_of_one_process_is_not_written_over_by_ranks(tmp_path: Path
     assert [life.began for life in went_on(folder, NVME, 2, 3)] == [2, 2]
 
 
-def test_ranks_of_which_one_sees_another_run_go_on_from_nothing(tmp_path: Path) -> None:
+def test_what_not_all_ranks_see_is_not_taken_over(tmp_path: Path) -> None:
     """Local disks: on that of rank 0 is a checkpoint that rank 1 does not see."""
     disks = [str(tmp_path / f"disk{rank}") for rank in range(2)]
     went_on(disks[0], NVME, 1, 1)
     before = sorted(tmp_path.rglob("*"))
     told = run(2, on_own_disk, disks)
-    assert all("what the run goes on from differs" in each for each in told)
+    assert "one process" in told[0]
+    assert "one process" in told[1]
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def on_own_disk(disks: list[str]) -> str:
     try:
         live(disks[dist.get_rank()], NVME, 1, 1)
-    except PeerError as error:
+    except InfinityError as error:
         return str(error)
     return ""
 
@@ -428,3 +430,24 @@ def failing_to_write(folder: str) -> str:
     with durable.observed(full), pytest.raises(InfinityError) as error:
         live(folder, NVME, 2, BATCHES // 2)
     return str(error.value)
+
+
+def unreadable(folder: str) -> str:
+    def fail(*_: Any) -> Any:
+        raise SwapIOError("reading", path=folder, errno=errno.EIO)
+
+    if dist.get_rank() == 1:
+        other_ranks.newest_whole = fail
+    with pytest.raises(InfinityError) as error:
+        taken_over(folder)
+    return str(error.value)
+
+
+def test_all_hear_of_a_rank_that_cannot_read_what_is_taken_over(tmp_path: Path) -> None:
+    folder = str(tmp_path / "all")
+    went_on(folder, NVME, 1, 1)
+    told = run(2, unreadable, folder)
+    assert "rank 1" in told[0]
+    assert "reading" in told[0]
+    assert "reading" in told[1]
+    require_only(Path(folder), 1)
