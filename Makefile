@@ -22,7 +22,7 @@ NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(N
 
 # A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
 # where a step in bf16 takes minutes.
-export DEMO_DTYPE = import torch; print("fp32" if torch.backends.cpu.get_cpu_capability() == "AVX2" else "bf16")
+export DEMO_DTYPE = from infinity.cli.optimizers import is_slow_in_16_bits as slow; print("fp32" if slow() else "bf16")
 demo: bootstrap
 	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
 	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \

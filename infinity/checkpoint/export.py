@@ -16,16 +16,15 @@ import torch
 from infinity import _native
 from infinity.checkpoint import portable
 from infinity.checkpoint.aside import put_in_place, written_aside
-from infinity.checkpoint.generation import StoredGeneration, chunks, dtype_of, newest_whole, opened
+from infinity.checkpoint.generation import StoredGeneration, StoredPart, chunks, dtype_of, newest_whole, opened
 from infinity.checkpoint.recorded import RecordedModel
 from infinity.checkpoint.save import Tensors, write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
 from infinity.errors import InfinityError, ManifestError, ResumeError
-from infinity.io.manifest import Manifest
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of, scales_of
-from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord, parse_body
+from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord
 
 logger = logging.getLogger(__name__)
 
@@ -264,13 +263,12 @@ class StoredCopy:
 
     Args:
         directory: where the stores are, for messages.
-        manifest: what is kept beside the states is taken from this one of the generation's manifests.
+        part: of the generation, from which what is kept beside the states is taken.
     """
 
-    def __init__(self, generation: StoredGeneration, directory: Path, manifest: Manifest) -> None:
+    def __init__(self, generation: StoredGeneration, directory: Path, part: StoredPart) -> None:
         self.directory = directory
-        self.manifest = manifest
-        self.body = parse_body(manifest.body, directory)
+        self.manifest, self.body = part.manifest, part.body
         self._generation = generation
         self._tensors = {
             tensor.name: (group, tensor)

@@ -161,7 +161,8 @@ class StoredPart:
         mine = [facts.get("rank", 0), facts.get("ranks", 1), facts.get("slice_numel", self._cut.numel)]
         if mine != [self._cut.index, self._cut.count, self._cut.numel]:
             raise ManifestError(
-                self.source, f"is of rank {mine[0]} of {mine[1]}, and is beside that of {self._cut.count} ranks"
+                self.source,
+                f"is of rank {mine[0]} of {mine[1]}, where that of rank {self._cut.index} of {self._cut.count} belongs",
             )
 
     def _require_room(self, group: GroupRecord, state: str, nbytes: int) -> None:

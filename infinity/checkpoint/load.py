@@ -117,8 +117,9 @@ def load_pretrained(
 def _has_generations(path: Path) -> bool:
     """Whether this rank has one, or all ranks of another run."""
     rank, world = rank_and_world()
-    mine = path if world == 1 else rank_path(path, rank, world)
-    return bool(generations_in(mine)) or any(steps_of(path, count) for count in counts_in(path) if count != world)
+    return bool(generations_in(rank_path(path, rank, world))) or any(
+        steps_of(path, count) for count in counts_in(path) if count != world
+    )
 
 
 def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -31,7 +31,7 @@ from infinity.coordinator.together import Tell, meeting
 from infinity.errors import PlanError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.pins import read_pins, said
-from infinity.io.rank_stores import counts_in, rank_path, remove_rank_stores, steps_of
+from infinity.io.rank_stores import counts_in, rank_path, ranks_said, remove_rank_stores, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.track import commit
@@ -122,8 +122,8 @@ class _Source:
     copy: StoredCopy
 
     def __str__(self) -> str:
-        ranks = f"{self.count} ranks" if self.count > 1 else "one process"
-        return f"step {self.copy.manifest.step} of run {self.copy.manifest.run[:8]} of {ranks}"
+        manifest = self.copy.manifest
+        return f"step {manifest.step} of run {manifest.run[:8]} of {ranks_said(self.count)}"
 
 
 def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:
@@ -144,7 +144,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     if count == 1:
         _require_none_pinned(paths[0])
     generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
-    source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank).manifest))
+    source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank)))
     told = tell("looking for what to go on from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(
@@ -158,7 +158,7 @@ def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
     """How many ranks the run had that is to be resumed, where that is another number than of this one. What not all
     ranks see, on disks of their own, is no generation."""
     rank, world = rank_and_world()
-    mine = generations_in(path if world == 1 else rank_path(path, rank, world))
+    mine = generations_in(rank_path(path, rank, world))
     seen = {str(count): sorted(steps_of(path, count)) for count in counts_in(path) if count != world}
     told = tell("looking for generations", [sorted(mine), seen])
     own = set.intersection(*(set(steps) for steps, _ in told))
@@ -174,8 +174,8 @@ def _make_generation(model: nn.Module, source: _Source) -> None:
     rank, _ = rank_and_world()
     if not registry.coordinator_of(model).plan.placement.commit_every:
         raise PlanError(
-            f"the run cannot go on in {source.paths[0]}: there is no room for generations of its own beside {source}. "
-            "Free space there."
+            f"the run cannot go on in {source.paths[0]}: beside the generation that it goes on from ({source}) there "
+            "is no room for those that it would make. Free space there."
         )
     commit(model)
     if rank == 0:

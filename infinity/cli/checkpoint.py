@@ -60,7 +60,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 def _list_all(path: Path) -> int:
     """List the stores of all ranks in a directory, or that of one process."""
     counts = counts_in(path)
-    damaged = [_list(path)] if counts in ([], [1]) or 1 in counts else []
+    damaged = [_list(path)] if not counts or 1 in counts else []
     for count in (each for each in counts if each > 1):
         damaged += [_list(each) for each in rank_paths(path, count) if each.is_dir()]
         steps = ", ".join(map(str, sorted(steps_of(path, count)))) or "none"

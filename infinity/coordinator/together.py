@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ from infinity.tiers.resources import make_directory
 from infinity.units.shared import require_same
 
 _SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
-"""Set by the tests of several ranks, which nobody else can train with yet: generations and GPUs are missing."""
+"""Set by the tests of several ranks, which nobody else can train with yet: GPUs and the commands are missing."""
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep")
 """Keys of the swap config that all ranks must have the same values of."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
 
 
-Tell = Callable[[str, object], list[Any]]
-"""Tells all ranks something, in JSON, at what is named; returns what each told. Raises PeerError."""
+Tell = Callable[[str, Any], list[Any]]
+"""Exchange.tell."""
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
         return
     exchange = Exchange(ranks)
     try:
-        yield lambda what, told: [json.loads(each) for each in exchange.all_gather(0, what, json.dumps(told).encode())]
+        yield exchange.tell
     except BaseException as error:
         exchange.fail(error)
         raise
@@ -97,8 +98,7 @@ class Together:
             return config
         for path in config.paths:
             make_directory(path)
-        cut = self.peers.cut
-        return config.model_copy(update={"paths": [rank_path(path, cut.index, cut.count) for path in config.paths]})
+        return config.model_copy(update={"paths": self._own(config)})
 
     def begin_anew(self, config: NvmeConfig, *, replaces: str) -> None:
         """A run begins: remove what runs of another number of ranks left in nvme.paths, once for each machine, and
@@ -112,22 +112,29 @@ class Together:
             StoreNotEmptyError, StoreLockedError: it is needed.
             PeerError: another rank failed.
         """
-        paths = [path.expanduser().absolute() for path in config.paths]
-        cut = self.peers.cut
-        mine = paths if self.exchange is None else [rank_path(path, cut.index, cut.count) for path in paths]
-        run, steps = run_and_steps_in(mine)
-        told = [(run, steps)] if self.exchange is None else self._tell("making the stores", (run, steps))
-        if replaces and any((path / HEADER_NAME).exists() for path in mine):
+        mine = self._own(config)
+        if not replaces:
+            self._remove_what_no_rank_can_resume(mine)
+        elif any((path / HEADER_NAME).exists() for path in mine):
             remove_rank_stores([[path for path in mine if path.exists()]])
-        # Only manifests that some rank lacks, beside a store of the same run: no generation was ever made.
-        elif self.exchange is not None and run and all(its == run for its, _ in told) and not _common(told):
-            remove_generations(mine[0])
-        if self.exchange is not None:
-            self._tell("removing what is left in the stores", None)
+        self._meet("removing what is left in the stores")
         if not replaces and self.is_first:
-            clear_others(paths, cut.count)
+            clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
+        self._meet("opening the stores")
+
+    def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
+        """Where every rank has a store of one run, and each manifest is missing on some rank, no generation was ever
+        made: the manifests go."""
+        if self.exchange is None:
+            return
+        run, steps = run_and_steps_in(mine)
+        told = self.exchange.tell("making the stores", (run, steps))
+        if run and all(its == run for its, _ in told) and not _common(told):
+            remove_generations(mine[0])
+
+    def _meet(self, what: str) -> None:
         if self.exchange is not None:
-            self._tell("opening the stores", None)
+            self.exchange.tell(what, None)
 
     def require_resumable(self, config: NvmeConfig) -> None:
         """All ranks call.
@@ -138,16 +145,13 @@ class Together:
         """
         if self.exchange is None:
             return
-        mine = [
-            rank_path(path.expanduser().absolute(), self.peers.cut.index, self.peers.cut.count) for path in config.paths
-        ]
-        told = self._tell("looking for the stores", run_and_steps_in(mine))
+        told = self.exchange.tell("looking for the stores", run_and_steps_in(self._own(config)))
         where = ", ".join(map(str, config.paths))
         without = [rank for rank, (run, _) in enumerate(told) if not run]
         if without:
             raise ResumeError(
-                f"nothing to resume in {where}: rank {without[0]} of {len(told)} has no store there of a run of "
-                f"{len(told)} ranks that keeps generations"
+                f"nothing to resume in {where}: rank {without[0]} has no store there with generations of a run of "
+                f"{len(told)} ranks"
             )
         other = [rank for rank, (run, _) in enumerate(told) if run != told[0][0]]
         if other:
@@ -161,16 +165,16 @@ class Together:
             )
             raise ResumeError(f"nothing to resume in {where}: no generation was made by all ranks ({have})")
 
-    def _tell(self, what: str, told: object) -> list[Any]:
-        if self.exchange is None:
-            raise AssertionError("there are no other ranks")
-        return [json.loads(each) for each in self.exchange.all_gather(0, what, json.dumps(told).encode())]
+    def _own(self, config: NvmeConfig) -> list[Path]:
+        """This rank's directories."""
+        cut = self.peers.cut
+        return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
     def commits(self, mine: Frequency) -> Frequency:
         """How often all ranks commit. All ranks call. Raises PeerError."""
         if self.exchange is None:
             return mine
-        told = self._tell("planning", [mine.every, mine.reason, mine.at_most])
+        told = self.exchange.tell("planning", [mine.every, mine.reason, mine.at_most])
         return rarest([Frequency(*each) for each in told])
 
 
@@ -228,10 +232,9 @@ def _agreed(
         **{key: getattr(config, key) for key in _SAME},
     }
     limits = limits_of(config, device, peers)
-    payload = json.dumps([facts, new_run(), limits.device, limits.host], sort_keys=True).encode()
+    told = [facts, new_run(), limits.device, limits.host]
     runs, least = list[str](), [limits.device, limits.host]
-    for rank, heard in enumerate(exchange.all_gather(0, "offloading the model", payload)):
-        theirs, run, *memory = json.loads(heard)
+    for rank, (theirs, run, *memory) in enumerate(exchange.tell("offloading the model", told)):
         require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
         runs.append(run)
         least = list(map(min, least, memory))

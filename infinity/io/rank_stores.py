@@ -16,8 +16,8 @@ _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
 
 def rank_path(path: Path, rank: int, count: int) -> Path:
-    """The directory of one of `count` ranks in one of nvme.paths."""
-    return path / f"rank-{rank:05}-of-{count:05}"
+    """The directory of one of `count` ranks in one of nvme.paths; of one process that path itself."""
+    return path if count == 1 else path / f"rank-{rank:05}-of-{count:05}"
 
 
 def is_rank_path(path: Path) -> bool:
@@ -25,15 +25,14 @@ def is_rank_path(path: Path) -> bool:
 
 
 def rank_paths(path: Path, count: int) -> list[Path]:
-    """The directories of all ranks in one of nvme.paths; of one process that path itself."""
-    return [path] if count == 1 else [rank_path(path, rank, count) for rank in range(count)]
+    """The directories of all ranks in one of nvme.paths."""
+    return [rank_path(path, rank, count) for rank in range(count)]
 
 
 def counts_in(path: Path) -> list[int]:
     """How many ranks the runs had that left stores in one of nvme.paths, ascending; 1 where one process had it for
     itself. Raises SwapIOError."""
-    found = {int(match[2]) for entry in _rank_stores(path) if (match := _NAME.fullmatch(entry.name))}
-    return sorted(found | ({1} if (path / HEADER_NAME).exists() else set()))
+    return sorted({count for _, count in _stores_in(path)})
 
 
 def steps_of(path: Path, count: int) -> set[int]:
@@ -59,16 +58,14 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
     """
     others = []
     for path in paths:
-        found = [(entry, path, _count_of(entry)) for entry in _rank_stores(path)]
-        if count > 1 and (path / HEADER_NAME).exists():
-            found.append((path, path, 1))
-        for entry, place, its in found:
+        for entry, its in _stores_in(path):
+            if its == count == 1:
+                continue  # the store itself is refused or replaced where it is opened
             if generations_in(entry) or pinned_in(entry):
-                ranks = f"{its} ranks" if its > 1 else "one process"
                 raise StoreNotEmptyError(
-                    f"{place} holds the checkpoint of an earlier run of {ranks}. To go on from it: infinity.resume or "
-                    "load_pretrained(resume=True). To begin anew: give this run another directory in nvme.paths, or "
-                    f"remove the old one with `infinity checkpoint remove {place}`."
+                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: "
+                    "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory "
+                    f"in nvme.paths, or remove the old one with `infinity checkpoint remove {path}`."
                 )
             if its != count:
                 others.append(entry)
@@ -135,10 +132,14 @@ def remove_generations(path: Path) -> None:
         directory.close(keep=True)
 
 
-def _rank_stores(path: Path) -> list[Path]:
-    return sorted(entry for entry in entries_of(path) if _NAME.fullmatch(entry.name) and (entry / HEADER_NAME).exists())
+def ranks_said(count: int) -> str:
+    """So many ranks, in messages."""
+    return f"{count} ranks" if count > 1 else "one process"
 
 
-def _count_of(entry: Path) -> int:
-    match = _NAME.fullmatch(entry.name)
-    return int(match[2]) if match else 1
+def _stores_in(path: Path) -> list[tuple[Path, int]]:
+    """The directories in one of nvme.paths that hold a store, that path itself among them, and how many ranks the run
+    had that left it."""
+    named = ((entry, _NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
+    found = [(path, 1), *((entry, int(match[2])) for entry, match in named if match)]
+    return [(entry, count) for entry, count in found if (entry / HEADER_NAME).exists()]

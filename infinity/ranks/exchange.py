@@ -28,6 +28,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import Work
@@ -165,6 +166,10 @@ class Exchange:
     def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
         """Submit a `Control` and wait for it."""
         return self.submit(Operation(Control(payload), subject, name)).result()
+
+    def tell(self, name: str, told: Any) -> list[Any]:
+        """As all_gather, of what JSON can hold; `name` says in messages what the ranks are at."""
+        return [json.loads(each) for each in self.all_gather(0, name, json.dumps(told, sort_keys=True).encode())]
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on. Returns when they can know, or soon after. Does not raise.

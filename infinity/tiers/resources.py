@@ -158,12 +158,11 @@ class Resources:
 
     def _open_store(self, nvme: NvmeConfig, run: str, *, resume: bool) -> SwapStore:
         layout = self.plan.layout
+        kept = layout.swap.kept if layout.swap.nbytes else PAGE_BYTES  # a rank that has nothing still has manifests
         mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
         return SwapStore(
             nvme.paths,
-            layout.swap.kept
-            if layout.swap.nbytes
-            else PAGE_BYTES,  # a rank that has nothing has manifests all the same
+            kept,
             self.engine,
             scratch_bytes=layout.swap.scratch,
             checksums=nvme.checksums,

@@ -392,10 +392,7 @@ def on_own_disk(disks: list[str]) -> str:
 
 def test_what_folders_pin_is_not_taken_over(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
-    paths, memory = {"nvme": {"paths": [folder]}}, {"memory": {"host": "256MiB", "device": "64MiB"}}
-    model = infinity.offload(
-        Blocks(torch.float32), {**NVME, **paths, **memory, "commit_every": 1, "pins": 1}, device="cpu"
-    )
+    model = offloaded(folder, NVME | {"commit_every": 1, "pins": 1})
     optim = infinity.AdamW(model.parameters())
     model(batch(0, 0, torch.float32)).backward()
     optim.step()
