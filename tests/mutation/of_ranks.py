@@ -47,7 +47,7 @@ OF_RANKS = [
         "infinity/units/shared.py",
         "        self._outbox.settle()  # what is under way would land later\n",
         "",
-        (_SHARED, "-k", "sums_of_one_process"),
+        (_SHARED, "-k", "dropped"),
     ),
     Mutant(
         "zeros of what no rank has are no gradient",

@@ -289,6 +289,19 @@ def test_a_gradient_whose_way_was_interrupted_is_landed_later() -> None:
     assert rank.landed()["2.0"]
 
 
+def test_a_gradient_that_is_dropped_on_its_way_is_no_part_of_the_next() -> None:
+    rank = Rank(World(1), 0, torch.float32, 2)
+    place, ones = rank.place(2, 0), torch.ones(SIZES[2][0])
+    shared = rank.shared.of(place)
+    shared.land(place.spec, ones, accumulate=True)
+    rank.shared.pass_ended()
+    shared.drop(place.spec.name)
+    shared.land(place.spec, 2 * ones, accumulate=True)
+    rank.shared.pass_ended()
+    rank.shared.synchronize()
+    assert b"".join(values for _, values in rank.landed()[place.spec.name]) == (2 * ones).numpy().tobytes()
+
+
 def test_what_differs_is_named_with_the_rank() -> None:
     ranks = [Rank(world := World(2), 0, torch.float32, 2), Rank(world, 1, torch.float32, 2)]
 
