@@ -96,6 +96,6 @@ OF_RANKS = [
         "infinity/coordinator/together.py",
         "        if without:\n",
         "        if False:\n",
-        (_GENERATIONS, "-k", "portable_copy"),
+        (_GENERATIONS, "-k", "one_rank_lacks"),
     ),
 ]

@@ -212,10 +212,13 @@ def test_the_end_waits_for_copies_that_are_under_way(
         infinity.close(model, discard=True)
 
 
+@pytest.mark.parametrize("overlap", ["auto", "off"])  # the new weights go to other memory, or in place
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_an_update_waits_for_an_upload_of_the_old_weights_that_nobody_waited_for(policy: Any, tmp_path: Path) -> None:
+def test_an_update_waits_for_an_upload_of_the_old_weights_that_nobody_waited_for(
+    policy: Any, overlap: str, tmp_path: Path
+) -> None:
     with simulated(policy):
-        model = offloaded(("host", "host"), tmp_path)
+        model = offloaded(("host", "host"), tmp_path, overlap=overlap)
         optim = infinity.AdamW(model.parameters(), lr=1e-2)
         model(BATCH).backward()
         hook = model.blocks[1].register_forward_pre_hook(_fail)
