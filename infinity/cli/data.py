@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from infinity.cli.documents import Document, NotTextError, documents, find_files
+from infinity.cli.world import ALONE, World
 from infinity.errors import ConfigError, printable
 
 _NAMED = 5
@@ -157,9 +158,9 @@ class PackedData:
                 "model's tokenizer?"
             )
 
-    def batches(self, batch_size: int, seed: int) -> Batches:
+    def batches(self, batch_size: int, seed: int, world: World = ALONE) -> Batches:
         """Endless batches; the sequences are shuffled anew for each pass over the data."""
-        return Batches(self, batch_size, seed)
+        return Batches(self, batch_size, seed, world)
 
     def rows(self, indices: Iterable[int]) -> torch.Tensor:
         """int64 [len(indices), sequence_length]."""
@@ -175,11 +176,13 @@ class Batches:
     """An endless iterator over batches, int64 [batch_size, sequence_length], with a state_dict to continue from.
 
     The sequences of pass 0, 1, … follow each other, each pass in an order of its own that (seed, pass) determines.
-    Batch k is the k-th group of `batch_size` sequences.
+    Batch k is the k-th group of `batch_size` sequences. Of N ranks each has every Nth batch, so that they have together
+    what one process would have.
     """
 
-    def __init__(self, data: PackedData, batch_size: int, seed: int) -> None:
+    def __init__(self, data: PackedData, batch_size: int, seed: int, world: World = ALONE) -> None:
         self._data = data
+        self._world = world
         self._batch_size = batch_size
         self._seed = seed
         self._given = 0
@@ -190,9 +193,9 @@ class Batches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        first = self._given * self._batch_size
+        first = (self._given + self._world.rank) * self._batch_size
         chosen = [self._sequence(first + position) for position in range(self._batch_size)]
-        self._given += 1
+        self._given += self._world.count
         return self._data.rows(chosen)
 
     def _sequence(self, position: int) -> int:

@@ -21,9 +21,9 @@ from infinity import files
 from infinity.cli.command import command
 from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import durable
-from infinity.io.directory import FINISHED_NAME, HEADER_NAME, generations_in, remove_store_of
+from infinity.io.directory import FINISHED_NAME, generations_in, remove_store_of
 from infinity.io.headers import members_of
-from infinity.io.manifest import read_header
+from infinity.io.rank_stores import remove_rank_stores, stores_of
 from infinity.io.schema import Count, Name, Record, first_problem
 from infinity.io.store import now
 from infinity.sizes import format_bytes
@@ -50,18 +50,27 @@ class Finished(Record):
 
 
 def finish(paths: Sequence[Path], run: str, output: Path, steps: int) -> None:
-    """Note that the output of a run is complete, and remove the run's store. What fails is said on stderr: the run and
-    its output are all right."""
+    """Note that the output of a run is complete, and remove the run's store, or those of its ranks. What fails is said
+    on stderr: the run and its output are all right."""
     first = paths[0].expanduser()
     note = Finished(run=run, output=str(output), steps=steps, ended=now())
     try:
         durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
-        freed = remove_store_of(run, paths)
+        freed = _remove(run, paths)
     except (InfinityError, OSError) as error:
         again = command("checkpoint", "remove", *paths)
         print(printable(f"warning: the finished run's store stays: {error} Remove it with: {again}"), file=sys.stderr)
         return
     print(printable(f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it)"))
+
+
+def _remove(run: str, paths: Sequence[Path]) -> int:
+    """Remove the store of a run, or those of its ranks; returns the bytes that are freed."""
+    first = paths[0].expanduser()
+    of_ranks = [store.name for store in stores_of(first, run) if store != first]
+    stores = [[path.expanduser() / name for path in paths] for name in of_ranks]
+    there = [[part for part in parts if part.is_dir()] for parts in stores]
+    return remove_rank_stores(there) + remove_store_of(run, paths)
 
 
 def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
@@ -78,11 +87,11 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
     note = _note_in(directory)
     if note is None:
         return False
-    is_left = (directory / HEADER_NAME).exists()
+    left = stores_of(directory, note.run)
     more = options.steps is not None and options.steps > note.steps
     elsewhere = options.output is not None and options.output.expanduser().absolute() != Path(note.output)
     if more or elsewhere:
-        if options.resume and not is_left:
+        if options.resume and not left:
             raise ResumeError(
                 f"nothing to resume in {directory}: the run ended after step {note.steps}, and its store is removed. "
                 f"Its model is in {note.output}: a new run begins from it with --model. With --keep-store a run can go "
@@ -90,15 +99,16 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
             )
         return False
     if not Path(note.output).is_dir():
-        if is_left:
+        if left:
             return False  # the store can write it again
         raise ResumeError(
             f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
             f"output is not in {note.output} any more."
         )
     print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
-    if is_left and not options.keep_store:
-        freed = remove_store_of(note.run, members_of(directory))
+    if left and not options.keep_store:
+        parts = members_of(left[0])
+        freed = _remove(note.run, parts if left[0] == directory else [part.parent for part in parts])
         print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
     return True
 
@@ -108,10 +118,9 @@ def _note_in(directory: Path) -> Finished | None:
     path = directory / FINISHED_NAME
     try:
         note = Finished.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
-        if not (directory / HEADER_NAME).exists():
-            return note
-        newest = next(iter(generations_in(directory)), 0)
-        return note if read_header(directory / HEADER_NAME).run == note.run and newest <= note.steps else None
+        of_others = set(stores_of(directory)) - set(stores_of(directory, note.run))
+        further = [store for store in stores_of(directory) if next(iter(generations_in(store)), 0) > note.steps]
+        return None if of_others or further else note
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -11,11 +11,14 @@ from typing import Any
 from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
 from infinity.cli.tokenizer import has_tokenizer
+from infinity.cli.world import World
 from infinity.config import SwapConfig, load_config
+from infinity.coordinator.together import Tell
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
+from infinity.io.rank_stores import furthest_in, rank_path
 from infinity.state.records import parse_body
 
 NAME = "finetune"
@@ -56,13 +59,19 @@ _TRAINING: dict[str, Any] = {
 class Job:
     """A run's options, as generations keep them."""
 
-    def __init__(self, options: argparse.Namespace, config: SwapConfig) -> None:
+    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World) -> None:
         self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, *_PLACES)}
         self._config = config.model_dump(mode="json")
         self._keep_store = bool(options.keep_store)
+        self._ranks = world.count
 
     def state_dict(self) -> dict[str, Any]:
-        return {"options": self._values, "config": self._config, "keep_store": self._keep_store}
+        return {
+            "options": self._values,
+            "config": self._config,
+            "keep_store": self._keep_store,
+            "ranks": self._ranks,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to do: resolve() took the options over, and compared them, before the model was made."""
@@ -73,16 +82,18 @@ class Past:
     """The run that is resumed.
 
     Attributes:
-        tracked: the state_dicts that infinity.track kept of the run, by name.
+        saved: its options (Job.state_dict).
         steps: the number of optimizer steps that the run has done.
     """
 
-    tracked: dict[str, Any]
+    saved: dict[str, Any]
     steps: int
 
 
-def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig, Past | None]:
-    """All options of a job, its swap config, and the run it resumes.
+def resolve(
+    options: argparse.Namespace, world: World, tell: Tell
+) -> tuple[argparse.Namespace, SwapConfig, Past | None]:
+    """All options of a job, its swap config, and the run it resumes, as rank 0 finds it.
 
     Options that are not given come from the run: with --resume from the generations in its directory, or in the first
     of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps may differ
@@ -93,7 +104,8 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
         ResumeError: --resume names a directory without generations.
     """
     config = load_config(options.config) if options.config is not None else None
-    past = _past(options, config)
+    found = tell("the run to go on with", _past(options, config) if world.speaks else None)[0]
+    past = None if found is None else Past(*found)
     if past is None:
         _require(options)
         for name, default in (_FREE | _TRAINING).items():
@@ -107,14 +119,27 @@ def resolve(options: argparse.Namespace) -> tuple[argparse.Namespace, SwapConfig
     if options.from_checkpoint is not None and options.model is None:
         copy = options.from_checkpoint.expanduser().absolute()
         options.model = str(copy) if has_tokenizer(copy) else None
-    saved = past.tracked[NAME]
-    _take_over(saved["options"], options, past)
+    saved = past.saved
+    _take_over(_shared(saved, world), options, past)
     if options.keep_store is None and saved.get("keep_store") is True:
         options.keep_store = True
     for name, default in _FREE.items():
         if getattr(options, name, None) is None:
             setattr(options, name, default)
     return options, config or _saved_config(saved, options), past
+
+
+def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
+    """The run's options for so many ranks, which share the batches of a step. Raises ConfigError where they cannot."""
+    values: dict[str, Any] = saved["options"]
+    ranks = saved.get("ranks", 1)
+    batches = values["gradient_accumulation"] * ranks
+    if batches % world.count:
+        raise ConfigError(
+            f"the run that is resumed has {batches} batches a step, which {world} cannot share: start as many ranks as "
+            f"divide {batches}"
+        )
+    return values | {"gradient_accumulation": batches // world.count}
 
 
 def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past) -> None:
@@ -177,27 +202,34 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _past(options: argparse.Namespace, config: SwapConfig | None) -> Past | None:
-    """What the newest generation that can be read says of its run; None when there is nothing to resume."""
+def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[str, Any], int] | None:
+    """What the newest generation that can be read says of its run, as Past has it; None when there is nothing to
+    resume."""
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
-        return Past(checked(copy.body.tracked, copy.directory), copy.manifest.step)
+        return checked(copy.body.tracked, copy.directory)[NAME], copy.manifest.step
     directory = directory_of(options, config)
     if directory is None:
         return None
-    problem = _without_generations(directory.expanduser())
-    for path in generations_in(directory.expanduser()).values():
+    store = store_in(directory.expanduser())
+    problem = _without_generations(store)
+    for path in generations_in(store).values():
         try:
             manifest = read_manifest(path)
             tracked = parse_body(manifest.body, path).tracked
         except ManifestError as error:
             problem = str(error)
             continue
-        return Past(checked(tracked, path), manifest.step)
+        return checked(tracked, path)[NAME], manifest.step
     if options.resume:
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
     return None
+
+
+def store_in(directory: Path) -> Path:
+    """Where in a run's directory the store of rank 0 is."""
+    return rank_path(directory, 0, furthest_in(directory))
 
 
 def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path | None:
@@ -261,5 +293,7 @@ def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapCon
     values = dict(saved["config"])
     if options.resume:
         directory = Path(options.resume).expanduser().absolute()
-        values["nvme"] = values["nvme"] | {"paths": [str(path) for path in members_of(directory)]}
+        store = store_in(directory)
+        parts = members_of(store)
+        values["nvme"] = values["nvme"] | {"paths": [str(p if store == directory else p.parent) for p in parts]}
     return load_config(values)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,8 +29,6 @@ from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 from infinity.units.shared import require_same
 
-_SEVERAL_RANKS = "INFINITY_SEVERAL_RANKS"
-"""Set by the tests of several ranks, which nobody else can train with yet: GPUs and the commands are missing."""
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep")
 """Keys of the swap config that all ranks must have the same values of."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
@@ -205,7 +202,6 @@ def come_together(
 
 def _require_available(config: SwapConfig, device: torch.device) -> None:
     refused = {
-        "training": (_SEVERAL_RANKS not in os.environ, "one process, started without torchrun"),
         "a model on a GPU": (device.type != "cpu", "device='cpu', or one process"),
         f"pins: {config.pins}": (bool(config.pins), "pins: 0"),
     }

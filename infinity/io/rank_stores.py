@@ -11,6 +11,7 @@ from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in
+from infinity.io.manifest import read_header
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
@@ -86,9 +87,25 @@ def _remove_directory(path: Path) -> None:
             path.rmdir()
 
 
-def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> None:
+def stores_of(path: Path, run: str | None = None) -> list[Path]:
+    """Where in one of nvme.paths stores are: of one process that path itself, of ranks a directory of it.
+
+    Args:
+        run: of this run only.
+
+    Raises:
+        SwapIOError: the directory cannot be read.
+        ResumeError: with `run`, a header cannot be read.
+    """
+    return [entry for entry, _ in _stores_in(path) if run is None or read_header(entry / HEADER_NAME).run == run]
+
+
+def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> int:
     """Remove stores of ranks, each given by its directories, and the directories. The manifests of the first store go
     first, durably: from then on the ranks have no generation that could be resumed.
+
+    Returns:
+        The bytes that are freed.
 
     Raises:
         StoreLockedError: a run is using one; nothing was removed.
@@ -103,8 +120,7 @@ def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> None:
                 held.callback(directory.close)
         for directories in every:
             remove_manifests(directories[0])
-        for directories in every:
-            remove_store(directories)
+        return sum(sum(remove_store(directories).values()) for directories in every)
 
 
 def remove_manifests(directory: SwapDirectory) -> None:

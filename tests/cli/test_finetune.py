@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 
 import infinity
 from infinity.base.timeline import CAUSES
-from infinity.cli import finetune
+from infinity.cli import loop
 from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.report import make_report, processors_alone
@@ -146,8 +146,8 @@ def test_a_run_of_one_step_reports_its_whole_update(job: dict[str, Any], monkeyp
         reported.append((after, infinity.statistics(models[-1])))
         return make_report(facts, before, after, *arguments, **options)
 
-    monkeypatch.setattr(finetune, "statistics", counted)
-    monkeypatch.setattr(finetune, "make_report", make)
+    monkeypatch.setattr(loop, "statistics", counted)
+    monkeypatch.setattr(loop, "make_report", make)
     assert run(job | {"--steps": 1}) == 0
     (after, at_the_end), *others = reported
     assert others == []
@@ -388,7 +388,7 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.cli.finetune._Run._step", interrupted)
+    monkeypatch.setattr("infinity.cli.loop.Run._step", interrupted)
     assert run(job) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "out").exists()

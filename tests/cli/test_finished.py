@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from infinity.cli import finetune
+from infinity.cli import finetune, loop
 from infinity.cli.finished import finish
 from infinity.cli.main import main
 from infinity.errors import InfinityError
@@ -107,14 +107,14 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
 
 
 def test_an_interrupted_run_keeps_its_store(short: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = finetune._Run._step
+    made = loop.Run._step
 
     def step(self: Any, number: int, progress: Any) -> None:
         made(self, number, progress)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(finetune._Run, "_step", step)
+        patched.setattr(loop.Run, "_step", step)
         assert run(short) == 130
     assert list(generations_in(tmp_path / "swap")) == [1]
     assert main(["finetune", "--resume", str(tmp_path / "swap")]) == 0

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infinity.cli import finetune
+from infinity.cli import finetune, loop
 from infinity.cli.main import main
 from infinity.cli.output import Output, Saved
 from infinity.errors import ConfigError, InfinityError
@@ -42,13 +42,13 @@ def loads(directory: Path) -> bool:
 
 
 def during_the_run(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    made = finetune._Run.report
+    made = loop.Run.report
 
     def report(self: Any) -> Any:
         act()
         return made(self)
 
-    monkeypatch.setattr(finetune._Run, "report", report)
+    monkeypatch.setattr(loop.Run, "report", report)
 
 
 @pytest.mark.parametrize("kind", ["a file in it", "a file", "a dangling link"])

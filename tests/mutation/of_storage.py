@@ -31,8 +31,8 @@ OF_STORAGE = [
     Mutant(
         "note of an earlier end of the run is not believed",
         "infinity/cli/finished.py",
-        "run == note.run and newest <= note.steps else None",
-        "run == note.run else None",
+        "        return None if of_others or further else note\n",
+        "        return None if of_others else note\n",
         _FINISHED,
     ),
     Mutant(

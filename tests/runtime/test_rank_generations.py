@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from infinity.checkpoint import other_ranks
 from infinity.cli.main import main
 from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
 from infinity.io import durable
-from infinity.io.rank_stores import counts_in, rank_paths
+from infinity.io.rank_stores import counts_in, rank_path, rank_paths
 from infinity.runtime.pins import pin
 from tests import sampling
 from tests.crash.job import kind_of
@@ -33,12 +34,6 @@ pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 NVME = TIERS[3]
 STEPS = 5
 BATCHES = 12
-
-
-@pytest.fixture(autouse=True)
-def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inherited by the ranks."""
-    monkeypatch.setenv("INFINITY_SEVERAL_RANKS", "1")
 
 
 @dataclass(frozen=True)
@@ -359,6 +354,24 @@ def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(tmp_path:
         lives = went_on(str(tmp_path / f"after{ranks}"), config, ranks, STEPS, copy=out)
         assert {life.began for life in lives} == {2}
         require_same(lives, one, ranks)
+
+
+def test_a_store_that_one_rank_lacks_and_one_of_another_run_are_named_on_all_ranks(tmp_path: Path) -> None:
+    folder, other = str(tmp_path / "all"), str(tmp_path / "other")
+    went_on(folder, NVME, 2, 1)
+    shutil.rmtree(rank_path(tmp_path / "all", 1, 2))
+    for told in run(2, resumed, folder):
+        assert "rank 1 has no store there" in told
+    went_on(other, NVME, 2, 1)
+    shutil.copytree(rank_path(tmp_path / "other", 1, 2), rank_path(tmp_path / "all", 1, 2))
+    for told in run(2, resumed, folder):
+        assert "the stores of ranks 0 and 1 are of different runs" in told
+
+
+def resumed(folder: str) -> str:
+    with pytest.raises(ResumeError) as error:
+        infinity.resume(Blocks(torch.float32), NVME | {"commit_every": 1, "nvme": {"paths": [folder]}}, device="cpu")
+    return str(error.value)
 
 
 def test_a_checkpoint_of_one_process_is_not_written_over_by_ranks(tmp_path: Path) -> None:

@@ -19,12 +19,6 @@ from tests.runtime.over_ranks import (
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
 
-@pytest.fixture(autouse=True)
-def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inherited by the ranks."""
-    monkeypatch.setenv("INFINITY_SEVERAL_RANKS", "1")
-
-
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -29,12 +29,6 @@ from tests.runtime.over_ranks import (
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
 
-@pytest.fixture(autouse=True)
-def several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inherited by the ranks."""
-    monkeypatch.setenv("INFINITY_SEVERAL_RANKS", "1")
-
-
 def odd_one(folder: str, how: str) -> Any:
     rank = dist.get_rank()
     odd = rank == 1
@@ -196,16 +190,6 @@ def refused(folder: str) -> None:
 
 def test_what_is_not_there_yet_is_refused(tmp_path: Path) -> None:
     run(2, refused, str(tmp_path))
-
-
-def not_yet(folder: str) -> None:
-    with pytest.raises(NotAvailableError, match="started without torchrun"):
-        offloaded(folder, TIERS[3])
-
-
-def test_several_ranks_are_refused_until_they_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("INFINITY_SEVERAL_RANKS")
-    run(2, not_yet, str(tmp_path))
 
 
 def failing(folder: str) -> Any:

@@ -1,0 +1,8 @@
+"""`python -m infinity …`, for launchers that start modules: as `infinity …`."""
+
+import sys
+
+from infinity.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

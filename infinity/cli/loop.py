@@ -1,0 +1,220 @@
+"""The training loop of `infinity finetune`, and what it records."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import astuple, fields, replace
+from typing import Any
+
+import torch
+
+from infinity.cli import job, limits, tracing
+from infinity.cli.data import PackedData
+from infinity.cli.optimizers import make_optimizer, make_scaler, say_if_slow
+from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
+from infinity.cli.report import Report, make_report
+from infinity.cli.stopping import stop_when_asked
+from infinity.cli.world import World, told
+from infinity.config import SwapConfig
+from infinity.echo import raised
+from infinity.errors import InfinityError, ModelError
+from infinity.runtime.offload import synchronize
+from infinity.runtime.statistics import Statistics, statistics
+from infinity.runtime.track import finish_commit, track
+
+
+class _History:
+    """The facts of all steps of a run, which generations keep as a table."""
+
+    def __init__(self) -> None:
+        self.facts: list[StepFacts] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": torch.tensor([astuple(fact) for fact in self.facts], dtype=torch.float64)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        whole = {"step", "tokens", "read_bytes", "written_bytes"}
+        names = [field.name for field in fields(StepFacts)]
+        for row in state["steps"].tolist():
+            values = {name: int(value) if name in whole else value for name, value in zip(names, row, strict=True)}
+            self.facts.append(StepFacts(**values))
+
+
+class Run:
+    """The training loop and what it records.
+
+    Attributes:
+        model: the model that is trained.
+        durable: whether generations are kept.
+        facts: of every step, including those before a resume.
+        done: number of optimizer steps, including those before a resume.
+    """
+
+    def __init__(
+        self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig, world: World
+    ) -> None:
+        self.model = model
+        self._world = world
+        self.durable = statistics(model).plan.placement.commit_every > 0
+        self._options = options
+        self._promise = (
+            "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
+            if self.durable
+            else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
+        )
+        model.config.use_cache = False
+        self._batches = data.batches(options.batch_size, options.seed, world)
+        self._optim = make_optimizer(
+            options.optimizer,
+            model.parameters(),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            max_grad_norm=options.max_grad_norm or None,
+            seed=options.seed,
+            accumulation_steps=options.gradient_accumulation,
+        )
+        limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        per_step = options.batch_size * options.gradient_accumulation * world.count
+        self._steps = options.steps or max(data.sequences // per_step, 1)
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
+        self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        say_if_slow(model)
+        history = _History()
+        self.facts = history.facts
+        self.done = track(
+            model=model,
+            scheduler=self._scheduler,
+            batches=self._batches,
+            history=history,
+            **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
+            **{job.NAME: job.Job(options, config, world)},
+        )
+        self._before = self.done
+        for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
+            group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
+        if self.done:
+            print(f"resumed after step {self.done} of {self._steps}", flush=True)
+        if options.warmup_steps >= self._steps:
+            print(
+                f"--warmup-steps {options.warmup_steps} are as many as the {self._steps} steps of the run, or more: "
+                "the learning rate never reaches --lr",
+                flush=True,
+            )
+        self._now: Statistics = statistics(model)
+        self._began = self._first = self._now
+        self._measured = time.perf_counter()  # the time of `_now`
+        trace = options.trace if world.speaks else None
+        self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self._steps)
+
+    def _factor(self, step: int) -> float:
+        warmup = self._options.warmup_steps
+        if step < warmup:
+            return float((step + 1) / (warmup + 1))
+        progress = (step - warmup) / max(self._steps - warmup, 1)
+        if self._options.schedule == "linear":
+            return float(1.0 - progress)
+        if self._options.schedule == "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * progress))
+        return 1.0
+
+    def train(self) -> int:
+        """Do all steps. Returns 0, or the exit code if a signal ended the run early."""
+        self._measured = time.perf_counter()
+        with (
+            self._traced,
+            open_progress(self._steps) as progress,
+            stop_when_asked(progress.say, f"stopping after this step; {self._promise}") as stop,
+        ):
+            for step in range(self.done + 1, self._steps + 1):
+                self._traced.before(step)
+                self._step(step, progress)
+                self.done = step
+                # A signal that comes from here on ends the next step.
+                stopping: int = max(told(self.model, "whether to stop", stop.asked))
+                if self._traced.after(step, stopping=bool(stopping)):
+                    progress.say(f"trace of the steps until {step}: {self._options.trace} (open it in ui.perfetto.dev)")
+                    self._measured = time.perf_counter()  # writing the trace is no part of a step
+                if step == self._before + 1:
+                    self._first = self._now  # the first step learns the order of units
+                if stopping:
+                    return stopping
+        return 0
+
+    def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:
+        learning_rate = float(self._optim.param_groups[0]["lr"])
+        parts, tokens = list[float](), 0
+        for _ in range(self._options.gradient_accumulation):
+            batch = next(self._batches)
+            part = self._loss(batch) / self._options.gradient_accumulation
+            self._scaler.scale(part).backward()
+            parts.append(part.item())
+            tokens += batch.numel() * self._world.count
+        loss = self._mean(told(self.model, "the loss", parts))
+        self._update(step, loss, progress)
+        self._optim.zero_grad()
+        self._scheduler.step()
+        now, then = statistics(self.model), self._measured
+        self._measured = time.perf_counter()
+        facts = StepFacts(
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=self._optim.last_grad_norm,
+            seconds=self._measured - then,  # with the end of the earlier step's commit, as in the statistics
+            tokens=tokens,
+            read_bytes=now.read_bytes - self._now.read_bytes,
+            written_bytes=now.written_bytes - self._now.written_bytes,
+        )
+        self._now = now
+        self.facts.append(facts)
+        finish_commit(self.model)  # a step that is shown is durable
+        progress.update(facts)
+
+    def _mean(self, parts: Sequence[Sequence[float]]) -> float:
+        """The loss of a step, from the parts of all ranks: as one process with all their batches adds it up."""
+        return sum((sum(of_ranks) / self._world.count for of_ranks in zip(*parts, strict=True)), 0.0)
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        try:
+            loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        except InfinityError:
+            raise
+        except (IndexError, RuntimeError) as error:  # sequences too long, or too many: only the model knows
+            raise ModelError(
+                f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
+                f"({raised(error)}): give a smaller --sequence-length or --batch-size"
+            ) from error
+        return loss
+
+    def _update(self, step: int, loss: float, progress: PlainProgress | RichProgress) -> None:
+        """The optimizer's step. It is skipped when the loss or a gradient is not finite. If the loss is scaled and a
+        gradient overflowed, the scale is lowered as well."""
+        skipped, scale = self._optim.skipped_steps, self._scaler.get_scale()
+        stay = "the step is skipped and the weights stay as they are"
+        if not math.isfinite(loss):
+            self._optim.skip_next_step(f"the loss is {loss}")
+            progress.say(f"step {step}: the loss is {loss}; {stay}")
+        self._scaler.step(self._optim)
+        self._scaler.update()
+        lower = self._scaler.get_scale()
+        if lower < scale:
+            progress.say(f"step {step}: skipped, a gradient overflowed; the loss scale is {lower:g} now")
+        elif self._optim.skipped_steps > skipped and math.isfinite(loss):
+            progress.say(f"step {step}: a gradient is not finite; {stay}")
+
+    def report(self) -> Report:
+        """The report on the steps of this process. The first step is left out. If there is only one, it is reported,
+        and its update is waited for first; other updates may run beside the next step, and are counted there."""
+        mine = self.facts[self._before :]
+        alone = len(mine) == 1
+        if alone:
+            began = time.perf_counter()
+            synchronize(self.model)
+            mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
+            self._now = statistics(self.model)
+        measured, before = (mine, self._began) if alone else (mine[1:], self._first)
+        losses = [fact.loss for fact in self.facts]
+        return make_report(measured, before, self._now, self._optim.skipped_steps, losses, warm_up=alone)

@@ -1,0 +1,234 @@
+"""`infinity finetune` under torchrun: the ranks share the batches of a step, and end in the bits of one process with
+all of them; whatever one of them cannot do ends all."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from infinity.checkpoint import save
+from infinity.cli import loop, output
+from infinity.cli.main import main
+from infinity.errors import InfinityError
+from infinity.io.directory import FINISHED_NAME
+from infinity.io.rank_stores import counts_in, steps_of
+from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.models import VOCABULARY
+from tests.ranks import workers
+
+Job = dict[str, Any]
+BATCHES = 4
+"""Of a step, over all ranks."""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A small run of one process, whose layers are larger than the smallest slice of a rank."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return named(tmp_path, "one", 1)
+
+
+def named(folder: Path, name: str, ranks: int) -> Job:
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "32MiB", "host": "256MiB"},
+        "nvme": {"paths": [str(folder / f"swap-{name}")]},
+        "commit_every": 1,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    return {
+        "--model": folder / "model",
+        "--data": folder / "text.txt",
+        "--config": folder / f"{name}.yaml",
+        "--output": folder / f"out-{name}",
+        "--steps": 6,
+        "--sequence-length": 16,
+        "--batch-size": 2,
+        "--gradient-accumulation": BATCHES // ranks,
+        "--lr": 3e-3,
+        "--dtype": "fp32",
+    }
+
+
+def on_rank(arguments: list[str], act: str = "", rank: int = -1) -> int:
+    """Args: act: what `rank` does, of those below."""
+    if rank == int(workers.dist.get_rank()):
+        ACTS[act]()
+    return main(arguments)
+
+
+def is_asked_to_stop() -> None:
+    """In the third step; as torchrun does it, where there are several ranks."""
+    step = loop.Run._step
+
+    def stopping(self: Any, number: int, progress: Any) -> None:
+        if number == 3:
+            for _ in range(2 if workers.dist.get_world_size() > 1 else 1):
+                os.kill(os.getpid(), signal.SIGTERM)
+        step(self, number, progress)
+
+    loop.Run._step = stopping  # type: ignore[method-assign]
+
+
+def is_killed() -> None:
+    """In the fifth step."""
+    step = loop.Run._step
+
+    def dying(self: Any, number: int, progress: Any) -> None:
+        if number == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, number, progress)
+
+    loop.Run._step = dying  # type: ignore[method-assign]
+
+
+def has_a_loss_that_is_no_number() -> None:
+    loss = loop.Run._loss
+    seen = []
+
+    def bad(self: Any, batch: Any) -> Any:
+        seen.append(batch)
+        return loss(self, batch) * (float("nan") if len(seen) == 3 else 1.0)
+
+    loop.Run._loss = bad  # type: ignore[method-assign]
+
+
+def cannot_write_the_output() -> None:
+    def full(self: Any, saved: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    output.Output._put_in_place = full  # type: ignore[method-assign]
+
+
+def cannot_save() -> None:
+    def full(*_: Any) -> None:
+        raise InfinityError("no space left")
+
+    save._write = full
+
+
+ACTS = {
+    each.__name__: each
+    for each in (is_asked_to_stop, is_killed, has_a_loss_that_is_no_number, cannot_write_the_output, cannot_save)
+}
+
+
+def arguments_of(job: Job, *flags: str) -> list[str]:
+    return ["finetune", *(str(part) for item in job.items() for part in item), *flags]
+
+
+def curve(folder: Path) -> list[list[str]]:
+    """Step, loss, learning rate and norm."""
+    with (folder / "loss.csv").open() as file:
+        return [row[:4] for row in csv.reader(file)]
+
+
+def require_same(folder: Path, other: str, one: str = "one") -> None:
+    assert curve(folder / f"out-{other}") == curve(folder / f"out-{one}")
+    weights = [(folder / f"out-{name}" / "model.safetensors").read_bytes() for name in (one, other)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_end_in_the_bits_of_one_process_with_their_batches(ranks: int, job: Job, tmp_path: Path) -> None:
+    assert run(job, "--verify-output") == 0
+    assert workers.run(ranks, on_rank, arguments_of(named(tmp_path, "all", ranks), "--verify-output")) == [0] * ranks
+    require_same(tmp_path, "all")
+    assert os.listdir(tmp_path / "swap-all") == [FINISHED_NAME]
+    again = arguments_of(named(tmp_path, "all", ranks), "--resume")
+    assert workers.run(ranks, on_rank, again) == [0] * ranks, "nothing is left to do"
+
+
+def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job, tmp_path: Path, capsys: Any) -> None:
+    assert run(job) == 0
+    begun = arguments_of(named(tmp_path, "all", 2))
+    assert workers.run(2, on_rank, begun, "is_asked_to_stop", 1) == [128 + signal.SIGTERM] * 2
+    store = tmp_path / "swap-all"
+    assert steps_of(store, 2) == {3}
+    resumed = ["finetune", "--resume", str(store)]
+    assert workers.run(3, on_rank, resumed) == [2, 2, 2]
+    assert steps_of(store, 2) == {3}, "3 ranks cannot share 4 batches"
+    assert workers.run(4, on_rank, resumed) == [0] * 4
+    require_same(tmp_path, "all")
+    assert counts_in(store) == []
+
+
+def test_a_run_of_one_process_goes_on_with_ranks_and_back(job: Job, tmp_path: Path) -> None:
+    assert run(job) == 0
+    first = named(tmp_path, "all", 1) | {"--steps": 6}
+    assert workers.run(1, on_rank, arguments_of(first), "is_asked_to_stop", 0) == [128 + signal.SIGTERM]
+    store = tmp_path / "swap-all"
+    assert counts_in(store) == [1]
+    stopped = workers.ended(2, on_rank, ["finetune", "--resume", str(store)], "is_killed", 1)
+    assert [each.exitcode for each in stopped] == [0, -signal.SIGKILL]
+    assert stopped[0].value == 1
+    assert main(["finetune", "--resume", str(store)]) == 0
+    require_same(tmp_path, "all")
+
+
+def test_the_text_need_not_be_given_again_and_must_be_the_same(job: Job, tmp_path: Path) -> None:
+    begun = arguments_of(named(tmp_path, "all", 2), "--keep-store")
+    assert workers.run(2, on_rank, begun) == [0, 0]
+    shutil.rmtree(tmp_path / "out-all")
+    longer = ["finetune", "--resume", str(tmp_path / "swap-all"), "--steps", "7", "--lr", "3e-3"]
+    assert workers.run(2, on_rank, longer) == [0, 0]
+    assert len(curve(tmp_path / "out-all")) == 8
+    assert workers.run(2, on_rank, [*longer[:3], "--lr", "1"]) == [2, 2]
+
+
+def test_a_loss_of_one_rank_that_is_no_number_skips_the_step_of_all(job: Job, tmp_path: Path) -> None:
+    begun = arguments_of(named(tmp_path, "all", 2))
+    assert workers.run(2, on_rank, begun, "has_a_loss_that_is_no_number", 1) == [0, 0]
+    rows = curve(tmp_path / "out-all")
+    assert [row[3] == "nan" for row in rows[1:]] == [False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("act", ["cannot_write_the_output", "cannot_save"])
+def test_an_output_that_cannot_be_written_ends_all_ranks_and_can_be_written_again(
+    act: str, job: Job, tmp_path: Path
+) -> None:
+    assert run(job) == 0
+    codes = workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2)), act, 0)
+    assert codes[0] == 1
+    assert workers.run(2, on_rank, ["finetune", "--resume", str(tmp_path / "swap-all")]) == [0, 0]
+    require_same(tmp_path, "all")
+
+
+def test_torchrun_starts_the_ranks(job: Job, tmp_path: Path) -> None:
+    assert run(job | {"--steps": 2}) == 0
+    begun = arguments_of(named(tmp_path, "all", 2) | {"--steps": 2})
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "infinity",
+    ]
+    done = subprocess.run([*launcher, *begun], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 2/2") == 1, "rank 0 speaks for all"
+    require_same(tmp_path, "all")
