@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from infinity import _native
 from tests.mutation.mutant import Mutant
 from tests.mutation.mutants import MUTANTS
 
@@ -35,9 +36,13 @@ _TIMEOUT_S = 900
 
 
 class Copy:
-    """A copy of the sources in which mutants are made, tried and taken back, one at a time."""
+    """A copy of the sources in which mutants are made, tried and taken back, one at a time.
 
-    def __init__(self, path: Path, cores: int) -> None:
+    Args:
+        builds: mutants of the native core are among them; without any it is that of the checkout.
+    """
+
+    def __init__(self, path: Path, cores: int, *, builds: bool) -> None:
         self.path = path
         self._cores = cores
         for name in ("infinity", "csrc", "tests", "bench", "examples"):
@@ -50,7 +55,10 @@ class Copy:
             "INFINITY_CRASH_KILLS": "20",
             "INFINITY_POWER_IMAGES": "120",
         }
-        self.build()
+        if builds:
+            self.build()
+        else:
+            shutil.copy(_native.__file__, self.path / "infinity")
         self._whole = {path: path.read_bytes() for path in (self.path / "infinity").glob("_native*.so")}
         subprocess.run([sys.executable, "-c", CHECK, str(self.path)], check=True, cwd=self.path, env=self.environment)
 
@@ -123,7 +131,8 @@ def main() -> int:
     jobs = max(1, min(options.jobs, len(chosen)))
     cores = max(1, (os.cpu_count() or 1) // jobs)
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch, ThreadPoolExecutor(jobs) as pool:
-        copies = list(pool.map(lambda index: Copy(Path(scratch) / f"copy{index}", cores), range(jobs)))
+        builds = any(mutant.native for mutant in chosen)
+        copies = list(pool.map(lambda index: Copy(Path(scratch) / f"copy{index}", cores, builds=builds), range(jobs)))
         if not options.trust:
             tests = sorted({test for mutant in chosen for test in mutant.tests if test.startswith("tests/")})
             code, line = copies[0].try_tests("-n", str(jobs), "--dist", "worksteal", *tests)
