@@ -189,12 +189,11 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
     removal can be done again: the files that identify the store go last, and a part that is already gone is no error.
     """
     counts = counts_in(paths[0])
-    for each in (each for count in counts if count > 1 for each in rank_paths(paths[0], count)):
-        if (each / HEADER_NAME).exists():
-            parts = members_of(each) if len(paths) == 1 else [path / each.name for path in paths]
-            freed = sum(path.stat().st_size for part in parts if (path := part / SWAP_NAME).exists())
-            remove_rank_stores([[part for part in parts if part.is_dir()]])
-            _say(f"{each}: {format_bytes(freed)} freed")
+    for count in (count for count in counts if count > 1):
+        there = [each for each in rank_paths(paths[0], count) if (each / HEADER_NAME).exists()]
+        stores = [members_of(each) if len(paths) == 1 else [path / each.name for path in paths] for each in there]
+        freed = remove_rank_stores([part for part in parts if part.is_dir()] for parts in stores)
+        _say(f"{paths[0]}: the stores of {len(there)} of {count} ranks are removed, {format_bytes(freed)} freed")
     if counts and 1 not in counts:
         return 0
     _require_one_store(paths)

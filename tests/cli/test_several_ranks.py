@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -215,9 +216,8 @@ def test_an_output_that_cannot_be_written_ends_all_ranks_and_can_be_written_agai
     require_same(tmp_path, "all")
 
 
-def test_torchrun_starts_the_ranks(job: Job, tmp_path: Path) -> None:
-    assert run(job | {"--steps": 2}) == 0
-    begun = arguments_of(named(tmp_path, "all", 2) | {"--steps": 2})
+def test_torchrun_ends_the_others_when_a_rank_is_killed_and_the_run_goes_on(job: Job, tmp_path: Path) -> None:
+    assert run(job) == 0
     launcher = [
         sys.executable,
         "-m",
@@ -228,7 +228,20 @@ def test_torchrun_starts_the_ranks(job: Job, tmp_path: Path) -> None:
         "-m",
         "infinity",
     ]
-    done = subprocess.run([*launcher, *begun], capture_output=True, text=True, timeout=200)
+    begun = [*launcher, *arguments_of(named(tmp_path, "all", 2))]
+    with subprocess.Popen(begun, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step 1/"):
+            assert process.poll() is None, process.communicate()[1]
+        ranks = psutil.Process(process.pid).children()
+        killed = next(each for each in ranks if each.environ()["RANK"] == "1")
+        killed.kill()
+        process.communicate(timeout=100)
+        assert process.returncode != 0
+    assert [each for each in ranks if each.is_running()] == []
+    assert not (tmp_path / "out-all").exists()
+    resumed = [*launcher, "finetune", "--resume", str(tmp_path / "swap-all")]
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 2/2") == 1, "rank 0 speaks for all"
+    assert done.stdout.count("step 6/6") == 1, "rank 0 speaks for all"
     require_same(tmp_path, "all")
