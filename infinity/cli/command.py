@@ -17,6 +17,10 @@ def command(*arguments: object) -> str:
 
 def _program() -> str:
     called, found = Path(sys.argv[0]), shutil.which("infinity")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 'N')} -m infinity"
+    if called.name == "__main__.py":  # python -m infinity
+        return f"{shlex.quote(sys.executable)} -m infinity"
     if called.name == "main.py":  # python -m
         return f"{shlex.quote(sys.executable)} -m infinity.cli.main"
     if called.name != "infinity" or (found and called.exists() and os.path.samefile(found, called)):

@@ -24,7 +24,7 @@ from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, write_report
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
-from infinity.cli.world import World, before_a_model, follow, joined, lead, meet, told
+from infinity.cli.world import World, follow, joined, lead, meeting, told
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.together import Tell
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, SwapIOError, printable
@@ -42,10 +42,9 @@ def finetune(options: argparse.Namespace) -> int:
         InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
             says where it is.
     """
-    with joined() as world, ExitStack() as held:
-        with before_a_model() as tell:
-            begun = _begin(options, world, tell, held)
-        return 0 if begun is None else _carry_out(begun)
+    with joined() as world, meeting() as tell, ExitStack() as held:
+        begun = _begin(options, world, tell, held)
+        return 0 if begun is None else _carry_out(begun, tell)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     require_ready(config)
     _require_model(options.model, resuming=past is not None)
     tokenizer = load_tokenizer(options.model)
-    torch.manual_seed(options.seed + world.rank)
+    torch.manual_seed((options.seed + world.rank) % 2**64)
     if options.threads:
         torch.set_num_threads(options.threads)
     data = held.enter_context(closing(_read_data(options, tokenizer, disk)))
@@ -90,7 +89,7 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     return _Begun(world, options, config, past is not None, output, tokenizer, data)
 
 
-def _carry_out(begun: _Begun) -> int:
+def _carry_out(begun: _Begun, tell: Tell) -> int:
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     model = _load_model(options, config, resuming=begun.resuming)
     try:
@@ -105,11 +104,8 @@ def _carry_out(begun: _Begun) -> int:
         report = run.report()
         batch = next(data.batches(1, options.seed)) if options.verify_output else None
         if begun.output is None:
-            late = _follow(model, batch)
-            close(model)
-            meet("closing the model")
-            return late or stopped
-        logits, late = _save(begun.output, run, config, begun.tokenizer, report, batch)
+            return _follow(model, batch, tell, stopped)
+        logits, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
     finally:
         close(model)
     print(report.text())
@@ -121,12 +117,15 @@ def _carry_out(begun: _Begun) -> int:
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     elif store is not None:
         finish(config.nvme.paths, store, options.output, run.done)
-    return late or stopped
+    return int(max(tell("the end", late or stopped)))
 
 
-def _follow(model: Any, batch: torch.Tensor | None) -> int:
-    """What rank 0 needs of the others while it writes the result. Returns 0, or the exit code if a signal came
-    meanwhile. Raises PeerError."""
+def _follow(model: Any, batch: torch.Tensor | None, tell: Tell, stopped: int) -> int:
+    """What rank 0 needs of the others until its result is complete. Returns 0, or the exit code if a signal came.
+
+    Raises:
+        PeerError: another rank failed.
+    """
 
     def save(directory: str) -> None:
         try:
@@ -142,7 +141,9 @@ def _follow(model: Any, batch: torch.Tensor | None) -> int:
 
     with stop_when_asked(print, "") as stop:
         follow(model, {"save": save, "commit": lambda: commit(model), "logits": compute})
-    return stop.asked
+        close(model)
+        tell("closing the model", None)
+        return int(max(tell("the end", stopped or stop.asked)))
 
 
 def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
@@ -150,8 +151,10 @@ def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
     made."""
     commits = statistics(model).plan.placement.commits
     print(printable(f"commits: {commits}"), flush=True)
+    if not commits.every:
+        return None
     store = rank_path(config.nvme.paths[0].expanduser(), world.rank, world.count)
-    return header_in(store).header.run if commits.every else None
+    return header_in(store).header.run
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
@@ -182,7 +185,13 @@ def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
 
 
 def _save(
-    output: Output, run: Run, config: SwapConfig, tokenizer: Any, report: Report, batch: torch.Tensor | None
+    output: Output,
+    run: Run,
+    config: SwapConfig,
+    tokenizer: Any,
+    report: Report,
+    batch: torch.Tensor | None,
+    tell: Tell,
 ) -> tuple[torch.Tensor | None, int]:
     """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
 
@@ -201,7 +210,12 @@ def _save(
 
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))
-        save_pretrained(model, directory)
+        try:
+            save_pretrained(model, directory)
+        except PeerError:
+            if not directory.is_dir():
+                raise
+            # The model is complete, and stays: the next thing that takes all ranks says what became of the others.
 
     def write_rest(directory: Path) -> None:
         nonlocal logits
@@ -210,7 +224,7 @@ def _save(
             logits = _logits(model, batch)
         lead(model, "end")
         close(model)
-        meet("closing the model")  # then nobody uses the stores
+        tell("closing the model", None)  # then nobody uses the stores
         tokenizer.save_pretrained(directory)
         write_report(report, run.facts, directory)
 

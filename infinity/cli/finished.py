@@ -118,8 +118,10 @@ def _note_in(directory: Path) -> Finished | None:
     path = directory / FINISHED_NAME
     try:
         note = Finished.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
-        of_others = set(stores_of(directory)) - set(stores_of(directory, note.run))
-        further = [store for store in stores_of(directory) if next(iter(generations_in(store)), 0) > note.steps]
+        newest = {store: next(iter(generations_in(store)), 0) for store in stores_of(directory)}
+        mine = stores_of(directory, note.run)
+        of_others = [store for store in newest if store not in mine and (newest[store] or store == directory)]
+        further = [store for store in newest if newest[store] > note.steps]
         return None if of_others or further else note
     except FileNotFoundError:
         return None

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
-from infinity.io.rank_stores import furthest_in, rank_path
+from infinity.io.rank_stores import furthest_in, rank_path, ranks_said, steps_of
 from infinity.state.records import parse_body
 
 NAME = "finetune"
@@ -120,7 +120,10 @@ def resolve(
         copy = options.from_checkpoint.expanduser().absolute()
         options.model = str(copy) if has_tokenizer(copy) else None
     saved = past.saved
-    _take_over(_shared(saved, world), options, past)
+    ranks = saved.get("ranks", 1)
+    had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
+    as_shared = "" if ranks == world.count else f" for {world}, as {had}"
+    _take_over(_shared(saved, world), options, past, as_shared)
     if options.keep_store is None and saved.get("keep_store") is True:
         options.keep_store = True
     for name, default in _FREE.items():
@@ -142,7 +145,7 @@ def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
     return values | {"gradient_accumulation": batches // world.count}
 
 
-def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past) -> None:
+def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past, shared: str) -> None:
     """The run's options where none are given. Raises ConfigError for one that is given and would change the run."""
     for name in _TRAINING:
         given = _plain(getattr(options, name, None))
@@ -151,8 +154,9 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past) 
             continue
         if given is not None and given != values[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}: leave it out, "
-                "or begin a new run"
+                f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}"
+                + (shared if name == "gradient_accumulation" else "")
+                + ": leave it out, or begin a new run"
             )
         setattr(options, name, values[name])
     for name in _PLACES:
@@ -212,8 +216,9 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
     if directory is None:
         return None
     store = store_in(directory.expanduser())
+    of_all = steps_of(directory.expanduser(), furthest_in(directory.expanduser()))
     problem = _without_generations(store)
-    for path in generations_in(store).values():
+    for path in (path for step, path in generations_in(store).items() if step in of_all):
         try:
             manifest = read_manifest(path)
             tracked = parse_body(manifest.body, path).tracked

@@ -276,7 +276,8 @@ def _fail(error: Exception, code: int) -> int:
         raise error
     memory = isinstance(error, MemoryError | RuntimeError) and not isinstance(error, InfinityError)
     what = f"out of memory: {error}. Use a smaller --batch-size or --sequence-length." if memory else str(error)
-    print(f"error: {one_line(what)}", file=sys.stderr)
+    who = f"rank {os.environ.get('RANK')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    print(f"{who}error: {one_line(what)}", file=sys.stderr)
     return code
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from infinity.coordinator import registry
-from infinity.coordinator.together import Tell, meeting
+from infinity.coordinator import registry, together
+from infinity.coordinator.together import Tell
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.rank_stores import ranks_said
 from infinity.ranks.ranks import rank_and_world
 
-_WAIT_S = 300.0
-"""Seconds that ranks wait for each other while they look at files."""
+_WAIT_S = 24 * 3600.0
+"""Seconds that ranks wait for one that is alive, and reads the text or writes the result. One that died is noticed."""
 
 _LEADING = "what rank 0 is about to do"
 
@@ -49,7 +49,8 @@ ALONE = World()
 
 
 def told(model: nn.Module, what: str, value: Any) -> list[Any]:
-    """What each rank tells, in the order of the ranks; JSON. All ranks call, between steps. Raises PeerError."""
+    """What each rank tells, in the order of the ranks; JSON. All ranks call, outside of forward and backward. Raises
+    PeerError."""
     return registry.coordinator_of(model).meet(what, value)
 
 
@@ -67,15 +68,9 @@ def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
         acts[act](*arguments)
 
 
-def before_a_model() -> AbstractContextManager[Tell]:
+def meeting() -> AbstractContextManager[Tell]:
     """What each rank tells all hear, and an error of one ends all. All ranks call. Raises PeerError."""
-    return meeting(_WAIT_S)
-
-
-def meet(what: str) -> None:
-    """Wait for all ranks, where there is no model. Raises PeerError."""
-    with before_a_model() as tell:
-        tell(what, None)
+    return together.meeting(_WAIT_S)
 
 
 @contextmanager

@@ -119,6 +119,7 @@ def _open(
         raise
     try:
         with together.telling():
+            together.stores_are_open(config.nvme, resume=resume)
             fill(coordinator)
     except BaseException:
         coordinator.close()

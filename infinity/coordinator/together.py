@@ -15,7 +15,8 @@ import torch
 
 from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import NotAvailableError, ResumeError
-from infinity.io.directory import HEADER_NAME
+from infinity.io import durable
+from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.rank_stores import clear_others, rank_path, remove_generations, remove_rank_stores, run_and_steps_in
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
@@ -132,6 +133,17 @@ class Together:
     def _meet(self, what: str) -> None:
         if self.exchange is not None:
             self.exchange.tell(what, None)
+
+    def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
+        """What an earlier run said of its end is not true of the one that has begun here; and where a run goes on, what
+        an interrupted removal has left of stores of other ranks goes. Raises SwapIOError, StoreLockedError."""
+        if not self.is_first:
+            return
+        paths = [path.expanduser().absolute() for path in config.paths]
+        for path in paths if self.exchange is not None else ():
+            durable.remove(path / FINISHED_NAME)
+        if resume:
+            clear_others(paths, self.peers.cut.count, resuming=True)
 
     def require_resumable(self, config: NvmeConfig) -> None:
         """All ranks call.

@@ -48,12 +48,15 @@ def furthest_in(path: Path) -> int:
     return max(steps, key=lambda count: (steps[count], -count), default=1)
 
 
-def clear_others(paths: Iterable[Path], count: int) -> None:
+def clear_others(paths: Iterable[Path], count: int, *, resuming: bool = False) -> None:
     """Remove what runs of another number of ranks left in nvme.paths, where nothing there can be resumed, be it of such
     a run or of as many ranks.
 
+    Args:
+        resuming: a run goes on there, and what can be resumed stays.
+
     Raises:
-        StoreNotEmptyError: something can; nothing was removed.
+        StoreNotEmptyError: something can be resumed; nothing was removed.
         StoreLockedError: a run is using it.
         SwapIOError: it cannot be removed.
     """
@@ -63,6 +66,8 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             if its == count == 1:
                 continue  # the store itself is refused or replaced where it is opened
             if generations_in(entry) or pinned_in(entry):
+                if resuming:
+                    continue
                 raise StoreNotEmptyError(
                     f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: "
                     "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory "

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infinity.checkpoint import save
-from infinity.cli import loop, output
+from infinity.cli import finetune, finished, loop, output
 from infinity.cli.main import main
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
@@ -49,15 +49,15 @@ def job(tmp_path: Path) -> Job:
     return named(tmp_path, "one", 1)
 
 
-def named(folder: Path, name: str, ranks: int) -> Job:
-    config = {
+def named(folder: Path, name: str, ranks: int, **overrides: Any) -> Job:
+    config: dict[str, Any] = {
         "weights": "nvme",
         "optimizer": "nvme",
         "memory": {"device": "32MiB", "host": "256MiB"},
         "nvme": {"paths": [str(folder / f"swap-{name}")]},
         "commit_every": 1,
     }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(config | overrides))
     return {
         "--model": folder / "model",
         "--data": folder / "text.txt",
@@ -129,9 +129,52 @@ def cannot_save() -> None:
     save._write = full
 
 
+def cannot_close() -> None:
+    def fail(model: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    finetune.close = fail
+
+
+def reads_other_text() -> None:
+    read = finetune._read_data
+
+    def other(*arguments: Any) -> Any:
+        data = read(*arguments)
+        data.digest = "another"
+        return data
+
+    finetune._read_data = other
+
+
+def is_killed_before_the_stores_go() -> None:
+    def die(*_: Any) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    finished._remove = die
+
+
+def is_killed_at_once() -> None:
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.Run._step = die  # type: ignore[method-assign]
+
+
 ACTS = {
     each.__name__: each
-    for each in (is_asked_to_stop, is_killed, has_a_loss_that_is_no_number, cannot_write_the_output, cannot_save)
+    for each in (
+        is_asked_to_stop,
+        is_killed,
+        has_a_loss_that_is_no_number,
+        cannot_write_the_output,
+        cannot_save,
+        cannot_close,
+        reads_other_text,
+        is_killed_before_the_stores_go,
+        is_killed_at_once,
+    )
 }
 
 
@@ -188,14 +231,65 @@ def test_a_run_of_one_process_goes_on_with_ranks_and_back(job: Job, tmp_path: Pa
     require_same(tmp_path, "all")
 
 
-def test_the_text_need_not_be_given_again_and_must_be_the_same(job: Job, tmp_path: Path) -> None:
+def test_ranks_that_keep_no_generations_end_in_the_same_bits(job: Job, tmp_path: Path) -> None:
+    assert run(job) == 0
+    in_memory = {"weights": "host", "optimizer": "host", "nvme": {}, "commit_every": 0}
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2, **in_memory), "--verify-output")) == [0, 0]
+    require_same(tmp_path, "all")
+
+
+def test_what_is_said_of_the_end_of_a_run_is_not_believed_of_the_next(job: Job, tmp_path: Path) -> None:
+    store = tmp_path / "swap-all"
+    begun = arguments_of(named(tmp_path, "all", 2))
+    ended = workers.ended(2, on_rank, begun, "is_killed_before_the_stores_go", 0)
+    assert [each.exitcode for each in ended] == [-signal.SIGKILL, 0]
+    assert (store / FINISHED_NAME).exists()
+    assert counts_in(store) == [2]
+    longer = ["finetune", "--resume", str(store), "--steps", "7", "--output", str(tmp_path / "longer")]
+    assert workers.ended(2, on_rank, longer, "is_killed_at_once", 1)[1].exitcode == -signal.SIGKILL
+    assert not (store / FINISHED_NAME).exists()
+    assert workers.run(2, on_rank, ["finetune", "--resume", str(store)]) == [2, 1], "its output is there"
+    assert workers.run(2, on_rank, longer) == [0, 0]
+    assert len(curve(tmp_path / "longer")) == 8
+
+
+def test_what_an_interrupted_removal_left_of_other_ranks_goes_with_the_next_resume(job: Job, tmp_path: Path) -> None:
+    store = tmp_path / "swap-all"
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2), "--keep-store")) == [0, 0]
+    shutil.copytree(store, tmp_path / "aside")
+    longer = ["finetune", "--resume", str(store), "--output", str(tmp_path / "longer"), "--steps"]
+    assert main([*longer, "7"]) == 0
+    for name in ("rank-00000-of-00002", "rank-00001-of-00002"):
+        shutil.copytree(tmp_path / "aside" / name, store / name, ignore=shutil.ignore_patterns("generation-*"))
+    assert counts_in(store) == [1, 2]
+    shutil.rmtree(tmp_path / "longer")
+    assert main([*longer, "8"]) == 0
+    assert counts_in(store) == [1]
+
+
+def test_a_rank_that_reads_other_text_is_noticed(job: Job, tmp_path: Path) -> None:
+    begun = arguments_of(named(tmp_path, "all", 2))
+    assert workers.run(2, on_rank, begun, "reads_other_text", 1) == [2, 2]
+    assert not (tmp_path / "out-all").exists()
+
+
+def test_the_model_is_complete_where_another_rank_fails_after_it_was_saved(job: Job, tmp_path: Path) -> None:
+    begun = arguments_of(named(tmp_path, "all", 2))
+    assert workers.run(2, on_rank, begun, "cannot_close", 1) == [1, 1]
+    (made,) = tmp_path.glob(".out-all-*")
+    AutoModelForCausalLM.from_pretrained(made / "model")
+
+
+def test_a_run_goes_on_with_more_steps_and_no_other_learning_rate(job: Job, tmp_path: Path) -> None:
     begun = arguments_of(named(tmp_path, "all", 2), "--keep-store")
     assert workers.run(2, on_rank, begun) == [0, 0]
     shutil.rmtree(tmp_path / "out-all")
     longer = ["finetune", "--resume", str(tmp_path / "swap-all"), "--steps", "7", "--lr", "3e-3"]
     assert workers.run(2, on_rank, longer) == [0, 0]
     assert len(curve(tmp_path / "out-all")) == 8
-    assert workers.run(2, on_rank, [*longer[:3], "--lr", "1"]) == [2, 2]
+    again = ["finetune", "--resume", str(tmp_path / "swap-all"), "--steps", "8", "--output", str(tmp_path / "more")]
+    assert workers.run(2, on_rank, [*again, "--lr", "1"]) == [2, 2]
+    assert workers.run(2, on_rank, again) == [0, 0]
 
 
 def test_a_loss_of_one_rank_that_is_no_number_skips_the_step_of_all(job: Job, tmp_path: Path) -> None:
