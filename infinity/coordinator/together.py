@@ -17,7 +17,14 @@ from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import NotAvailableError, ResumeError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
-from infinity.io.rank_stores import clear_others, rank_path, remove_generations, remove_rank_stores, run_and_steps_in
+from infinity.io.rank_stores import (
+    clear_leftovers,
+    clear_others,
+    rank_path,
+    remove_generations,
+    remove_rank_stores,
+    run_and_steps_in,
+)
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
@@ -143,7 +150,7 @@ class Together:
         for path in paths if self.exchange is not None else ():
             durable.remove(path / FINISHED_NAME)
         if resume:
-            clear_others(paths, self.peers.cut.count, resuming=True)
+            clear_leftovers(paths, self.peers.cut.count)
 
     def require_resumable(self, config: NvmeConfig) -> None:
         """All ranks call.

@@ -48,12 +48,9 @@ def furthest_in(path: Path) -> int:
     return max(steps, key=lambda count: (steps[count], -count), default=1)
 
 
-def clear_others(paths: Iterable[Path], count: int, *, resuming: bool = False) -> None:
+def clear_others(paths: Iterable[Path], count: int) -> None:
     """Remove what runs of another number of ranks left in nvme.paths, where nothing there can be resumed, be it of such
     a run or of as many ranks.
-
-    Args:
-        resuming: a run goes on there, and what can be resumed stays.
 
     Raises:
         StoreNotEmptyError: something can be resumed; nothing was removed.
@@ -66,8 +63,6 @@ def clear_others(paths: Iterable[Path], count: int, *, resuming: bool = False) -
             if its == count == 1:
                 continue  # the store itself is refused or replaced where it is opened
             if generations_in(entry) or pinned_in(entry):
-                if resuming:
-                    continue
                 raise StoreNotEmptyError(
                     f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: "
                     "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory "
@@ -83,6 +78,25 @@ def clear_others(paths: Iterable[Path], count: int, *, resuming: bool = False) -
         finally:
             directory.close()
         _remove_directory(entry)
+
+
+def clear_leftovers(paths: Sequence[Path], count: int) -> None:
+    """Remove what an interrupted removal left of stores of another number of ranks. What can be resumed stays.
+
+    Args:
+        paths: of nvme.paths all; which generations a store has is known from the first.
+
+    Raises:
+        StoreLockedError: a run is using one.
+        SwapIOError: a file cannot be removed.
+    """
+    first = paths[0]
+    left = [
+        entry.relative_to(first)
+        for entry, its in _stores_in(first)
+        if its != count and not generations_in(entry) and not pinned_in(entry)
+    ]
+    remove_rank_stores([part for path in paths if (part := path / name).is_dir()] for name in left)
 
 
 def _remove_directory(path: Path) -> None:

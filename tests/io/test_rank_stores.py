@@ -10,7 +10,15 @@ from infinity.config import NvmeConfig
 from infinity.errors import StoreLockedError, StoreNotEmptyError
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
-from infinity.io.rank_stores import clear_others, counts_in, rank_path, rank_paths, remove_generations, run_and_steps_in
+from infinity.io.rank_stores import (
+    clear_leftovers,
+    clear_others,
+    counts_in,
+    rank_path,
+    rank_paths,
+    remove_generations,
+    run_and_steps_in,
+)
 from infinity.io.store import Extent, Mode, SwapStore
 from infinity.sizes import PAGE_BYTES
 
@@ -67,6 +75,18 @@ def test_a_generation_of_one_process_is_in_the_way_of_ranks_and_what_it_cannot_r
     clear_others([tmp_path / "b"], 2)
     assert list((tmp_path / "b").iterdir()) == []
     clear_others([tmp_path / "a"], 1)  # which is refused where the store is opened
+
+
+def test_of_other_ranks_only_leftovers_go_with_a_resume(tmp_path: Path) -> None:
+    """Which generations a store on two paths has is said on the first of them only."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    for path in (first, second):
+        left(rank_path(path, 0, 2), "in place")
+        left(rank_path(path, 0, 4), "in place")
+    left(rank_path(first, 0, 3), "generations", step=4)
+    left(rank_path(second, 0, 3), "generations")
+    clear_leftovers([first, second], 4)
+    assert counts_in(first) == counts_in(second) == [3, 4]
 
 
 def test_a_store_that_a_run_uses_is_not_removed(tmp_path: Path) -> None:
