@@ -31,7 +31,7 @@ tokenized = dataset.map(preprocess, batched=True, remove_columns=["text"])
 training_args = TrainingArguments(
     output_dir=os.environ["OUTPUT"],
     max_steps=int(os.environ.get("STEPS", "8")),
-    per_device_train_batch_size=2,
+    per_device_train_batch_size=int(os.environ.get("BATCH", "2")),
     gradient_accumulation_steps=2,
     learning_rate=1e-4,
     lr_scheduler_type="cosine",

@@ -22,7 +22,7 @@ from torch import nn
 from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.coordinator import registry
 from infinity.durable import buffers
-from infinity.errors import ModelError, NotAvailableError
+from infinity.errors import ModelError
 from infinity.runtime.gathered import gathered
 
 Tensors = dict[str, torch.Tensor]
@@ -43,16 +43,21 @@ def save_adapters(model: Any, target: Path) -> None:
 
     Raises:
         ModelError: nothing of it is offloaded; or PEFT makes what it writes of the base model's weights.
-        InfinityError, SwapIOError: as save_pretrained.
+        InfinityError, SwapIOError, PeerError: as save_pretrained.
     """
     roots = [module for module in model.modules() if registry.is_offloaded(module)]
     for root in roots or [model]:
         coordinator = registry.coordinator_of(root)
         coordinator.require_usable()
         coordinator.room.require_untouched()
-        if coordinator.shared is not None:
-            raise NotAvailableError("saving adapters with several ranks is not available yet; use model.state_dict()")
-    with written_aside(target, "saving to") as aside, _with_values(model, roots) as state:
+    with _with_values(model, roots) as state:
+        coordinator.each(
+            f"saving adapters to {target}", lambda: _write(model, target, state) if coordinator.leads else None
+        )
+
+
+def _write(model: Any, target: Path, state: Tensors) -> None:
+    with written_aside(target, "saving to") as aside:
         if (target / "README.md").exists():  # PEFT changes a model card that is there
             shutil.copy(target / "README.md", aside)
         inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it

@@ -17,7 +17,7 @@ from infinity.io import whole
 from infinity.io.engine import open_engine
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
-from infinity.io.rank_stores import furthest_in, rank_path
+from infinity.io.rank_stores import furthest_in, rank_path, steps_in
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
 from infinity.sizes import PAGE_BYTES, round_up
@@ -38,7 +38,7 @@ _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 
 @contextmanager
 def opened(
-    directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None
+    directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None, *, shared: bool = False
 ) -> Iterator[list[SwapStore]]:
     """The store in these directories, open for reading; those of all ranks, where several left theirs there. Nothing on
     disk is changed.
@@ -49,6 +49,7 @@ def opened(
         nvme: how the disks are driven.
         count: of the ranks whose stores are meant, where runs of several numbers of ranks left some; default: of those
             that went furthest.
+        shared: the ranks that hold the stores wait meanwhile.
 
     Raises:
         ResumeError: there is no store, or `directories` are not all of its directories.
@@ -61,7 +62,7 @@ def opened(
     try:
         for paths in stores:
             header = headers_of(paths)[0].header
-            held.append(SwapStore(paths, header.nbytes, engine, mode="read"))
+            held.append(SwapStore(paths, header.nbytes, engine, mode="share" if shared else "read"))
         yield held
     finally:
         engine.close()  # idle before the stores let go of their files
@@ -78,12 +79,13 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
     return [members_of(paths[0]) if len(paths) == 1 else list(paths)]
 
 
-def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digest: str | None = None) -> StoredGeneration:
-    """The newest generation that is whole, the generation of `step`, or the pinned one of `digest`. Every byte of it is
-    read.
+def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = ()) -> StoredGeneration:
+    """The newest generation that is whole, the generation of `step`, or the pinned one of `digests`. Every byte of it
+    is read.
 
     Args:
         stores: of one process, or of each rank of a run, in the order of the ranks.
+        digests: for each store, what names the generation in it.
 
     Raises:
         ResumeError: no generation is whole; says what is wrong with each.
@@ -91,16 +93,18 @@ def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digest: s
     """
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
 
-    def part_of(store: SwapStore, step: int | None) -> StoredPart:
+    def part_of(store: SwapStore, step: int | None, digest: str | None = None) -> StoredPart:
         def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
             part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
             return part, part.extents
 
         return whole.newest_whole(store, memory, step, use, "export", digest)
 
+    if digests:
+        return StoredGeneration([part_of(store, None, digest) for store, digest in zip(stores, digests, strict=True)])
     if len(stores) == 1:
         return StoredGeneration([part_of(stores[0], step)])
-    every = set.intersection(*(set(store.directories[0].generations()) for store in stores))
+    every = set.intersection(*(set(steps_in(store.directories[0].path)) for store in stores))
     problems = []
     for each in sorted(every if step is None else every & {step}, reverse=True):
         try:

@@ -141,8 +141,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     count = _others_in(paths[0], step, tell)
     if count is None:
         return None
-    if count == 1:
-        _require_none_pinned(paths[0])
+    _require_none_pinned(rank_path(paths[0], 0, count))
     generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
     source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank)))
     told = tell("looking for what to go on from", str(source))
@@ -188,6 +187,7 @@ def _require_none_pinned(path: Path) -> None:
     pins = read_pins(path)
     if pins:
         raise ResumeError(
-            f"checkpoint folders pin generations in {path}, and several ranks cannot keep them yet: {said(pins)}. Let "
-            f"them go with `infinity checkpoint unpin {path} --folder FOLDER`, or go on with one process."
+            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: {said(pins)}."
+            f" Let them go with `infinity checkpoint unpin {path} --folder FOLDER`, or go on with as many ranks as "
+            "before."
         )

@@ -6,17 +6,20 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
 
 from infinity.checkpoint.export import copy_bytes, write_copy
-from infinity.checkpoint.generation import newest_whole
+from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened
 from infinity.checkpoint.portable import STATE_NAME
 from infinity.coordinator import pinning, registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
 from infinity.io.pins import Pin, folder_path, remove_marker
+from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,8 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
 
     A run goes on from the copy as from any: infinity.offload_from_checkpoint, load_pretrained(resume=folder).
 
+    Where several ranks train the model, all of them call this, and rank 0 writes, which must see the stores of all.
+
     Returns:
         The folders that hold a portable copy now instead of a pin.
 
@@ -44,18 +49,30 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
     """
     coordinator, place, freed = registry.coordinator_of(model), folder_path(folder), list[Path]()
     kept = pinning.generations_of(coordinator)
-    while not kept.has_free_pin(place):
+    pinning.agree(coordinator)
+    while not all(coordinator.each(f"looking for a free pin for {place}", lambda: kept.has_free_pin(place))):
         oldest = next((pin for pin in kept.pin_list if pin.folder != str(place)), None)
         if oldest is None:
-            kept.require_free_pin(place)
+            coordinator.each(f"looking for a pin of {place}", lambda: kept.require_free_pin(place))
             raise AssertionError("no pin is free, and none is taken")
-        _copy(coordinator, oldest, max_shard_size)
+        _make_portable(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
-    remove_marker(place)
+    coordinator.each(f"beginning {place}", lambda: remove_marker(place) if coordinator.leads else None)
     return freed
 
 
-def _copy(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
+def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
+    what = f"the portable copy of {pin}"
+    digests = coordinator.each(what, lambda: pin.digest)
+    folder = Path(pin.folder)
+    before = folder.stat() if coordinator.leads and folder.is_dir() else None
+    coordinator.led(what, lambda: _copy(coordinator, pin, digests, max_shard_size))
+    pinning.mark_portable(coordinator, folder, COPY_NAME)
+    if before is not None:  # trainers remove the folder with the oldest time first
+        os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:
     folder = Path(pin.folder)
     unpin = f"infinity checkpoint unpin {coordinator.resources.require_store().directories[0].path}"
     if not folder.is_dir():
@@ -64,7 +81,23 @@ def _copy(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
             f"Put the folder back; or, when no process holds the store, `{unpin} --all-gone`; or "
             "infinity.runtime.pins.unpin in this one. Nothing was written."
         )
-    generation = newest_whole([coordinator.resources.require_store()], digest=pin.digest)
+    with _stores_of(coordinator) as stores:
+        _write(newest_whole(stores, digests=digests), pin, folder, max_shard_size)
+
+
+@contextmanager
+def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
+    """The stores of all ranks, for reading."""
+    mine, ranks = coordinator.resources.require_store(), coordinator.world
+    if ranks == 1:
+        yield [mine]
+        return
+    paths = [directory.path.parent for directory in mine.directories]
+    with opened(paths, count=ranks, shared=True) as every:
+        yield every
+
+
+def _write(generation: StoredGeneration, pin: Pin, folder: Path, max_shard_size: str) -> None:
     needed, info = copy_bytes(generation), os.statvfs(folder)
     free = info.f_bavail * info.f_frsize
     if needed > free:
@@ -75,10 +108,7 @@ def _copy(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
         )
     logger.info("all pins are taken: %s becomes a portable copy of %s", pin, format_bytes(needed))
     _remove_unfinished(folder)
-    times = folder.stat()
     write_copy(generation, folder / COPY_NAME, max_shard_size)
-    pinning.mark_portable(coordinator, folder, COPY_NAME)
-    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # trainers remove the folder with the oldest time first
 
 
 def _remove_unfinished(folder: Path) -> None:

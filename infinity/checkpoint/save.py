@@ -17,7 +17,7 @@ from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
-from infinity.errors import InfinityError, ModelError, printable
+from infinity.errors import ModelError, printable
 from infinity.io import durable
 
 logger = logging.getLogger(__name__)
@@ -58,17 +58,17 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     if not coordinator.plan.peers.together:
         _write(model, target, parts, parts.values(), max_shard_size)
         return
-    failed, gathered = "", parts.values()
-    try:
-        if coordinator.plan.peers.cut.index == 0:
-            _write(model, target, parts, gathered, max_shard_size)
-    except InfinityError as error:
-        failed = str(error)
-    for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
-        part.clear()
-    for told in coordinator.meet(f"saving to {target}", failed):
-        if told:
-            raise InfinityError(told)
+
+    def take_part() -> None:
+        gathered = parts.values()
+        try:
+            if coordinator.leads:
+                _write(model, target, parts, gathered, max_shard_size)
+        finally:
+            for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
+                part.clear()
+
+    coordinator.each(f"saving to {target}", take_part)
 
 
 def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:

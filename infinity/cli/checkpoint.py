@@ -192,7 +192,8 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
     for count in (count for count in counts if count > 1):
         there = [each for each in rank_paths(paths[0], count) if (each / HEADER_NAME).exists()]
         stores = [members_of(each) if len(paths) == 1 else [path / each.name for path in paths] for each in there]
-        freed = remove_rank_stores([part for part in parts if part.is_dir()] for parts in stores)
+        parts = ([each for each in places if each.is_dir()] for places in stores)
+        freed = remove_rank_stores(parts, before=lambda path: let_go(path, pinned=pinned))
         _say(f"{paths[0]}: the stores of {len(there)} of {count} ranks are removed, {format_bytes(freed)} freed")
     if counts and 1 not in counts:
         return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from infinity.errors import ConfigError, ManifestError, ResumeError, printable
@@ -11,6 +12,7 @@ from infinity.io.directory import SwapDirectory
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
+from infinity.io.rank_stores import rank_of, stores_of
 
 
 def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> int:
@@ -27,34 +29,42 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
     """
     if not folders and not all_gone:
         raise ConfigError("say which pins go: --folder FOLDER, or --all-gone for the folders that are not there")
-    places = list(paths) if len(paths) > 1 else members_of(paths[0])
-    header = header_in(places[0]).header
-    directory = SwapDirectory(places[0], create=False)
-    try:
-        pins = Pins(places, header.run)
-        pins.load()
-        chosen = [_pin_of(pins, folder) for folder in folders]
-        chosen += [pin for pin in pins.entries if all_gone and is_gone(pin) and pin not in chosen]
-        for pin in chosen:
-            pins.unmark(pin)
-        if chosen:
-            pins.write(pin for pin in pins.entries if pin not in chosen)
-        for pin in chosen:
+    with ExitStack() as held:
+        every = []
+        for entry in stores_of(paths[0]) or paths[:1]:
+            beside = [entry if path == paths[0] else path / entry.relative_to(paths[0]) for path in paths]
+            places = beside if len(beside) > 1 else members_of(entry)
+            directory = SwapDirectory(places[0], create=False)
+            held.callback(directory.close, keep=True)
+            every.append(_pins_in(places))
+            every[-1].load()
+        wanted = set(map(str, map(folder_path, folders)))
+        chosen = {pin.folder: pin for pins in every for pin in pins.entries if _goes(pin, wanted, all_gone=all_gone)}
+        for folder in sorted(wanted - chosen.keys()):
+            there = {pin.folder: pin for pins in every for pin in pins.entries}
+            raise ConfigError(
+                f"{folder} pins no generation in {paths[0]}. Pinned there are: {said(there.values()) or 'none'}."
+            )
+        for pins in every:
+            for pin in (pin for pin in pins.entries if pin.folder in chosen):
+                pins.unmark(pin)
+        for pins in every:
+            if any(pin.folder in chosen for pin in pins.entries):
+                pins.write(pin for pin in pins.entries if pin.folder not in chosen)
+        for pin in chosen.values():
             print(printable(f"unpinned {pin}"))
         if not chosen:
             print("every folder that pins a generation is there: nothing was unpinned")
-    finally:
-        directory.close(keep=True)
     return 0
 
 
-def _pin_of(pins: Pins, folder: Path) -> Pin:
-    found = pins.of(folder_path(folder))
-    if found is None:
-        raise ConfigError(
-            f"{folder} pins no generation in {pins.directory}. Pinned there are: {said(pins.entries) or 'none'}."
-        )
-    return found
+def _pins_in(places: Sequence[Path]) -> Pins:
+    """Raises ResumeError where no store is there."""
+    return Pins(places, header_in(places[0]).header.run, *rank_of(places[0]))
+
+
+def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
+    return pin.folder in folders or (all_gone and is_gone(pin))
 
 
 def pinned_by(path: Path) -> dict[str, str]:
@@ -107,7 +117,6 @@ def let_go(path: Path, *, pinned: bool) -> None:
             "from these folders."
         )
     if there:
-        header = header_in(path).header
-        held = Pins([path], header.run)
+        held = _pins_in([path])
         for pin in there:
             held.unmark(pin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from types import TracebackType
 
@@ -17,30 +18,32 @@ from infinity.runtime.pins import generation_of
 def run(options: argparse.Namespace) -> int:
     """Run the script in this process, as `python SCRIPT ARGS` would; what it raises goes through. The exit code is 2
     where the swap config, its directories, the script or the checkpoint folder cannot be used."""
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format=f"{who}%(message)s")
     try:
         if options.config.suffix == ".py":
             raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")
         config = load_config(options.config)
-        if options.resume is not None:
+        if options.resume is not None and not several:  # the ranks have not met
             generation_of(options.resume, config)
         if not options.script.is_file():
             raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
         require_ready(config)
     except InfinityError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        print(f"{who}error: {one_line(str(error))}", file=sys.stderr)
         return 2
     from infinity.integrations.launcher import launch
 
     try:
         launch(config, options.script, options.arguments, options.resume)
     except Exception as error:
-        _say_it_last(error)
+        _say_it_last(error, who)
         raise
     return 0
 
 
-def _say_it_last(error: BaseException) -> None:
+def _say_it_last(error: BaseException, who: str) -> None:
     """Let the line after the traceback be the message of infinity that is at its bottom, which names the fix."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, InfinityError):
@@ -51,6 +54,6 @@ def _say_it_last(error: BaseException) -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         theirs(kind, value, trace)
-        print(f"error: {message}", file=sys.stderr)
+        print(f"{who}error: {message}", file=sys.stderr)
 
     sys.excepthook = hook

@@ -15,19 +15,22 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source, ingest
 from infinity.coordinator.parts import Optimizer
-from infinity.coordinator.together import Together, come_together
+from infinity.coordinator.together import Together, come_together, meeting
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import ModelError
 from infinity.io.headers import header_in
+from infinity.io.rank_stores import rank_path
 from infinity.plan.frequency import Frequency
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
+from infinity.ranks.ranks import rank_and_world
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
+from infinity.state.shard import Cut
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -162,8 +165,9 @@ def pins_in_store(
     optimizer: OptimizerName,
     accumulation_steps: int | None = None,
 ) -> int:
-    """How many generations can be pinned in the store of a run that is to be resumed, by the store's size. The config's
-    own number where that size is not one of this model with any number of pins: opening the store says so.
+    """How many generations can be pinned in the store of a run that is to be resumed, by the store's size, or by those
+    of all ranks, which all call. The config's own number where that size is not one of this model with any number of
+    pins: opening the store says so.
 
     Raises:
         PlanError, ConfigError, ModelError: as open_coordinator.
@@ -172,11 +176,17 @@ def pins_in_store(
     if not config.commit_every or not config.nvme.paths:
         return config.pins
     found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
-    swap = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True).layout.swap
+    rank, ranks = rank_and_world()
+    peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
+    swap = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True, peers=peers).layout.swap
     copy_bytes = swap.further_copies // config.keep
-    more = header_in(config.nvme.paths[0].expanduser().absolute()).header.nbytes - swap.kept
+    store = rank_path(config.nvme.paths[0].expanduser().absolute(), rank, ranks)
+    more = header_in(store).header.nbytes - swap.kept
     pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
-    return pins if not rest and 0 <= pins <= PINS_MAX else config.pins
+    mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
+    with meeting(config.nvme.deadline_s) as tell:
+        told: list[int] = tell("looking for the room for pins", mine)
+    return max(told)  # a rank that has no slice of a state cannot tell
 
 
 def from_source(source: Source | None) -> Callable[[Coordinator], None]:

@@ -1,19 +1,24 @@
 """Pins of one offloaded model: which of its generations checkpoint folders keep. Each act takes the lock and is
-whole."""
+whole. Several ranks: [Note: a checkpoint folder of several ranks], io/pins.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infinity.base.interrupt import whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ConfigError, InfinityError
-from infinity.io.generations import Generations
+from infinity.errors import ConfigError, InfinityError, ResumeError
+from infinity.io.generations import Generations, begin_folder
+from infinity.io.headers import header_in
+from infinity.io.pins import Marker, read_pins, require_marker, said
+from infinity.io.rank_stores import rank_path, ranks_said
+from infinity.ranks.ranks import rank_and_world
 
 
 @whole
 def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
-    """Make a generation of the states as they are and have `folder` pin it. Returns its step.
+    """Make a generation of the states as they are and have `folder` pin it. All ranks call. Returns its step.
 
     Raises:
         PlanError, InfinityError: as Generations.pin; the first before anything is written.
@@ -22,24 +27,57 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
     with coordinator.locked():
         coordinator.require_usable()
         kept = generations_of(coordinator)
-        kept.require_free_pin(folder)
+        agree(coordinator)
+        coordinator.each(f"looking for a free pin for {folder}", lambda: kept.require_free_pin(folder))
         coordinator.commit()
-        kept.pin(coordinator.steps, folder, into)
+        if coordinator.resources.exchange is None:
+            kept.pin(coordinator.steps, folder, into)
+        else:
+            _pin_together(coordinator, kept, folder, into)
         return coordinator.steps
+
+
+def _pin_together(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
+    """Generations.pin of all ranks: each has its pin before rank 0 writes the marker."""
+
+    def led(act: Callable[[], None]) -> Callable[[], None]:
+        return act if coordinator.leads else lambda: None
+
+    coordinator.each(f"beginning {folder}", led(lambda: begin_folder(folder, into)))
+    digests = coordinator.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
+    coordinator.each(f"finishing {folder}", led(lambda: kept.mark(folder, into, digests)))
+    if into is None:
+        coordinator.each(f"remembering {folder}", lambda: kept.finish(folder))
+
+
+def agree(coordinator: Coordinator) -> None:
+    """Where there are several ranks: what one of them has unpinned, all let go. All ranks call. Raises SwapIOError,
+    PeerError."""
+    if coordinator.resources.exchange is None:
+        return
+    with coordinator.locked():
+        kept = generations_of(coordinator)
+        told = coordinator.meet("comparing the pins", [pin.folder for pin in kept.pin_list])
+        kept.keep_pins(set.intersection(*map(set, told)))
 
 
 @whole
 def unpin(coordinator: Coordinator, folder: Path) -> bool:
-    """Let what `folder` pins go. Returns whether it pinned a generation. Raises as Generations.unpin."""
+    """Let what `folder` pins go. One rank may call alone. Returns whether it pinned a generation. Raises as
+    Generations.unpin."""
     with coordinator.locked():
         return generations_of(coordinator).unpin(folder)
 
 
 @whole
 def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
-    """`folder` has a portable copy now, and needs its generation no more. Raises as Generations.unpin."""
+    """`folder` has a portable copy now, and needs its generation no more. All ranks call. Raises as
+    Generations.unpin."""
     with coordinator.locked():
-        generations_of(coordinator).mark_portable(folder, name)
+        kept = generations_of(coordinator)
+        coordinator.each(f"marking {folder}", lambda: kept.mark_portable(folder, name) if coordinator.leads else None)
+        if not coordinator.leads:
+            kept.unpin(folder)
 
 
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
@@ -67,3 +105,45 @@ def generations_of(coordinator: Coordinator) -> Generations:
     if kept is None:
         raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
     return kept
+
+
+def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
+    """What the marker of a checkpoint folder says, when the swap directory of this rank has what it names.
+
+    Args:
+        place: as folder_path gives it.
+        paths: nvme.paths of the run now; [] for those that the marker names.
+
+    Raises:
+        ResumeError: as infinity.runtime.pins.generation_of.
+    """
+    marker = require_marker(place)
+    if marker.portable is not None:
+        return marker
+    rank, ranks = rank_and_world()
+    if marker.ranks != ranks:
+        raise ResumeError(
+            f"{place} was written by a run of {ranks_said(marker.ranks)}, and this one has {ranks_said(ranks)}. Go on "
+            f"from it with {ranks_said(marker.ranks)}; or begin a new run from its weights, as a model."
+        )
+    directory = rank_path((paths[0] if paths else Path(marker.directories[0])).expanduser().absolute(), rank, ranks)
+    header = header_in(directory).header
+    if header.run != marker.run:
+        raise ResumeError(
+            f"{place} names run {marker.run[:8]}, whose states were in {', '.join(marker.directories)}; {directory} "
+            f"holds run {header.run[:8]}. Set nvme.paths to the swap directory of run {marker.run[:8]}."
+        )
+    pins = read_pins(directory, marker.run)
+    digest = marker.digest_of(rank, ranks)
+    if not any(pin.digest == digest and (directory / pin.manifest_name).exists() for pin in pins):
+        raise ResumeError(
+            f"generation {marker.step}, which {place} names, is not in {directory} any more: it was unpinned. Pinned "
+            f"there are: {said(pins) or 'none'}. The folder's weights are whole: load them as a model, or take another "
+            "folder."
+        )
+    return marker
+
+
+def digest_here(marker: Marker) -> str | None:
+    """Of the generation that a checkpoint folder pins in this rank's store; None where it pins none."""
+    return marker.digest_of(*rank_and_world())

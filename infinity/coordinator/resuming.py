@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from torch import nn
 
@@ -42,12 +42,13 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         raise AssertionError("resuming without generations")
     memory = resources.staging.view()
 
-    def recover(step: int | None) -> Manifest:
-        return generations.recover(memory, step, _check, digest)
+    def recover(step: int | None, pinned_by_all: Collection[str] | None = None) -> Manifest:
+        return generations.recover(memory, step, _check, digest, pinned_by_all)
 
-    manifest = (
-        recover(step) if resources.exchange is None else _recover_together(coordinator, generations, recover, step)
-    )
+    if resources.exchange is None:
+        manifest = recover(step)
+    else:
+        manifest = _recover_together(coordinator, generations, recover, step, pinned=digest is not None)
     expected = facts_of(resources)
     if manifest.facts != expected:
         differ = ", ".join(
@@ -69,30 +70,41 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 
 
 def _recover_together(
-    coordinator: Coordinator, generations: Generations, recover: Callable[[int], Manifest], step: int | None
+    coordinator: Coordinator,
+    generations: Generations,
+    recover: Callable[[int | None, Collection[str]], Manifest],
+    step: int | None,
+    *,
+    pinned: bool,
 ) -> Manifest:
     """Recover the newest generation that is whole on every rank, or that of `step`.
+
+    Args:
+        pinned: recover the one that a checkpoint folder pins, which `recover` knows.
 
     Raises:
         ResumeError: there is none, on all ranks.
         PeerError: another rank failed.
     """
     place = coordinator.resources.require_store().directories[0].path.parent
-    told = coordinator.meet("resuming", generations.found())
-    every = set.intersection(*map(set, told))
+    told = coordinator.meet("resuming", [generations.found(), generations.pins_found()])
+    every = set.intersection(*(set(steps) for steps, _ in told))
+    folders = set.intersection(*(set(pins) for _, pins in told))
     problems = []
-    for each in sorted(every if step is None else every & {step}, reverse=True):
+    wanted: list[int | None] = [*sorted(every if step is None else every & {step}, reverse=True)]
+    for each in [None] if pinned else wanted:
         problem = ""
         try:
-            manifest = recover(each)
+            manifest = recover(each, folders)
         except ResumeError as error:
             if _is_unreadable(error):
                 raise
             problem = str(error)
-        failed = coordinator.meet(f"resuming step {each}", problem)
+        failed = coordinator.meet(f"resuming {'a pinned generation' if each is None else f'step {each}'}", problem)
         if not any(failed):
             return manifest
-        problems += [f"step {each} on rank {rank}: {why}" for rank, why in enumerate(failed) if why]
+        where = "" if each is None else f"step {each} on "
+        problems += [f"{where}rank {rank}: {why}" for rank, why in enumerate(failed) if why]
         logger.warning("%s", problems[-1])
     have = ", ".join(map(str, sorted(every))) or "none"
     raise ResumeError(

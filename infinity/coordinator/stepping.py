@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -14,6 +15,8 @@ from infinity.coordinator.parts import Parts
 from infinity.errors import InfinityError, PeerError, SwapIOError, SwapTimeoutError
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
+
+_SIGN_OF_LIFE_S = 10.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,6 +122,50 @@ class Stepping(Parts):
         PeerError."""
         exchange = self.resources.exchange
         return [told] if exchange is None else exchange.tell(what, told)
+
+    def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
+        """Do something on all ranks, which all call. Returns what `act` returned on each, which JSON can hold. An error
+        of one rank is raised on all, and the ranks can go on.
+
+        Raises:
+            InfinityError: that of `act` here, or one that names the rank where it failed.
+            PeerError: a rank is not there any more, or is at something else.
+        """
+        failed, mine = None, None
+        try:
+            mine = act()
+        except InfinityError as error:
+            if self.resources.exchange is None or isinstance(error, PeerError):
+                raise
+            failed = error
+        told = self.meet(what, [str(failed) if failed is not None else None, mine])
+        if failed is not None:
+            raise failed
+        for rank, (problem, _) in enumerate(told):
+            if problem is not None:
+                raise InfinityError(f"rank {rank}: {problem}")
+        return [found for _, found in told]
+
+    def led(self, what: str, act: Callable[[], None]) -> None:
+        """Have rank 0 do something of its own, which may take longer than ranks wait for each other. All ranks call.
+        Raises as each()."""
+        if self.resources.exchange is None:
+            act()
+            return
+        with ThreadPoolExecutor(1, "infinity-led") as apart:
+            doing = apart.submit(act) if self.leads else None
+
+            def is_done() -> bool:
+                return doing is None or not wait([doing], _SIGN_OF_LIFE_S).not_done
+
+            while not self.meet(what, is_done())[0]:
+                pass
+            self.each(what, lambda: None if doing is None else doing.result())
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process does what is done once for all ranks."""
+        return self.plan.peers.cut.index == 0
 
     @property
     def world(self) -> int:

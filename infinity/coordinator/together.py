@@ -37,7 +37,7 @@ from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 from infinity.units.shared import require_same
 
-_SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep")
+_SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config that all ranks must have the same values of."""
 _MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
 
@@ -215,18 +215,11 @@ def come_together(
     peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world)
     together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
     with together.telling():
-        _require_available(config, device)
+        if device.type != "cpu":
+            raise NotAvailableError(
+                "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
+            )
         return _agreed(together, config, device, optimizer, units, goes_on_from)
-
-
-def _require_available(config: SwapConfig, device: torch.device) -> None:
-    refused = {
-        "a model on a GPU": (device.type != "cpu", "device='cpu', or one process"),
-        f"pins: {config.pins}": (bool(config.pins), "pins: 0"),
-    }
-    for what, (asked, instead) in refused.items():
-        if asked:
-            raise NotAvailableError(f"{what} with several ranks is not available yet; use {instead}")
 
 
 def _agreed(

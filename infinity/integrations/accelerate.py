@@ -20,7 +20,7 @@ from torch import nn
 
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
-from infinity.errors import ConfigError, ResumeError
+from infinity.errors import ResumeError
 from infinity.integrations.folders import Saving, is_at, letting_go, pins_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.run import Run
@@ -45,11 +45,6 @@ def replace_preparing(run: Run, patches: Patches) -> None:
 def _init(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.num_processes > 1:
-            raise ConfigError(
-                f"infinity trains in one process, and accelerate has {self.num_processes}: use accelerate launch "
-                "--num_processes 1, or infinity run without it"
-            )
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
         run.wish(

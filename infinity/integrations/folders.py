@@ -20,6 +20,7 @@ from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.opening import pins_in_store
+from infinity.coordinator.pinning import agree
 from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
@@ -108,9 +109,11 @@ class Saving:
         self._pins = keeps_generations(model)
         if self._pins:
             require_pins(model)
+            agree(registry.coordinator_of(model))
             name_vanished(model)
             for freed in make_room_for_pin(model, folder):
-                logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
+                if registry.coordinator_of(model).leads:
+                    logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
         else:
             logger.warning(
                 "infinity: %s will hold weights and no optimizer states: commit_every is 0, so there are no "
@@ -128,10 +131,15 @@ class Saving:
     def finish(self) -> None:
         """Everything else of the folder is written."""
         if self._pins:
-            if self._folder.exists():
-                sync_tree(self._folder)
+            coordinator = registry.coordinator_of(self._model)
+            coordinator.meet(f"writing {self._folder}", None)  # all ranks have
+            coordinator.each(f"syncing {self._folder}", self._sync if coordinator.leads else lambda: None)
             pin(self._model, self._folder)
             self._pins = False
+
+    def _sync(self) -> None:
+        if self._folder.exists():
+            sync_tree(self._folder)
 
 
 def require_pins(model: nn.Module) -> None:

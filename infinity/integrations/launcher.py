@@ -16,7 +16,6 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
-from infinity.ranks.ranks import require_one_process
 from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
 
 
@@ -39,10 +38,9 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
     infinity's. At its end the models are closed. Args: resume: as launch."""
-    from infinity.integrations import accelerate, folders, models, optimizers, strategy, transformers
+    from infinity.integrations import accelerate, folders, models, optimizers, ranks, strategy, transformers
 
     _require_transformers_5()
-    require_one_process("infinity run")
     _one_device()
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
@@ -51,6 +49,8 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
         with Patches() as patches:
             optimizers.replace_optimizers(run, patches)
             models.replace_loading(run, patches)
+            ranks.replace_ddp(run, patches)
+            ranks.replace_generating(patches)
             accelerate.replace_preparing(run, patches)
             transformers.replace_training(run, patches)
             strategy.replace_strategies(run, patches)

@@ -17,6 +17,7 @@ from infinity.coordinator import registry
 from infinity.durable import rng
 from infinity.errors import ModelError, printable
 from infinity.integrations.patches import Patches
+from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer, defer_in_memory, is_deferred
 from infinity.runtime.offload import move_buffers
@@ -128,11 +129,12 @@ def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: 
     ours = registry.is_offloaded(model) and not is_deferred(model)
     if not ours or args or any(kwargs.get(name) is not None for name in _ONLY_THEIRS):
         return original(model, directory, *args, **kwargs)  # which may call state_dict(), and that gathers
-    if not kwargs.get("is_main_process", True):
+    leads = kwargs.get("is_main_process", True)
+    if not leads and ranks_of(model) == 1:
         return None
     size = kwargs.get("max_shard_size")
     save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
-    if kwargs.get("push_to_hub"):
+    if leads and kwargs.get("push_to_hub"):
         options = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
         model.push_to_hub(kwargs.get("repo_id") or Path(directory).name, **options)  # type: ignore[operator]
     return None

@@ -19,10 +19,12 @@ from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
+from infinity.coordinator.pinning import agree
 from infinity.errors import ModelError, printable
-from infinity.integrations.folders import folders_of, go_on, name_vanished, remove_left
+from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
-from infinity.io.directory import HEADER_NAME, generations_in
+from infinity.io.rank_stores import counts_in, steps_of
+from infinity.ranks.ranks import rank_and_world, require_ranks_met
 from infinity.runtime.anew import take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
@@ -244,6 +246,7 @@ class Run:
         return model in self._evaluated
 
     def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
+        require_ranks_met()
         if self._open():
             gc.collect()  # a model that the script let go may hang in cycles, and its memory with it
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
@@ -268,9 +271,10 @@ class Run:
                 offload(model, config, **how)
         self._offloaded.append(weakref.ref(model))
         self._names.append(name)
-        if config.nvme.paths:
-            paths = [path.expanduser() for path in config.nvme.paths]
-            self._stores.append((weakref.ref(model), registry.coordinator_of(model).run, paths))
+        coordinator = registry.coordinator_of(model)
+        if coordinator.resources.store is not None:
+            paths = [directory.path for directory in coordinator.resources.store.directories]
+            self._stores.append((weakref.ref(model), coordinator.run, paths))
         _say(model, trained=trained)
 
     def optimizer_made(self) -> None:
@@ -402,26 +406,33 @@ class _FirstUse:
 
 
 def _close_what_ended_well(model: nn.Module) -> None:
-    name_vanished(model)
-    folders = folders_of(model)
-    if folders:
-        store = registry.coordinator_of(model).resources.require_store()
+    coordinator = registry.coordinator_of(model)
+    folders: dict[Path, int] = {}
+    if keeps_generations(model) and not coordinator.closed:
+        agree(coordinator)
+        name_vanished(model)
+        folders = folders_of(model)
+    if folders and coordinator.leads:
+        store = coordinator.resources.require_store()
+        place = store.directories[0].path
+        place = place if coordinator.world == 1 else place.parent
         logger.warning(
             "infinity: the store in %s, %s, stays for the checkpoint folders that go on from it: %s. "
             "`infinity checkpoint remove --pinned %s` removes it when none of them is to be resumed",
-            store.directories[0].path,
-            format_bytes(store.nbytes),
+            place,
+            format_bytes(coordinator.world * store.nbytes),
             ", ".join(map(str, folders)),
-            shlex.quote(str(store.directories[0].path)),
+            shlex.quote(str(place)),
         )
     close(model, discard=not folders)
 
 
 def _say_what_is_left(config: SwapConfig) -> None:
     """After a script that failed and a store that was closed."""
+    rank, ranks = rank_and_world()
     first = config.nvme.paths[0].expanduser() if config.nvme.paths else None
-    found = generations_in(first) if first is not None and (first / HEADER_NAME).exists() else {}
-    if found:
+    found = steps_of(first, ranks) if first is not None and ranks in counts_in(first) else set()
+    if found and rank == 0:
         logger.warning(
             "infinity: the script did not end well. Its states after step %d stay in %s: a run goes on from a "
             "checkpoint folder, if the script saved one (resume_from_checkpoint of a Trainer, or infinity run --resume "
@@ -440,12 +451,16 @@ def _frozen(model: nn.Module) -> bool:
 
 
 def _say(model: nn.Module, *, trained: bool) -> None:
-    plan = registry.coordinator_of(model).plan
+    coordinator = registry.coordinator_of(model)
+    plan = coordinator.plan
+    if not coordinator.leads:
+        return
     what = "trained" if trained else "only evaluated, so it has no states"
     logger.warning(
-        "infinity: %s, %s parameters, %s: weights %s, optimizer %s, %s of device and %s of host memory",
+        "infinity: %s, %s parameters%s, %s: weights %s, optimizer %s, %s of device and %s of host memory",
         printable(type(model).__name__),
         f"{plan.layout.numel:,}",
+        f" on each of {coordinator.world} ranks" if coordinator.world > 1 else "",
         what,
         plan.placement.weights.tier,
         plan.placement.optimizer.tier if trained else "none",

@@ -27,6 +27,7 @@ from infinity.integrations.folders import Saving, is_at, keeps_generations, pins
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
+from infinity.ranks.ranks import require_one_process
 from infinity.runtime.deferred import defer_in_memory
 from infinity.runtime.pins import generation_of, unpin
 from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
@@ -73,6 +74,7 @@ class Offloading:
 
     def __init__(self, config: str | Path | Mapping[str, Any] | SwapConfig | None = None, **options: Any) -> None:
         super().__init__(**options)
+        require_one_process("a Lightning Trainer")
         if self.launched is not None and config is not None:
             raise ConfigError(
                 "`infinity run` has a swap config, and InfinityStrategy(config=...) names another: leave one out"

@@ -23,12 +23,13 @@ from transformers import trainer as trainer_module
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.integrations.folders import Saving, letting_go, pins_for, require_pins
 from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
+from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
 
 
@@ -41,6 +42,7 @@ def replace_training(run: Run, patches: Patches) -> None:
     patches.wrap(kind, "get_optimizer_cls_and_kwargs", of.get_optimizer)
     patches.wrap(kind, "_load_from_checkpoint", of.load_from_checkpoint)
     patches.wrap(kind, "_save_checkpoint", of.save_checkpoint)
+    patches.wrap(kind, "_save", of.save)
     patches.wrap(kind, "_finalize_training", of.finalize_training)
 
 
@@ -55,6 +57,11 @@ class _OfTrainer:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
         self._tell(trainer)
+        if trainer.args.load_best_model_at_end and trainer.args.world_size > 1:
+            raise NotAvailableError(
+                "load_best_model_at_end with several ranks is not available yet: leave it out, and take the folder "
+                "that state.best_model_checkpoint names when training has ended"
+            )
         trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
     def _tell(self, trainer: Any) -> None:
@@ -119,6 +126,17 @@ class _OfTrainer:
             original(trainer, model, trial)
         saving.finish()
 
+    def save(
+        self, original: Callable[..., None], trainer: Any, output_dir: str | None = None, state_dict: Any = None
+    ) -> None:
+        """Ranks that write nothing have a part in gathering what rank 0 writes."""
+        if trainer.args.should_save or ranks_of(trainer.model) == 1:
+            original(trainer, output_dir, state_dict)
+        elif hasattr(trainer.model, "save_pretrained"):
+            trainer.model.save_pretrained(output_dir or trainer.args.output_dir, is_main_process=False)
+        elif state_dict is None:
+            trainer.model.state_dict()
+
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with letting_go(trainer.model):
             return original(trainer, *args, **kwargs)
@@ -172,7 +190,7 @@ class TrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         theirs: Any = super()
         with saving_as_infinity():
-            theirs._save(output_dir, state_dict)
+            self._infinity.save(lambda _, *args: theirs._save(*args), self, output_dir, state_dict)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         theirs: Any = super()

@@ -119,14 +119,17 @@ class ReadDirectory(StoreDirectory):
     Readers share the lock, which keeps runs out. A directory without a lock file, such as a copy, is read without a
     lock: should a run begin there meanwhile, the checksums show that what is read has changed.
 
+    Args:
+        shared: the run that holds the lock knows that the directory is read, and leaves alone what is.
+
     Raises:
         StoreLockedError: a run holds it.
         ConfigError: the lock cannot be opened.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
         super().__init__(path)
-        if not os.path.lexists(self.path / LOCK_NAME):
+        if shared or not os.path.lexists(self.path / LOCK_NAME):
             return
         self._lock_fd = self._open_lock(os.O_RDONLY)
         if not self._try_lock(fcntl.LOCK_SH):

@@ -48,16 +48,19 @@ class Generations:
         extents: of all states, in layout order.
         keep: how many generations stay.
         pins: how many more may be pinned. Each extent has keep + pins + 1 copies, or one if its state never changes.
+        rank, ranks: whose store it is, of how many.
     """
 
-    def __init__(self, store: SwapStore, extents: Sequence[Extent], keep: int, pins: int = 0) -> None:
+    def __init__(
+        self, store: SwapStore, extents: Sequence[Extent], keep: int, pins: int = 0, rank: int = 0, ranks: int = 1
+    ) -> None:
         self._store = store
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
         self._kept: dict[int, list[int]] = {}  # by step, oldest first: the copy of each extent
         self._pins_max = pins
-        self._pins = Pins([directory.path for directory in store.directories], store.run)
+        self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
         self._pinned: dict[str, list[int]] = {}  # by digest, pinned or perhaps pinned: the copy of each extent
         self._given_up: list[Path] = []
         self._retires = False  # whether retire() is due
@@ -189,6 +192,7 @@ class Generations:
         step: int | None = None,
         check: Callable[[Manifest], None] = lambda _: None,
         digest: str | None = None,
+        pinned_by_all: Collection[str] | None = None,
     ) -> Manifest:
         """Find the newest generation that is whole, and make its values the newest values of the extents.
 
@@ -200,6 +204,7 @@ class Generations:
             step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
             digest: take the pinned generation of this digest.
+            pinned_by_all: the folders that every rank has a pin of; other pins are let go. None: this process is alone.
 
         Raises:
             NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
@@ -226,7 +231,7 @@ class Generations:
         before = [extent.copy for extent in self._extents]
         try:
             self._pins.load()
-            staying, pinned = self._staying_pins()
+            staying, pinned = self._staying_pins(pinned_by_all)
             manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest)
             self._store.write_rebuilt_headers(self._extents)
             self._keep_with(manifest, found)
@@ -241,7 +246,7 @@ class Generations:
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
-    def _staying_pins(self) -> tuple[list[Pin], dict[str, list[int]]]:
+    def _staying_pins(self, pinned_by_all: Collection[str] | None) -> tuple[list[Pin], dict[str, list[int]]]:
         """The pins that a resumed run keeps, and the copies that they name.
 
         Raises:
@@ -249,7 +254,7 @@ class Generations:
         """
         staying, pinned = list[Pin](), dict[str, list[int]]()
         for pin in self._pins.entries:
-            if self._pins.over(pin):
+            if self._pins.over(pin) or (pinned_by_all is not None and pin.folder not in pinned_by_all):
                 continue
             staying.append(pin)
             path = self._directory.path / pin.manifest_name
@@ -366,7 +371,8 @@ class Generations:
         )
 
     def pin(self, step: int, folder: Path, into: Path | None = None) -> None:
-        """Have a folder pin generation `step`, durably, and write its marker. What it pinned before goes.
+        """Have a folder pin generation `step`, durably, and write its marker: what a process that trains alone does.
+        What the folder pinned before goes.
 
         Args:
             folder: absolute, links resolved (folder_path).
@@ -380,21 +386,54 @@ class Generations:
         """
         self.require_free_pin(folder)
         self.settle()
-        if step not in self._kept:
-            raise ResumeError(f"{self._directory.path} has no generation {step} to pin")
-        marked = into or folder
-        _make(marked)
+        self._require_kept(step)
+        begin_folder(folder, into)
+        self.mark(folder, into, [self.hold(step, folder)])
+        if into is None:
+            self.finish(folder)
+
+    def hold(self, step: int, folder: Path) -> str:
+        """Have a folder pin generation `step`, durably. The folder has no marker (begin_folder). Returns the digest of
+        the generation. Raises as pin()."""
+        self.settle()
+        self._require_kept(step)
         manifest = manifest_bytes(self._directory.generation_path(step))
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
-        remove_marker(folder)
         if new.digest not in self._pinned:
             durable.write_file(self._directory.path / new.manifest_name, [manifest])
         self._pinned[new.digest] = self._kept[step]  # also where writing the pins fails: they may have been written
-        pins = [*(pin for pin in self._pins.entries if pin.folder != new.folder), new]
-        self._write_pins(pins)
-        self._pins.mark(new, marked)
-        if into is None:
-            self._write_pins(pins)  # the folder is finished now
+        self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])
+        return new.digest
+
+    def _require_kept(self, step: int) -> None:
+        if step not in self._kept:
+            raise ResumeError(f"{self._directory.path} has no generation {step} to pin")
+
+    def mark(self, folder: Path, into: Path | None, digests: Sequence[str]) -> None:
+        """Write the marker of a folder that holds a generation. Args: digests: of all ranks' generations. Raises
+        SwapIOError."""
+        self._pins.mark(self._pin_of(folder), into or folder, digests)
+
+    def finish(self, folder: Path) -> None:
+        """Remember that a folder has its marker. Raises SwapIOError."""
+        self._write_pins(self._pins.entries)
+
+    def keep_pins(self, folders: Collection[str]) -> None:
+        """Let the generations of all other folders go: another rank has let them go. Raises SwapIOError."""
+        if any(pin.folder not in folders for pin in self._pins.entries):
+            self.settle()
+            self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
+
+    def pins_found(self) -> list[str]:
+        """The folders that the file of the pins names, before recover(). Raises ManifestError."""
+        self._pins.load()
+        return [pin.folder for pin in self._pins.entries]
+
+    def _pin_of(self, folder: Path) -> Pin:
+        pin = self._pins.of(folder)
+        if pin is None:
+            raise AssertionError(f"{folder} pins nothing")
+        return pin
 
     def unpin(self, folder: Path) -> bool:
         """Let a folder's generation go, durably: its copies may be written again. Returns whether it had one.
@@ -412,10 +451,7 @@ class Generations:
 
     def mark_portable(self, folder: Path, name: str) -> None:
         """A pinned folder holds a portable copy now, in the folder `name`, and needs its generation no more."""
-        pin = self._pins.of(folder)
-        if pin is None:
-            raise AssertionError(f"{folder} pins nothing")
-        self._pins.mark_portable(pin, name)
+        self._pins.mark_portable(self._pin_of(folder), name)
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:
@@ -438,12 +474,20 @@ class _Unsettled:
     manifest: bytes | None
 
 
-def _make(folder: Path) -> None:
-    """Make a folder, durably, unless it is there. Raises InfinityError, SwapIOError."""
-    if folder.is_dir():
-        return
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise InfinityError(f"cannot make the checkpoint folder {folder}: {error.strerror}") from error
-    durable.sync_directory(folder.parent)
+def begin_folder(folder: Path, into: Path | None = None) -> None:
+    """Before a folder pins a generation: an older marker in it goes. It is made, durably, unless it is there.
+
+    Args:
+        into: as Generations.pin.
+
+    Raises:
+        InfinityError, SwapIOError: it cannot be made; its marker cannot be removed.
+    """
+    made = into or folder
+    if not made.is_dir():
+        try:
+            made.mkdir(parents=True)
+        except OSError as error:
+            raise InfinityError(f"cannot make the checkpoint folder {made}: {error.strerror}") from error
+        durable.sync_directory(made.parent)
+    remove_marker(folder)

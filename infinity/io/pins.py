@@ -17,6 +17,12 @@ marker is written. It is unpinned in this order: the marker goes; the pin goes; 
 a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The next resume lets such a pin go
 (`Pins.over`). A folder that is not there at all may be on a disk that is not mounted: its pin stays, unless the folder
 was never finished.
+
+[Note: a checkpoint folder of several ranks]
+Each rank pins a generation of its own store, with the first two files in its own directory; the folder has one marker,
+with the digests of all of them, which rank 0 writes once every rank has its pin. So a folder pins a generation iff
+every rank has the pin. Whichever rank unpins a folder removes the marker; the others let their pins go when the ranks
+next agree, which is before the next pin and on resume (coordinator/pinning.py).
 """
 
 from __future__ import annotations
@@ -98,7 +104,9 @@ class Marker(Record):
     Attributes:
         run: id of the run that wrote the folder.
         step: optimizer steps done.
-        digest: of the generation that the folder pins; None where it holds a portable copy.
+        digest: of the generation that the folder pins; None where it holds a portable copy. Of rank 0, where several
+            ranks trained.
+        digests: of all ranks' generations, where several ranks trained; [] where the folder holds a portable copy.
         portable: the folder in it that holds the portable copy; None where it pins a generation.
         directories: the swap directories of the run, in their order.
     """
@@ -108,8 +116,20 @@ class Marker(Record):
     run: Name
     step: Count
     digest: Digest | None = None
+    digests: Annotated[list[Digest], Field(default_factory=list)]
     portable: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]+\z")] | None = None
     directories: list[Path_]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have the generation that the folder pins."""
+        return len(self.digests) or 1
+
+    def digest_of(self, rank: int, ranks: int) -> str | None:
+        """Of the generation that the folder pins in the store of one of `ranks` ranks; None where it pins none."""
+        if ranks != self.ranks:
+            return None
+        return self.digests[rank] if self.digests else self.digest
 
 
 def folder_path(folder: str | Path) -> Path:
@@ -193,14 +213,16 @@ class Pins:
 
     Args:
         directories: all swap directories of the store.
+        rank, ranks: whose store it is, of how many.
 
     Attributes:
         entries: what the file says, the oldest first.
     """
 
-    def __init__(self, directories: Sequence[Path], run: str) -> None:
+    def __init__(self, directories: Sequence[Path], run: str, rank: int = 0, ranks: int = 1) -> None:
         self._directories = list(directories)
         self._run = run
+        self._rank, self._ranks = rank, ranks
         self.entries: list[Pin] = []
 
     @property
@@ -236,17 +258,24 @@ class Pins:
     def _seen(self, pin: Pin) -> Pin:
         return pin if pin.finished else pin.model_copy(update={"finished": self.holds(pin)})
 
-    def mark(self, pin: Pin, folder: Path) -> None:
-        """Write the marker of a pin into a folder. Raises SwapIOError."""
-        write_marker(folder, self._marker(pin, pin.digest, None))
+    def mark(self, pin: Pin, folder: Path, digests: Sequence[str]) -> None:
+        """Write the marker of a pin into a folder. Args: digests: of all ranks' generations. Raises SwapIOError."""
+        write_marker(folder, self._marker(pin, digests, None))
 
     def mark_portable(self, pin: Pin, name: str) -> None:
         """Write into a pin's folder that it holds a portable copy, in the folder `name`. Raises SwapIOError."""
-        write_marker(Path(pin.folder), self._marker(pin, None, name))
+        write_marker(Path(pin.folder), self._marker(pin, [], name))
 
-    def _marker(self, pin: Pin, digest: str | None, portable: str | None) -> Marker:
-        places = list(map(str, self._directories))
-        return Marker(run=self._run, step=pin.step, digest=digest, portable=portable, directories=places)
+    def _marker(self, pin: Pin, digests: Sequence[str], portable: str | None) -> Marker:
+        own = self._directories if self._ranks == 1 else [path.parent for path in self._directories]
+        return Marker(
+            run=self._run,
+            step=pin.step,
+            digest=digests[0] if digests else None,
+            digests=list(digests) if len(digests) > 1 else [],
+            portable=portable,
+            directories=list(map(str, own)),
+        )
 
     def unmark(self, pin: Pin) -> None:
         """Remove the marker of a pin's folder, unless it is of something else. Raises SwapIOError."""
@@ -259,7 +288,10 @@ class Pins:
             marker = read_marker(Path(pin.folder))
         except ManifestError:
             return False
-        return marker is not None and (marker.run, marker.digest) == (self._run, pin.digest)
+        return marker is not None and self._names(marker, pin)
+
+    def _names(self, marker: Marker, pin: Pin) -> bool:
+        return (marker.run, marker.digest_of(self._rank, self._ranks)) == (self._run, pin.digest)
 
     def over(self, pin: Pin) -> bool:
         """Whether a pin's folder can do without it: a crash left the folder without the marker, or it holds something
@@ -272,7 +304,7 @@ class Pins:
         except ManifestError as error:
             logger.warning("%s: its generation %d stays pinned", error, pin.step)
             return False
-        return marker is None or (marker.run, marker.digest) != (self._run, pin.digest)
+        return marker is None or not self._names(marker, pin)
 
 
 def is_gone(pin: Pin) -> bool:

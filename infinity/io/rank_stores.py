@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in
 from infinity.io.manifest import read_header
+from infinity.io.pins import PINNED
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
@@ -23,6 +24,12 @@ def rank_path(path: Path, rank: int, count: int) -> Path:
 
 def is_rank_path(path: Path) -> bool:
     return bool(_NAME.fullmatch(path.name))
+
+
+def rank_of(path: Path) -> tuple[int, int]:
+    """Which rank of how many has its store in a directory; (0, 1) where it is no directory of a rank."""
+    found = _NAME.fullmatch(path.name)
+    return (int(found[1]), int(found[2])) if found else (0, 1)
 
 
 def rank_paths(path: Path, count: int) -> list[Path]:
@@ -119,9 +126,12 @@ def stores_of(path: Path, run: str | None = None) -> list[Path]:
     return [entry for entry, _ in _stores_in(path) if run is None or read_header(entry / HEADER_NAME).run == run]
 
 
-def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> int:
+def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path], None] = lambda _: None) -> int:
     """Remove stores of ranks, each given by its directories, and the directories. The manifests of the first store go
     first, durably: from then on the ranks have no generation that could be resumed.
+
+    Args:
+        before: called with the first directory of each store, while all are held and before anything is removed.
 
     Returns:
         The bytes that are freed.
@@ -138,6 +148,8 @@ def remove_rank_stores(stores: Iterable[Sequence[Path]]) -> int:
                 held.callback(_remove_directory, directory.path)
                 held.callback(directory.close)
         for directories in every:
+            before(directories[0].path)
+        for directories in every:
             remove_manifests(directories[0])
         return sum(sum(remove_store(directories).values()) for directories in every)
 
@@ -150,12 +162,19 @@ def remove_manifests(directory: SwapDirectory) -> None:
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
-    """The run of a rank's store, and the steps of its manifests; ("", []) where there is none that can be read."""
+    """The run of a rank's store, and the steps of its manifests, those of pinned generations among them; ("", []) where
+    there is none that can be read."""
     try:
         header = header_in(paths[0]).header if paths else None
     except ResumeError:
         header = None
-    return ("", []) if header is None else (header.run, list(generations_in(paths[0])))
+    return ("", []) if header is None else (header.run, steps_in(paths[0]))
+
+
+def steps_in(path: Path) -> list[int]:
+    """The steps of the manifests in a store's first directory, those of pinned generations among them. Raises
+    SwapIOError."""
+    return sorted({int(PINNED.fullmatch(each.name)[1]) for each in pinned_in(path)} | set(generations_in(path)))  # type: ignore[index]
 
 
 def remove_generations(path: Path) -> None:

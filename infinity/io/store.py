@@ -60,7 +60,7 @@ class Extent:
         self.copy = copy
 
 
-Mode = Literal["in place", "generations", "resume", "read"]
+Mode = Literal["in place", "generations", "resume", "read", "share"]
 
 
 class SwapStore:
@@ -73,7 +73,8 @@ class SwapStore:
             resumed.
         checksums: check every page read against what was written.
         mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
-            opens those that are there, to go on with them; "read" opens them and changes nothing on disk.
+            opens those that are there, to go on with them; "read" opens them and changes nothing on disk, and "share"
+            does so while a run that knows it holds them.
         spare_bytes: must be free on the first path besides the swap file, for manifests.
         run: the id of the run that a new store is of; "": a new one.
 
@@ -115,12 +116,12 @@ class SwapStore:
         try:
             held: list[SwapDirectory] = []
             for path in paths:
-                if mode == "read":
-                    self.directories.append(ReadDirectory(path))
+                if mode in ("read", "share"):
+                    self.directories.append(ReadDirectory(path, shared=mode == "share"))
                 else:
                     held.append(SwapDirectory(path, create=mode != "resume"))
                     self.directories.append(held[-1])
-            if mode == "read":
+            if mode in ("read", "share"):
                 self._reopen()
             elif mode == "resume":
                 self._reopen()
@@ -129,7 +130,7 @@ class SwapStore:
                     directory.take_over()
                 if scratch_bytes:
                     self._preallocate()
-            else:
+            elif mode == "generations" or mode == "in place":
                 self._create(held, mode)
             if checksums:
                 self.file.keep_checksums(self._file_bytes)
@@ -363,7 +364,7 @@ class SwapStore:
         """Whether the files stay when the store is closed."""
         if self._mode == "in place":
             return False
-        if self._mode in ("resume", "read"):
+        if self._mode in ("resume", "read", "share"):
             return bool(self._members)
         if self._of_ranks:
             return True  # other ranks may have begun a generation: the header shows that it is of the same run

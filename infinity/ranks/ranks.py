@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from infinity.base.fork import refuse_in_forked_child
 from infinity.base.interrupt import interrupts_deferred
-from infinity.errors import NotAvailableError, PeerError
+from infinity.errors import ConfigError, NotAvailableError, PeerError
 from infinity.ranks.watch import Watch, private
 
 Gathered = Literal["world", "node", "none"]
@@ -41,6 +41,18 @@ def require_one_process(command: str) -> None:
     """Raises NotAvailableError under torchrun: each process would train a model of its own."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise NotAvailableError(f"{command} with several ranks is not available yet: start it without torchrun")
+
+
+def require_ranks_met() -> None:
+    """Raises ConfigError where torchrun started several processes that have made no group: each would train a model of
+    its own."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count != "1" and rank_and_world() == (0, 1):
+        raise ConfigError(
+            f"{count} processes run this script, and they have not met before its model is offloaded. Make the "
+            "Accelerator or the TrainingArguments first, or call torch.distributed.init_process_group; or start the "
+            "script without torchrun"
+        )
 
 
 def rank_and_world() -> tuple[int, int]:

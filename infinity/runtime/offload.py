@@ -19,7 +19,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_source, open_coordinator, plan_for
-from infinity.coordinator.pinning import require_none_pinned
+from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.errors import ConfigError, ModelError, ResumeError
 from infinity.runtime.anew import Resize, remember_handles, remember_readers, take_back
@@ -136,12 +136,13 @@ def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapCon
     marker = generation_of(folder, config)
     if step not in (None, marker.step):
         raise ResumeError(f"{folder} holds step {marker.step}, and step {step} is asked for: leave step= out")
-    if marker.digest is None:
+    digest = digest_here(marker)
+    if digest is None:
         raise ResumeError(
             f"{folder} holds a portable copy of its generation, in {marker.portable}: go on from it with "
             f"infinity.offload_from_checkpoint(model, '{Path(folder) / str(marker.portable)}', config)"
         )
-    return marker.digest
+    return digest
 
 
 def _offload(

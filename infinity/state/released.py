@@ -236,6 +236,7 @@ def _pickle(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, 
 
 def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
     """`.to()` and its like: answered with the parameter itself if nothing would change."""
+    args, kwargs = tuple(map(_without_number, args)), {key: _without_number(value) for key, value in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         converted = func(probe, *args, **kwargs)
@@ -245,6 +246,13 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
         return converted
     other = lender_of(parameter).converted(parameter, converted.dtype, converted.device)
     return _with_values(func, parameter, *args, **kwargs) if other is None else other
+
+
+def _without_number(argument: Any) -> Any:
+    """torch copies what is sent to `cpu:0`, where accelerate puts a rank, although it is on the CPU."""
+    device = torch.device(argument) if isinstance(argument, str) and argument.startswith("cpu:") else argument
+    numbered = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
+    return torch.device("cpu") if numbered else argument
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:

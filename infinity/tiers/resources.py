@@ -81,7 +81,10 @@ class Resources:
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
                 extents = [home.stored() for home in self.homes()]
-                self.generations = Generations(self.store, extents, plan.placement.keep, plan.placement.pins)
+                cut = plan.peers.cut
+                self.generations = Generations(
+                    self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count
+                )
             self.landing: LandingWindow | None = None
             if arena.landing:
                 lease = self.arena.lease(arena.landing, "gradients on their way to the store")

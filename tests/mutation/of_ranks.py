@@ -8,6 +8,7 @@ _SHARED = "tests/units/test_shared.py"
 _SEVERAL = "tests/durable/test_commits.py"
 _STORES = "tests/io/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
+_PINS = "tests/runtime/test_rank_pins.py"
 
 OF_RANKS = [
     Mutant(
@@ -97,5 +98,26 @@ OF_RANKS = [
         "        if without:\n",
         "        if False:\n",
         (_GENERATIONS, "-k", "one_rank_lacks"),
+    ),
+    Mutant(
+        "what one rank unpins all unpin",
+        "infinity/coordinator/pinning.py",
+        "        kept.keep_pins(set.intersection(*map(set, told)))\n",
+        "",
+        (_PINS, "-k", "one_rank_lets_go"),
+    ),
+    Mutant(
+        "a folder is pinned where all ranks pin it",
+        "infinity/io/generations.py",
+        " or (pinned_by_all is not None and pin.folder not in pinned_by_all):\n",
+        ":\n",
+        (_PINS, "-k", "not_all_ranks_have"),
+    ),
+    Mutant(
+        "the marker of a folder names the generations of all ranks",
+        "infinity/io/pins.py",
+        "        return self.digests[rank] if self.digests else self.digest\n",
+        "        return self.digest\n",
+        (_PINS, "-k", "each_folder"),
     ),
 ]

@@ -128,14 +128,14 @@ OF_STORAGE = [
     Mutant(
         "the pin of a folder is durable before its marker",
         "infinity/io/generations.py",
-        "        self._write_pins(pins)\n        self._pins.mark(new, marked)\n",
-        "        self._pins.mark(new, marked)\n        self._write_pins(pins)\n",
+        "        self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])\n",
+        "        self._pins.entries = [*(pin for pin in self._pins.entries if pin.folder != new.folder), new]\n",
         _PINS,
     ),
     Mutant(
         "an older marker goes before a folder pins another generation",
         "infinity/io/generations.py",
-        "        remove_marker(folder)\n",
+        "    remove_marker(folder)\n",
         "",
         _PINS,
     ),
@@ -156,15 +156,15 @@ OF_STORAGE = [
     Mutant(
         "a pin whose folder has no marker is let go",
         "infinity/io/generations.py",
-        "            if self._pins.over(pin):\n                continue\n",
-        "",
+        "            if self._pins.over(pin) or (",
+        "            if (",
         (*_PINS, "tests/runtime/test_pins.py"),
     ),
     Mutant(
         "a folder that is written again does not look resumable meanwhile",
         "infinity/checkpoint/pinned.py",
-        "    remove_marker(place)\n",
-        "",
+        "lambda: remove_marker(place) if",
+        "lambda: None if",
         ("tests/crash/test_pins.py", "tests/checkpoint/test_pinned.py"),
     ),
     Mutant(

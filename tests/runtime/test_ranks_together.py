@@ -177,8 +177,6 @@ def test_all_ranks_save_and_rank_0_writes(tmp_path: Path) -> None:
 
 
 def refused(folder: str) -> None:
-    with pytest.raises(NotAvailableError, match="pins: 0"):
-        offloaded(folder, TIERS[3] | {"commit_every": 1, "pins": 1})
     model = offloaded(folder, TIERS[3])
     with (
         pytest.raises(NotAvailableError, match=r"before infinity\.offload"),
@@ -326,7 +324,7 @@ def unsaved(folder: str) -> Any:
 
 def test_all_hear_why_nothing_was_saved_and_can_go_on(tmp_path: Path) -> None:
     one, other = run(2, unsaved, str(tmp_path))
-    assert one == other
+    assert other == f"rank 0: {one}"
     assert "cannot write to" in one
 
 

@@ -319,6 +319,14 @@ def test_metadata_is_that_of_the_values(reader: Reader) -> None:
         assert isinstance(weight, ReleasedParameter), way
 
 
+def test_a_parameter_stays_where_accelerate_sends_that_of_a_rank(reader: Reader) -> None:
+    """torch makes a copy: for it `cpu:0` is another place than `cpu`."""
+    weight = reader.blocks[5].weight
+    for device in ("cpu:0", torch.device("cpu", 1)):
+        assert weight.to(device) is weight
+        assert weight.to(device=device) is weight
+
+
 def test_storage_of_a_released_parameter_gives_no_address_to_write_to(reader: Reader) -> None:
     with pytest.raises((RuntimeError, BufferError)):
         to_dlpack(reader.blocks[5].weight)

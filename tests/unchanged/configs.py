@@ -23,9 +23,10 @@ def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
     }
 
 
-def write(directory: Path, dtype: str, *, reference: bool) -> Path:
-    """Write the config to a file, with the swap directory beside it."""
+def write(directory: Path, dtype: str, *, reference: bool, ranks: int = 1) -> Path:
+    """Write the config to a file, with the swap directory beside it. Ranks share the memory."""
     path = directory / "swap.yaml"
     memory = (_WITH_REFERENCE if reference else DEVICE_MEMORY)[dtype]
-    path.write_text(json.dumps(evicting(directory / "swap", memory)))
+    mebibytes = ranks * int(memory.removesuffix("MiB"))
+    path.write_text(json.dumps(evicting(directory / "swap", f"{mebibytes}MiB")))
     return path

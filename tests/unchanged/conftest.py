@@ -25,13 +25,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, str], Job]:
     """Plain runs, each made once."""
-    made: dict[tuple[Script, str], Job] = {}
+    made: dict[tuple[Script, str, int, int], Job] = {}
 
-    def run(script: Script, dtype: str) -> Job:
-        if (script, dtype) not in made:
-            job = Job(script, inputs, dtype, tmp_path_factory.mktemp("plain") / script.name)
+    def run(script: Script, dtype: str, ranks: int = 1, batch: int = 2) -> Job:
+        which = script, dtype, ranks, batch
+        if which not in made:
+            output = tmp_path_factory.mktemp("plain") / script.name
+            job = Job(script, inputs, dtype, output, ranks=ranks, batch=batch)
             job.run()
-            made[script, dtype] = job
-        return made[script, dtype]
+            made[which] = job
+        return made[which]
 
     return run

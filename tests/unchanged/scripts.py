@@ -64,6 +64,8 @@ class Job:
         dtype: of the weights.
         output: the directory that the script fills; what it prints goes to `log` beside it.
         config: a swap config; without one the run is plain.
+        ranks: how many processes torchrun starts; 1: no torchrun.
+        batch: sequences of a batch of each, for the script that can be told.
     """
 
     script: Script
@@ -71,6 +73,8 @@ class Job:
     dtype: str
     output: Path
     config: Path | None = None
+    ranks: int = 1
+    batch: int = 2
 
     @property
     def log(self) -> Path:
@@ -113,19 +117,31 @@ class Job:
                 assert time.monotonic() < deadline, f"{self.script} hangs:\n{self._tail()}"
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(0.002)
+            for pid in self._victims(process):
+                os.kill(pid, signal.SIGKILL)
+            process.wait(_WITHIN_S)
         finally:
             process.kill()
             process.wait()
-        assert process.returncode == -signal.SIGKILL, f"{self.script} ended before it was killed"
+        assert process.returncode not in (0, None), f"{self.script} ended before it was killed"
+
+    def _victims(self, process: subprocess.Popen[bytes]) -> list[int]:
+        """Of several ranks one: torchrun ends the others."""
+        if self.ranks == 1:
+            return [process.pid]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        return [int(children.split()[-1])]
 
     def _started(self, resume: int | None) -> subprocess.Popen[bytes]:
         script = str(ROOT / "examples" / "unchanged" / f"{self.script}.py")
-        command = [sys.executable, *self._launcher(resume), script]
+        several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
+        command = [sys.executable, *(several if self.ranks > 1 else []), *self._launcher(resume), script]
         environment = os.environ | {
             "MODEL": str(self.inputs / "checkpoint"),
             "DATA": str(self.inputs / f"{self.script.data}.jsonl"),
             "OUTPUT": str(self.output),
             "STEPS": str(STEPS),
+            "BATCH": str(self.batch),
             "DTYPE": self.dtype,
             "HF_HOME": str(self.inputs / "hf"),
             "HF_HUB_OFFLINE": "1",

@@ -1,0 +1,151 @@
+"""Under `infinity run` a script of several ranks needs no DistributedDataParallel, and may still name it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, TrainingArguments
+
+from infinity.config import load_config
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, NotAvailableError, PeerError
+from infinity.integrations.launcher import installed
+from infinity.integrations.lightning import InfinityStrategy
+from infinity.integrations.ranks import ranks_of
+from infinity.io.rank_stores import counts_in
+from tests.integrations.conftest import Launch
+from tests.integrations.training import trainer
+from tests.ranks.workers import ended, run
+
+pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
+
+RANKS = 2
+IDS = torch.arange(24).reshape(4, 6)
+
+
+def config(root: str) -> Any:
+    return load_config(
+        {
+            "weights": "nvme",
+            "optimizer": "nvme",
+            "memory": {"device": "2MiB", "host": "128MiB"},
+            "nvme": {"paths": [f"{root}/swap"]},
+            "commit_every": 1,
+        }
+    )
+
+
+def by_hand(checkpoint: str, root: str) -> tuple[list[float], int, list[int]]:
+    """A loop of a script that knows DistributedDataParallel."""
+    rank = dist.get_rank()
+    with installed(config(root)):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        assert wrapped is model
+        optim = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+        losses = training(wrapped, optim, IDS[rank::RANKS])
+        ranks = ranks_of(model)
+        model.save_pretrained(f"{root}/saved", is_main_process=rank == 0)
+        other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert isinstance(other, DistributedDataParallel)
+    dist.barrier()
+    return losses, ranks, counts_in(Path(root, "swap"))
+
+
+def training(model: Any, optim: torch.optim.Optimizer, ids: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_loop_with_ddp_trains_as_one_process_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = training(model, torch.optim.AdamW(model.parameters(), lr=1e-3), IDS)
+    told = run(RANKS, by_hand, str(checkpoint), str(tmp_path))
+    assert [sum(each) / RANKS for each in zip(*(losses for losses, _, _ in told), strict=True)] == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert [rest for _, *rest in told] == [[RANKS, []]] * RANKS
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    for mine, theirs in zip(saved.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+class _Until(StoppingCriteria):
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.tokens)
+
+
+def generated(model: Any, rank: int) -> list[list[int]]:
+    """Of different prompts, each rank until it has another number of tokens."""
+    stopping = StoppingCriteriaList([_Until(8 + 6 * rank)])
+    options = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": stopping, "pad_token_id": 0}
+    return model.generate(IDS[rank : rank + 1], **options).tolist()
+
+
+def generating(checkpoint: str, root: str) -> list[list[int]]:
+    with installed(config(root)):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+        first = generated(model, dist.get_rank())
+        assert registry.is_offloaded(model)
+        assert generated(model, dist.get_rank()) == first
+        return first
+
+
+def test_ranks_generate_sequences_of_other_lengths(checkpoint: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    expected = [generated(model, rank) for rank in range(RANKS)]
+    assert len({len(each[0]) for each in expected}) == RANKS
+    assert run(RANKS, generating, str(checkpoint), str(tmp_path)) == expected
+
+
+def failing(checkpoint: str, root: str) -> None:
+    with installed(config(root)):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        training(model, optim, IDS[:2])
+        if dist.get_rank() == 1:
+            raise KeyError("of the script")
+        training(model, optim, IDS[:2])
+
+
+def test_an_error_of_the_script_on_one_rank_ends_the_others(checkpoint: Path, tmp_path: Path) -> None:
+    first, second = ended(RANKS, failing, str(checkpoint), str(tmp_path))
+    assert isinstance(first.error, PeerError)
+    assert "rank 1" in str(first.error)
+    assert "KeyError" in str(first.error)
+    assert isinstance(second.error, KeyError)
+
+
+def test_ranks_that_have_not_met_are_told(checkpoint: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with launch():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        with pytest.raises(ConfigError, match="2 processes run this script, and they have not met"):
+            torch.optim.AdamW(model.parameters())
+
+
+def test_what_takes_one_process_is_refused_at_the_beginning(
+    checkpoint: Path, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    with launch(), pytest.raises(NotAvailableError, match="load_best_model_at_end"):
+        trainer(checkpoint, [{"input_ids": IDS[0], "labels": IDS[0]}] * 8, tmp_path, **options)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotAvailableError, match="Lightning"):
+        InfinityStrategy({"nvme": {"paths": [str(tmp_path)]}})
