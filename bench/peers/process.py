@@ -178,8 +178,9 @@ class Worker(Child):
         timeout_s: float = 600.0,
         threads: int = 0,
         own_session: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        environment = {"OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0)))}
+        environment = {"OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))), **(environment or {})}
         super().__init__(
             name,
             python,

@@ -50,12 +50,18 @@ class Contender:
 
 
 def _memory() -> dict[str, int]:
-    """Current and peak resident bytes of this process."""
+    """Current and peak resident bytes of this process, and its share of them: what processes share counts once."""
     with open("/proc/self/status") as status:
         kib = {
             key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if key.startswith("Vm")
         }
-    return {"rss_bytes": int(kib["VmRSS"]) * 1024, "peak_rss_bytes": int(kib["VmHWM"]) * 1024}
+    with open("/proc/self/smaps_rollup") as rollup:
+        pss = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
+    return {
+        "rss_bytes": int(kib["VmRSS"]) * 1024,
+        "peak_rss_bytes": int(kib["VmHWM"]) * 1024,
+        "pss_bytes": pss * 1024,
+    }
 
 
 def _forget_peak() -> bool:

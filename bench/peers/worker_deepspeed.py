@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, no launcher,
-CPU accelerator."""
+"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, or one of the
+ranks that the driver starts; no launcher, CPU accelerator."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ def _free_port() -> int:
 
 def _prepare_environment() -> None:
     """What the launcher would set; must run before deepspeed is imported."""
-    os.environ.update(
-        RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(_free_port()),
-        DS_ACCELERATOR="cpu",
-        DEEPSPEED_LOG_LEVEL="warning",
-    )
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone, MASTER_PORT=str(_free_port()))
+    os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")
     environment = Path(sys.prefix)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
     os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # ninja, for the ops' build
@@ -56,7 +51,7 @@ def _config(job: Job) -> dict[str, Any]:
     adamw = {"lr": work.lr, "betas": work.betas, "eps": work.eps, "weight_decay": work.weight_decay}
     return {
         "train_micro_batch_size_per_gpu": work.batch,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": work.dtype == "bfloat16"},
         "gradient_clipping": work.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": zero,
@@ -77,7 +72,7 @@ def setup(job: Job) -> Contender:
         # Imported while zero.Init has replaced torch's constructors, it fails on their signatures.
         import torch._dynamo
 
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=getattr(torch, job.workload.dtype)):
             model = job.workload.build_model()
     else:
         model = job.workload.build_model()

@@ -3,6 +3,7 @@ config asks for other moments."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from peers.workload import Job
 def setup(job: Job) -> Contender:
     """Build the model, offload it and make its optimizer. Options: keys of the swap config."""
     work = job.workload
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        torch.distributed.init_process_group("gloo")
     config: dict[str, Any] = {
         "gradients": "host",
         "activations": "recompute" if work.recompute else "keep",

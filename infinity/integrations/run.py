@@ -20,7 +20,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.pinning import agree
-from infinity.errors import ModelError, printable
+from infinity.errors import ModelError, PeerError, printable
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.rank_stores import counts_in, steps_of
@@ -409,7 +409,10 @@ def _close_what_ended_well(model: nn.Module) -> None:
     coordinator = registry.coordinator_of(model)
     folders: dict[Path, int] = {}
     if keeps_generations(model) and not coordinator.closed:
-        agree(coordinator)
+        try:
+            agree(coordinator)
+        except PeerError as error:  # another rank has let its model go already; what is pinned here stays
+            logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
         name_vanished(model)
         folders = folders_of(model)
     if folders and coordinator.leads:

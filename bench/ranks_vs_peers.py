@@ -1,0 +1,149 @@
+#!/usr/bin/env python3
+"""A training step of N ranks of infinity, of DeepSpeed ZeRO-3 (weights and states on NVMe) and of FSDP2 with CPU
+offload, in turns: seconds, and the memory of all ranks together.
+
+    bash bench/peers/setup.sh                                     # once: the peers' own environment
+    python bench/ranks_vs_peers.py --json build/ranks.json
+    python bench/ranks_vs_peers.py --dtype float32 --layers 8     # a processor without AVX-512 takes minutes in bf16
+
+All ranks compute on the CPU with one thread each. A turn is that of bench/step_vs_peers.py (peers/protocol.py); its
+time is that of the slowest rank, its memory the sum of the ranks' proportional set sizes after it, and of their peaks.
+Every round begins with another system. Quote the ratios; single times on a shared machine mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from peers.contenders import setting_of
+from peers.process import BENCH_DIR, Worker
+from peers.report import machine_facts
+from peers.turns import rounds_of, started
+from peers.variants import params_on_nvme
+from peers.workload import Job, Workload
+
+CHECKOUT = BENCH_DIR.parent
+SYSTEMS = ("infinity", "deepspeed", "fsdp2")
+
+
+class Ranks:
+    """The workers of one system, as one worker: each order goes to all of them, and the answers become one."""
+
+    def __init__(self, name: str, workers: Sequence[Worker]) -> None:
+        self.name = name
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(len(workers))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of rank 0."""
+        return self._workers[0].facts
+
+    def start(self) -> None:
+        for worker in self._workers:
+            worker.start()
+
+    def wait_ready(self) -> None:
+        list(self._threads.map(Worker.wait_ready, self._workers))
+
+    def step(self) -> dict[str, Any]:
+        told = list(self._threads.map(Worker.step, self._workers))
+        sums = {name: sum(each[name] for each in told) for name in ("pss_bytes", "peak_rss_bytes", "read_bytes")}
+        loss = statistics.fmean(each["loss"] for each in told)
+        return {"seconds": max(each["seconds"] for each in told), "loss": loss, **sums}
+
+    def stop(self) -> None:
+        list(self._threads.map(Worker.stop, self._workers))
+        self._threads.shutdown()
+
+
+def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argparse.Namespace) -> Ranks:
+    kind, python = name, args.infinity_python
+    options: dict[str, Any] = {}
+    if name == "infinity":
+        setting = setting_of("infinity-nvme-lean")
+        assert setting is not None
+        options = setting.options(workload, None)
+        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)  # which the ranks share
+    elif name == "deepspeed":
+        python, options = args.peers_python, params_on_nvme(workload)
+    directory = "" if name == "fsdp2" else str(swap / name)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        Worker(
+            f"{name}, rank {rank}",
+            python,
+            f"peers.worker_{kind}",
+            Job(workload, directory, options),
+            CHECKOUT / "build" / "bench-logs" / f"{name}-{rank}.log",
+            threads=1,
+            timeout_s=args.time_limit,
+            environment={key: str(value) for key, value in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+        )
+        for rank in range(count)
+    ]
+    return Ranks(name, workers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=256, help="of each rank's one sequence")
+    parser.add_argument("--swap", type=Path, help="a directory on the disk that is measured; default: a temporary one")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for one answer")
+    parser.add_argument("--infinity-python", type=Path, default=Path(sys.executable))
+    parser.add_argument("--peers-python", type=Path, default=CHECKOUT / ".venv-peers" / "bin" / "python")
+    args = parser.parse_args()
+    workload = replace(Workload(), dtype=args.dtype, layers=args.layers, tokens=args.tokens)
+    with tempfile.TemporaryDirectory(dir=args.swap, prefix="ranks-") as swap:
+        systems = [ranks_of(name, args.ranks, workload, Path(swap), args) for name in args.systems.split(",")]
+        with started(systems):
+            rounds = []
+            for each in rounds_of(systems, args.rounds):
+                rounds.append(each)
+                print("  ".join(f"{name} {told['seconds']:.2f} s" for name, told in each.items()), flush=True)
+            facts = {each.name: each.facts for each in systems}
+            machine = machine_facts(Path(swap))
+    rows = {
+        each.name: {
+            key: statistics.median(told[each.name][key] for told in rounds)
+            for key in ("seconds", "pss_bytes", "peak_rss_bytes", "read_bytes", "loss")
+        }
+        for each in systems
+    }
+    first = systems[0].name
+    print(f"\n{args.ranks} ranks, {workload.numel / 1e6:.0f} M parameters, {args.dtype}, {args.tokens} tokens each")
+    print(f"{'':12}{'s/step':>8}{'PSS, GB':>9}{'peak, GB':>10}{'loss':>9}   {first} beside it: time, PSS, peak")
+    for name, row in rows.items():
+        ratios = [rows[first][key] / row[key] for key in ("pss_bytes", "peak_rss_bytes")]
+        paired = statistics.median(told[first]["seconds"] / told[name]["seconds"] for told in rounds)
+        print(
+            f"{name:12}{row['seconds']:8.2f}{row['pss_bytes'] / 1e9:9.2f}{row['peak_rss_bytes'] / 1e9:10.2f}"
+            f"{row['loss']:9.4f}   {paired:.3f}, {ratios[0]:.3f}, {ratios[1]:.3f}"
+        )
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        written = {"ranks": args.ranks, "workload": asdict(workload), "machine": machine, "facts": facts}
+        args.json.write_text(json.dumps(written | {"medians": rows, "rounds": rounds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
