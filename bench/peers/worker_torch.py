@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from peers.protocol import Contender, serve
 from peers.workload import Job
 
 
-def setup(job: Job) -> Contender:
-    """Build the model and its optimizer. Options: those of torch.optim.AdamW that say how to compute."""
+def trained(job: Job, model: Any, numel: int, describes: str) -> Contender:
+    """A model with torch's AdamW. Args: describes: the system, in words."""
     work = job.workload
-    model = work.build_model()
     tokens = work.build_batch()
     optim = torch.optim.AdamW(
         model.parameters(),
@@ -32,12 +33,18 @@ def setup(job: Job) -> Contender:
         return float(loss.detach())
 
     facts = {
-        "numel": sum(parameter.numel() for parameter in model.parameters()),
+        "numel": numel,
         "versions": {"torch": torch.__version__},
         "threads": torch.get_num_threads(),
-        "describes": f"in memory, AdamW({job.options}), {work.dtype} weights and moments, no fp32 master",
+        "describes": f"{describes}, AdamW({job.options}), {work.dtype} weights and moments, no fp32 master",
     }
     return Contender(step, facts=facts)
+
+
+def setup(job: Job) -> Contender:
+    """Build the model and its optimizer. Options: those of torch.optim.AdamW that say how to compute."""
+    model = job.workload.build_model()
+    return trained(job, model, sum(parameter.numel() for parameter in model.parameters()), "in memory")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,7 @@ def save_adapters(model: Any, target: Path) -> None:
         coordinator.require_usable()
         coordinator.room.require_untouched()
     with _with_values(model, roots) as state:
-        coordinator.each(
-            f"saving adapters to {target}", lambda: _write(model, target, state) if coordinator.leads else None
-        )
+        coordinator.once(f"saving adapters to {target}", lambda: _write(model, target, state))
 
 
 def _write(model: Any, target: Path, state: Tensors) -> None:

@@ -57,7 +57,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
             raise AssertionError("no pin is free, and none is taken")
         _make_portable(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
-    coordinator.each(f"beginning {place}", lambda: remove_marker(place) if coordinator.leads else None)
+    coordinator.once(f"beginning {place}", lambda: remove_marker(place))
     return freed
 
 

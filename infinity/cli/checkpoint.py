@@ -24,9 +24,9 @@ from infinity.errors import (
     printable,
 )
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, remove_store
-from infinity.io.headers import header_in, is_there, members_of
+from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
-from infinity.io.rank_stores import counts_in, is_rank_path, rank_paths, remove_rank_stores, steps_of
+from infinity.io.rank_stores import counts_in, is_rank_path, parts_of, rank_paths, remove_rank_stores, steps_of
 from infinity.io.store import SwapStore
 from infinity.io.whole import Damage, extents_of, verify
 from infinity.sizes import format_bytes
@@ -191,9 +191,8 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
     counts = counts_in(paths[0])
     for count in (count for count in counts if count > 1):
         there = [each for each in rank_paths(paths[0], count) if (each / HEADER_NAME).exists()]
-        stores = [members_of(each) if len(paths) == 1 else [path / each.name for path in paths] for each in there]
-        parts = ([each for each in places if each.is_dir()] for places in stores)
-        freed = remove_rank_stores(parts, before=lambda path: let_go(path, pinned=pinned))
+        stores = [[part for part in parts_of(paths, each) if part.is_dir()] for each in there]
+        freed = remove_rank_stores(stores, before=lambda path: let_go(path, pinned=pinned))
         _say(f"{paths[0]}: the stores of {len(there)} of {count} ranks are removed, {format_bytes(freed)} freed")
     if counts and 1 not in counts:
         return 0

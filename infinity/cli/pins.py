@@ -9,10 +9,10 @@ from pathlib import Path
 
 from infinity.errors import ConfigError, ManifestError, ResumeError, printable
 from infinity.io.directory import SwapDirectory
-from infinity.io.headers import header_in, members_of
+from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
-from infinity.io.rank_stores import rank_of, stores_of
+from infinity.io.rank_stores import parts_of, rank_of, stores_of
 
 
 def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> int:
@@ -32,8 +32,7 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
     with ExitStack() as held:
         every = []
         for entry in stores_of(paths[0]) or paths[:1]:
-            beside = [entry if path == paths[0] else path / entry.relative_to(paths[0]) for path in paths]
-            places = beside if len(beside) > 1 else members_of(entry)
+            places = parts_of(paths, entry)
             directory = SwapDirectory(places[0], create=False)
             held.callback(directory.close, keep=True)
             every.append(_pins_in(places))

@@ -3,7 +3,7 @@ whole. Several ranks: [Note: a checkpoint folder of several ranks], io/pins.py."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.base.interrupt import whole
@@ -39,13 +39,9 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
 
 def _pin_together(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
     """Generations.pin of all ranks: each has its pin before rank 0 writes the marker."""
-
-    def led(act: Callable[[], None]) -> Callable[[], None]:
-        return act if coordinator.leads else lambda: None
-
-    coordinator.each(f"beginning {folder}", led(lambda: begin_folder(folder, into)))
+    coordinator.once(f"beginning {folder}", lambda: begin_folder(folder, into))
     digests = coordinator.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
-    coordinator.each(f"finishing {folder}", led(lambda: kept.mark(folder, into, digests)))
+    coordinator.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
     if into is None:
         coordinator.each(f"remembering {folder}", lambda: kept.finish(folder))
 
@@ -75,7 +71,7 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
     Generations.unpin."""
     with coordinator.locked():
         kept = generations_of(coordinator)
-        coordinator.each(f"marking {folder}", lambda: kept.mark_portable(folder, name) if coordinator.leads else None)
+        coordinator.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
         if not coordinator.leads:
             kept.unpin(folder)
 

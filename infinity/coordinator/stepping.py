@@ -146,9 +146,12 @@ class Stepping(Parts):
                 raise InfinityError(f"rank {rank}: {problem}")
         return [found for _, found in told]
 
+    def once(self, what: str, act: Callable[[], None]) -> None:
+        """Have rank 0 do something once for all ranks, which all call. Raises as each()."""
+        self.each(what, act if self.leads else lambda: None)
+
     def led(self, what: str, act: Callable[[], None]) -> None:
-        """Have rank 0 do something of its own, which may take longer than ranks wait for each other. All ranks call.
-        Raises as each()."""
+        """As once(), of what may take longer than ranks wait for each other."""
         if self.resources.exchange is None:
             act()
             return

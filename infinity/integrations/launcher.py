@@ -49,7 +49,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
         with Patches() as patches:
             optimizers.replace_optimizers(run, patches)
             models.replace_loading(run, patches)
-            ranks.replace_ddp(run, patches)
+            ranks.replace_ddp(patches)
             ranks.replace_generating(patches)
             accelerate.replace_preparing(run, patches)
             transformers.replace_training(run, patches)

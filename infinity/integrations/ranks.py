@@ -11,18 +11,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infinity.coordinator import registry
 from infinity.integrations.patches import Patches
-from infinity.integrations.run import Run
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.deferred import is_deferred
 
 
-def replace_ddp(run: Run, patches: Patches) -> None:
+def replace_ddp(patches: Patches) -> None:
     """From now on DistributedDataParallel(model) of a model that is, or is to be, offloaded is that model: its ranks
     share weights and states, and average gradients, without a wrapper. Other models are wrapped as ever."""
 
     class Bypassed(DistributedDataParallel):
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return module if run.models_in(module) or _is_ours(module) else super().__new__(cls)
+            return module if _is_ours(module) else super().__new__(cls)
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
         patches.put(place, "DistributedDataParallel", Bypassed)

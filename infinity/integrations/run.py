@@ -407,14 +407,13 @@ class _FirstUse:
 
 def _close_what_ended_well(model: nn.Module) -> None:
     coordinator = registry.coordinator_of(model)
-    folders: dict[Path, int] = {}
     if keeps_generations(model) and not coordinator.closed:
         try:
             agree(coordinator)
         except PeerError as error:  # another rank has let its model go already; what is pinned here stays
             logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
-        name_vanished(model)
-        folders = folders_of(model)
+    name_vanished(model)
+    folders = folders_of(model)
     if folders and coordinator.leads:
         store = coordinator.resources.require_store()
         place = store.directories[0].path

@@ -10,9 +10,8 @@ from pathlib import Path
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
-from infinity.io.headers import header_in
+from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
-from infinity.io.pins import PINNED
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
@@ -126,6 +125,19 @@ def stores_of(path: Path, run: str | None = None) -> list[Path]:
     return [entry for entry, _ in _stores_in(path) if run is None or read_header(entry / HEADER_NAME).run == run]
 
 
+def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
+    """All directories of a store.
+
+    Args:
+        paths: those that the user names: of nvme.paths all, or the first.
+        store: the store's directory in the first of them, or that path itself.
+
+    Raises:
+        ResumeError: as members_of.
+    """
+    return members_of(store) if len(paths) == 1 else [path / store.relative_to(paths[0]) for path in paths]
+
+
 def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path], None] = lambda _: None) -> int:
     """Remove stores of ranks, each given by its directories, and the directories. The manifests of the first store go
     first, durably: from then on the ranks have no generation that could be resumed.
@@ -174,7 +186,7 @@ def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
 def steps_in(path: Path) -> list[int]:
     """The steps of the manifests in a store's first directory, those of pinned generations among them. Raises
     SwapIOError."""
-    return sorted({int(PINNED.fullmatch(each.name)[1]) for each in pinned_in(path)} | set(generations_in(path)))  # type: ignore[index]
+    return sorted({int(each.name.split("-")[1]) for each in pinned_in(path)} | set(generations_in(path)))
 
 
 def remove_generations(path: Path) -> None:

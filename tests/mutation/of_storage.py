@@ -163,8 +163,8 @@ OF_STORAGE = [
     Mutant(
         "a folder that is written again does not look resumable meanwhile",
         "infinity/checkpoint/pinned.py",
-        "lambda: remove_marker(place) if",
-        "lambda: None if",
+        "lambda: remove_marker(place))",
+        "lambda: None)",
         ("tests/crash/test_pins.py", "tests/checkpoint/test_pinned.py"),
     ),
     Mutant(
