@@ -17,6 +17,7 @@ from infinity.coordinator.stepping import Stepping, transition
 from infinity.errors import InfinityError, NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.state.released import way_out
 from infinity.state.unit import Place
+from infinity.units.shared import SharedGradients
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
@@ -102,6 +103,8 @@ class Coordinator(Stepping):
         self.readers.backward_begins()
         self._forget_cleared()
         self.passes.begin()
+        if self.shared is not None:
+            self.shared.take_completed()  # of a pass that an exception ended
         self.progress.carry_on()
         if self.health.failure is None and not self.health.closed:
             self._speculator.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
@@ -115,6 +118,7 @@ class Coordinator(Stepping):
         with self.health.failing(SwapTimeoutError, PeerError):
             if self.shared is not None:
                 self.shared.left(left)
+                self._landed(self.shared)
             self.gradients.backward_begins(indices, self._staying)
         for index in indices:
             self._bring(self.units[index])
@@ -155,32 +159,38 @@ class Coordinator(Stepping):
         self.health.require_open()
         unit = self.units[place.unit.index]
         with self.health.failing(SwapTimeoutError, PeerError):
-            if unit.update is not None:
-                unit.apply_update()
-                if unit.speculative is not None:
-                    self._speculator.undo_for_a_gradient()
+            if self.shared is None:
+                self._gradients_land(unit.index)
             with self.timeline.stall("gradient", unit.name):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
 
     @transition
     def complete(self, index: int) -> None:
-        """Unit `index` has all its gradients, as far as can be told: they leave the device, its update may begin."""
+        """Unit `index` has all its gradients, as far as can be told: they leave the device, its update may begin. Where
+        there are several ranks it begins once those of all have come (`_landed`)."""
         self.units[index].gradients.send()
-        self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
+        if self.shared is None:
+            self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
+
+    def _landed(self, shared: SharedGradients) -> None:
+        for index in shared.take_completed():
+            self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
         """A backward pass is over, and with `outermost` all those it ran in."""
-        if outermost:
-            self.passes.end()
         left = self.room.hold(())
-        self.gradients.send()
         with self.health.failing(SwapTimeoutError, PeerError):
             if self.shared is not None:
                 self.shared.left(left)
                 if outermost:
                     self.shared.pass_ended()
                     self._show(self.shared.agreement.present)
+                self._landed(self.shared)
+        if outermost:
+            self.passes.end()
+        self.gradients.send()
+        with self.health.failing(SwapTimeoutError, PeerError):
             self.gradients.backward_begins((), ())
         if outermost:
             self.readers.backward_ends()

@@ -17,6 +17,7 @@ from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.plan.plan import Plan
 from infinity.state.released import Lender, released_class
+from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
 from infinity.tiers.gathered import open_pool
 from infinity.tiers.resources import Resources
@@ -70,12 +71,14 @@ class Parts(Lender):
             for name, parameter in named.items()
         }
         self._staying = frozenset(unit.index for unit in units if unit.stays)
-        released, shadows = released_class(self), _open_shadows(units, resources)
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
+        released, shadows = released_class(self), _open_shadows(shards, resources)
         gradients = [UnitGradients(each.unit, open_gradients(each.local, resources)) for each in shards]
         self.shared: SharedGradients | None = None
         if resources.exchange is not None:
-            self.shared = SharedGradients(shards, gradients, resources.exchange, resources.between_ranks)
+            self.shared = SharedGradients(
+                shards, gradients, resources.exchange, resources.between_ranks, self._gradients_land
+            )
         self.gradients = Gradients(gradients, resources.landing) if self.shared is None else self.shared
         self.units = [
             OffloadedUnit(each.unit, each.local, named, homes, of_unit, released, self.timeline, self.health, shadows)
@@ -87,7 +90,16 @@ class Parts(Lender):
         self.speculation = Speculation(resources.plan.placement.updates.overlap)
         self.room = Room(self.units, resources, self.updates, self.timeline, open_pool(resources, shards))
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
-        self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
+        self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress, shards)
+
+    def _gradients_land(self, index: int) -> None:
+        """Gradients of a unit are about to land: no update may read those that are there."""
+        unit = self.units[index]
+        if unit.update is None:
+            return
+        unit.apply_update()
+        if unit.speculative is not None:
+            self._speculator.undo_for_a_gradient()
 
     @property
     def plan(self) -> Plan:
@@ -130,6 +142,6 @@ class Parts(Lender):
         return self._owners[id(parameter)][1]
 
 
-def _open_shadows(units: Sequence[Unit], resources: Resources) -> Shadows:
-    sizes = [units[index].weight_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
+def _open_shadows(shards: Sequence[Shard], resources: Resources) -> Shadows:
+    sizes = [shards[index].local.weight_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
     return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from infinity.coordinator.progress import Progress
 from infinity.durable.commits import Commits
 from infinity.state.request import is_clipped
+from infinity.state.shard import Shard
 from infinity.units.arrivals import Passes
 from infinity.units.speculation import Predictable, Speculation
 from infinity.units.unit import OffloadedUnit
@@ -15,16 +16,28 @@ from infinity.units.updates import Updates
 
 
 class Speculator:
-    """Called under the coordinator's lock."""
+    """Called under the coordinator's lock. Where there are several ranks each speculates for itself: an update contains
+    no collective, and what was begun for nothing is known when the step is decided, together.
+
+    Args:
+        shards: by unit.
+    """
 
     def __init__(
-        self, speculation: Speculation, updates: Updates, passes: Passes, commits: Commits, progress: Progress
+        self,
+        speculation: Speculation,
+        updates: Updates,
+        passes: Passes,
+        commits: Commits,
+        progress: Progress,
+        shards: Sequence[Shard],
     ) -> None:
         self._speculation = speculation
         self._updates = updates
         self._passes = passes
         self._commits = commits
         self._progress = progress
+        self._shards = shards
 
     def complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
         """A unit's gradients are complete, as far as can be told: begin its update, if that seems worth while.
@@ -37,9 +50,10 @@ class Speculator:
             return
         self._progress.carry_on()
         self._progress.finish_commit()  # what the new generation names must not be written to before it is durable
+        self._commits.retire_if_all_have()
         self._progress.settle()
         if self._updates.can_speculate(unit):
-            wanted = optimizer.expected_update(unit.index)
+            wanted = self._shards[unit.index].localize(optimizer.expected_update(unit.index))
             if wanted:
                 self._updates.speculate(unit, wanted, step, committed=self._commits.due(step))
 
@@ -64,6 +78,7 @@ class Speculator:
         if self._passes.is_last(optimizer.accumulation_steps):
             speculates = self._speculation.worth_it
             if speculates:
+                self._commits.retire_if_all_have()
                 self._updates.reclaim_shadows()
             else:
                 self._updates.shadows.lend()

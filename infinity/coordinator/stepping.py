@@ -203,9 +203,8 @@ class Stepping(Parts):
         for index, group_index in sorted(requests):
             by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
         everywhere = [self.units[index] for index in by_unit]
-        if self.shared is not None:
-            mine = {index: self.shards[index].localize(wanted) for index, wanted in by_unit.items()}
-            by_unit = {index: wanted for index, wanted in mine.items() if wanted}
+        mine = {index: self.shards[index].localize(wanted) for index, wanted in by_unit.items()}
+        by_unit = {index: wanted for index, wanted in mine.items() if wanted}
         wrong = self._speculator.wrong(by_unit)
         self.room.end_iteration()
         with self._failing_for_good():

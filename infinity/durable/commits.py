@@ -234,8 +234,11 @@ class Commits:
             raise AssertionError("a commit that was not begun")
         body = commit.body if commit.body is not None else self._body_now(before_forward=False)
         commit.sync.result()
-        make = generations.make if self._resources.exchange is None else generations.prepare
+        exchange = self._resources.exchange
+        make = generations.make if exchange is None else generations.prepare
         make(commit.step, facts_of(self._resources), body)
+        if exchange is not None:
+            exchange.say(commit.step)
 
     # -- several ranks ------------------------------------------------------------------------------------------------
 
@@ -252,6 +255,15 @@ class Commits:
         if generations is not None:
             self._pace.lead(max(every for every, *_ in told))
             generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
+
+    def retire_if_all_have(self) -> None:
+        """Let older generations go before the ranks meet for a step, where all have made the newest, as the headers of
+        their operations say: then updates that speculate have copies to write to."""
+        exchange, generations = self._resources.exchange, self._resources.generations
+        if exchange is None or generations is None or generations.newest is None:
+            return
+        if all(step == generations.newest for step in exchange.heard):
+            generations.retire(generations.steps)
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
         """Args: before_forward: a training forward follows at once."""

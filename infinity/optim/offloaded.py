@@ -79,9 +79,10 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.skipped_steps = 0
         self._skips_in_a_row = 0
         self._skip_reason = ""  # of the next step, given by skip_next_step
-        self._inverse_scale = 1.0  # of the last step that was taken
+        self._inverse_scale = 1.0  # of the last step that was taken; before the first what no loss scale gives
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
+        self._inverse_scale = inverse_of(float(self.coordinator.world))
         self.coordinator.enter(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -50,8 +50,6 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     config = problem.config
     if config.overlap in ("off", "before_forward"):
         return Reserved(UpdateTiming(config.overlap))
-    if problem.limits.shares:
-        return _none("units are cut over ranks")
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
@@ -127,7 +125,7 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
 def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> list[UnitBytes]:
     """The units whose states rest in RAM and whose updates are to speculate, those of the end of the model first."""
     overlap, limits = problem.config.overlap, problem.limits
-    if limits.shares or not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
+    if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
     resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
     return [unit for unit in reversed(resting) if unit.index in gradients.in_ram]

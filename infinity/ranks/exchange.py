@@ -91,9 +91,9 @@ class Ticket:
 class _Begun:
     """An operation whose header was sent, and the headers of all ranks as they arrive."""
 
-    def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks) -> None:
+    def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks, says: int) -> None:
         self.operation, self.ticket, self.index = operation, ticket, index
-        self.header = Header.of(operation, index, ranks.gather, ranks.shard)
+        self.header = Header.of(operation, index, ranks.gather, ranks.shard, says)
         self._arriving = torch.empty(ranks.world * headers.NBYTES, dtype=torch.uint8)
         self.works: list[Work] = []
         if ranks.world > 1:
@@ -117,12 +117,17 @@ class Exchange:
     submitted later, raise it.
 
     It takes `ranks` over: `close` closes them.
+
+    Attributes:
+        heard: what each rank said last (`say`).
     """
 
     # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or is about to be.
 
     def __init__(self, ranks: Ranks) -> None:
         refuse_in_forked_child()
+        self.heard: Sequence[int] = [0] * ranks.world
+        self._says = 0
         self._ranks = ranks
         self._changed = threading.Condition()
         self._queue: deque[tuple[Operation, Ticket]] = deque()
@@ -170,6 +175,10 @@ class Exchange:
     def tell(self, name: str, told: Any) -> list[Any]:
         """As all_gather, of what JSON can hold; `name` says in messages what the ranks are at."""
         return [json.loads(each) for each in self.all_gather(0, name, json.dumps(told, sort_keys=True).encode())]
+
+    def say(self, number: int) -> None:
+        """Tell the other ranks a number by the way, with each operation that begins from now on."""
+        self._says = number
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on. Returns when they can know, or soon after. Does not raise.
@@ -254,7 +263,7 @@ class Exchange:
                 return False
             operation, ticket = self._queue.popleft()
         try:
-            self._begun.append(_Begun(operation, ticket, self._index, self._ranks))
+            self._begun.append(_Begun(operation, ticket, self._index, self._ranks, self._says))
         except RuntimeError as error:
             ticket._finish([], trouble := self._inquire("connection", operation.name, _first_words(error)))
             raise trouble from error
@@ -268,15 +277,20 @@ class Exchange:
             each.wait()
         self.raise_if_broken()
         watch.note(index, _AGREEING, begun.what)
-        told = self._move(begun) if self._ranks.world > 1 else collectives.alone(operation)
+        told = self._move(begun) if self._ranks.world > 1 else self._alone(begun)
         if operation.arrived is not None:
             operation.arrived()
         watch.note(index + 1, _ELSEWHERE, f"work of its own, after {begun.what}")
         begun.ticket._finish(told, None)
 
+    def _alone(self, begun: _Begun) -> list[bytes]:
+        self.heard = [begun.header.says]
+        return collectives.alone(begun.operation)
+
     def _move(self, begun: _Begun) -> list[bytes]:
         self._await(begun.works, begun.what)
         said = begun.headers()
+        self.heard = [header.says for header in said]
         try:
             headers.require_same(said)
             if not headers.sizes_fit(said):

@@ -17,7 +17,7 @@ from infinity.ranks.operations import AllToAll, Gather, Operation
 from infinity.ranks.ranks import Group
 from infinity.ranks.watch import listed
 
-_FORM = struct.Struct("<qqqQQq")
+_FORM = struct.Struct("<qqqQQqq")
 NBYTES = 128
 _ADVICE = (
     "Every rank must run the same modules in the same order; all ranks have to end. Look for what depends on the rank "
@@ -35,6 +35,7 @@ class Header:
         kind: 0 a gather, 1 an exchange, 2 control.
         sent, received: digests of the sizes; of control the length of the payload, and 0.
         leader: the first of the ranks that share what is gathered.
+        says: what the rank tells the others by the way (Exchange.say); not compared.
         name: of the subject, cut.
     """
 
@@ -44,10 +45,11 @@ class Header:
     sent: int
     received: int
     leader: int
+    says: int
     name: str
 
     @classmethod
-    def of(cls, operation: Operation, index: int, gather: Group, shard: Group) -> Header:
+    def of(cls, operation: Operation, index: int, gather: Group, shard: Group, says: int = 0) -> Header:
         moved = operation.collective
         if isinstance(moved, Gather):
             sizes = 0, _digest(tuple(moved.slices)), 0, gather.ranks[0]
@@ -58,17 +60,17 @@ class Header:
         else:
             sizes = 2, len(moved.payload), 0, 0
         kind, sent, received, leader = sizes
-        return cls(index, kind, operation.subject, sent, received, leader, operation.name)
+        return cls(index, kind, operation.subject, sent, received, leader, says, operation.name)
 
     def encode(self) -> bytes:
-        fixed = _FORM.pack(self.index, self.kind, self.subject, self.sent, self.received, self.leader)
+        fixed = _FORM.pack(self.index, self.kind, self.subject, self.sent, self.received, self.leader, self.says)
         return (fixed + self.name.encode()[: NBYTES - len(fixed)]).ljust(NBYTES, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Header:
         name = data[_FORM.size :].rstrip(b"\0").decode(errors="ignore")
-        index, kind, subject, sent, received, leader = _FORM.unpack_from(data)
-        return cls(index, kind, subject, sent, received, leader, name)
+        index, kind, subject, sent, received, leader, says = _FORM.unpack_from(data)
+        return cls(index, kind, subject, sent, received, leader, says, name)
 
     @property
     def what(self) -> str:

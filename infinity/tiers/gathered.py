@@ -22,7 +22,7 @@ from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import Fetch, Slot, SlotPool, Written, open_slots
+from infinity.tiers.slots import Fetch, NewWeights, Slot, SlotPool, Written, open_slots
 
 logger = logging.getLogger(__name__)
 
@@ -92,12 +92,12 @@ class GatheredSlots:
         return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.unit.name}'")
 
     def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _FromRam | _FromStore:
-        copy, written = after.get(index, (None, None))
-        if home.lease is not None:
-            group = home.groups[index]
-            return _FromRam(home.lease.view(group.start, group.nbytes), mine, written)
+        new, group = after.get(index, NewWeights()), home.groups[index]
+        rests_in = new.memory or home.lease
+        if rests_in is not None:
+            return _FromRam(rests_in.view(group.start, group.nbytes), mine, new.written)
         store = self._resources.require_store()
-        return _FromStore(store.read(home.groups[index].stored(), mine, copy=copy, after=written))
+        return _FromStore(store.read(group.stored(), mine, copy=new.copy, after=new.written))
 
     def counts(self, home: WeightsHome) -> bool:
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,8 +21,25 @@ from infinity.tiers.resources import Resources
 from infinity.tiers.slab import Slab, SlabLease, Uses
 from infinity.tiers.uploads import StoredRange
 
-Written = Mapping[int, tuple[int | None, Transfer]]
-"""Of groups, by index, whose new weights are on their way to the store: to which copy, and when they are there."""
+
+class NewWeights(NamedTuple):
+    """New weights of a group that a decided update makes.
+
+    Attributes:
+        copy: of the store, that they are written to; None where they are not, or where there are none.
+        written: when they are where they go; None where there are none.
+        memory: that the weights of the unit rest in once the update is applied, where that is not their home now.
+    """
+
+    copy: int | None = None
+    written: Transfer | None = None
+    memory: Lease | None = None
+
+
+Written = Mapping[int, NewWeights]
+"""Of groups, by index."""
+
+_OLD = NewWeights()
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -162,7 +179,7 @@ class SlotPool(Protocol):
     agreed: bool
 
     def start(self, home: WeightsHome, after: Written) -> Fetch | None:
-        """Args: after: new weights on their way to the store; they are to be fetched."""
+        """Args: after: new weights that are on their way; they are to be fetched."""
 
     def free(self, slot: Slot) -> None: ...
 
@@ -211,8 +228,10 @@ class HostSlots:
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
     reads = []
     for index, group in enumerate(home.groups):
-        copy, written = after.get(index, (None, None))
-        reads.append(store.read(group.stored(), lease.view(group.start, group.nbytes), copy=copy, after=written))
+        new = after.get(index, _OLD)
+        reads.append(
+            store.read(group.stored(), lease.view(group.start, group.nbytes), copy=new.copy, after=new.written)
+        )
     return reads
 
 
@@ -281,8 +300,8 @@ class SlabSlots:
 def _ranges(home: WeightsHome, after: Written) -> list[StoredRange]:
     ranges = []
     for index, group in enumerate(home.groups):
-        copy, written = after.get(index, (None, None))
-        ranges.append(StoredRange(group.stored(), group.start, group.nbytes, copy, written))
+        new = after.get(index, _OLD)
+        ranges.append(StoredRange(group.stored(), group.start, group.nbytes, new.copy, new.written))
     return ranges
 
 

@@ -33,13 +33,18 @@ class Arrivals:
     def any_came(self) -> bool:
         return bool(self._came)
 
+    @property
+    def all_came(self) -> bool:
+        """Whether no piece is missing that the unit expected in this pass."""
+        return self._missing == 0
+
     def came(self, name: str) -> bool:
         """A piece is there. Whether it was the last one that the unit expected in this pass."""
         count = self._came[name] = self._came.get(name, 0) + 1
         if count != self._expected[name]:
             return False
         self._missing -= 1
-        return self._missing == 0
+        return self.all_came
 
     def end_pass(self) -> None:
         """The pass is over: the next one is expected to bring as many pieces."""

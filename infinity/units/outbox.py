@@ -19,7 +19,7 @@ units that is.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,10 +50,12 @@ class _OnWay:
 
     Attributes:
         received: this rank's slices of each trained group, from all ranks; None where it has none.
+        complete: this rank expects nothing more of the unit in this pass.
     """
 
     shard: Shard
     box: _Box
+    complete: bool
     received: Lease | None
     tickets: Sequence[Ticket]
 
@@ -65,17 +67,26 @@ class Outbox:
         shards: by unit.
         local: the gradients of this rank's slices, by unit.
         space: memory for two units on their way, sent and received.
+        before: called with the index of a unit before gradients of it land: from then on nothing may read those that
+            are there.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, space: Space
+        self,
+        shards: Sequence[Shard],
+        local: Sequence[UnitGradients],
+        exchange: Exchange,
+        space: Space,
+        before: Callable[[int], None],
     ) -> None:
         self._shards = shards
         self._local = local
         self._exchange = exchange
         self._space = space
+        self._before = before
         self._boxes: dict[int, _Box] = {}
         self._on_way: deque[_OnWay] = deque()
+        self._completed: list[int] = []
 
     def take(self, place: Place, gradient: torch.Tensor) -> None:
         """Put one gradient into the box of its unit; a second piece of it is added there.
@@ -112,8 +123,12 @@ class Outbox:
         """The units whose box has something."""
         return set(self._boxes)
 
-    def send(self, index: int) -> None:
-        """Begin the way of a unit's box. All ranks do this, in the same order."""
+    def send(self, index: int, *, complete: bool = False) -> None:
+        """Begin the way of a unit's box. All ranks do this, in the same order.
+
+        Args:
+            complete: this rank expects nothing more of the unit in this pass.
+        """
         shard = self._shards[index]
         if not shard.unit.trainable_groups:
             return
@@ -139,7 +154,7 @@ class Outbox:
             )
             tickets.append(self._exchange.submit(operation))
             at += nbytes
-        self._on_way.append(_OnWay(shard, box, received, tickets))
+        self._on_way.append(_OnWay(shard, box, complete, received, tickets))
 
     def land(self) -> None:
         """Land what has arrived."""
@@ -159,6 +174,7 @@ class Outbox:
 
     def _land(self, arrived: _OnWay) -> None:
         shard, at = arrived.shard, 0
+        self._before(shard.unit.index)
         for group_index in trained(shard):
             group, local = shard.unit.groups[group_index], shard.local.groups[group_index]
             nbytes = _mine_bytes(shard, group_index)
@@ -174,6 +190,13 @@ class Outbox:
         if arrived.received is not None:
             arrived.received.release()
         arrived.box.lease.release()
+        if arrived.complete:
+            self._completed.append(shard.unit.index)
+
+    def take_completed(self) -> list[int]:
+        """The units of which all gradients of a pass have landed, as far as this rank can tell. Each is told once."""
+        found, self._completed = self._completed, []
+        return found
 
     def forget(self, unit: int, name: str) -> None:
         """Nobody wants the gradient of this parameter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -233,16 +233,22 @@ class SharedGradients(Gradients):
     Args:
         local: of this rank's slices, by unit.
         space: memory for gradients on their way (Outbox).
+        before: as of Outbox.
 
     Attributes:
         agreement: what all ranks know of them.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], local: Sequence[UnitGradients], exchange: Exchange, space: Space
+        self,
+        shards: Sequence[Shard],
+        local: Sequence[UnitGradients],
+        exchange: Exchange,
+        space: Space,
+        before: Callable[[int], None],
     ) -> None:
         super().__init__(local, None)
-        self._outbox = Outbox(shards, local, exchange, space)
+        self._outbox = Outbox(shards, local, exchange, space, before)
         self.agreement = Agreement(shards, local, exchange, self._outbox)
         self._groups = {
             (shard.unit.index, index): SharedGroup(
@@ -259,7 +265,7 @@ class SharedGradients(Gradients):
     def left(self, units: Iterable[int]) -> None:
         """The backward of other units begins. Raises PeerError."""
         for index in units:
-            self._outbox.send(index)
+            self._outbox.send(index, complete=self._units[index].arrivals.all_came)
         self._outbox.land()
 
     def pass_ended(self) -> None:
@@ -267,9 +273,14 @@ class SharedGradients(Gradients):
         PeerError."""
         waiting = self._outbox.waiting
         late = self.agreement.share([index in waiting for index in self._trained])
+        self._outbox.land()  # what was sent before they told each other has arrived
         for index, is_late in zip(self._trained, late, strict=True):
             if is_late:
                 self._outbox.send(index)
+
+    def take_completed(self) -> list[int]:
+        """As Outbox.take_completed."""
+        return self._outbox.take_completed()
 
     def synchronize(self) -> None:
         self._outbox.settle()

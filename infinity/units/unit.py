@@ -173,7 +173,7 @@ class OffloadedUnit:
             weights.lease.view()[:] = shadow.weights.view()
 
     def weights_under_way(self) -> Written:
-        """New weights of a decided update that are on their way to the store."""
+        """New weights of a decided update."""
         return {} if self.decided is None else self.decided.written(self.homes.weights)
 
     # -- what stands between the unit and its next use ----------------------------------------------------------------

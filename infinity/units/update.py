@@ -37,7 +37,7 @@ from infinity.state.unit import Unit
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home, UnitHomes, WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import Written
+from infinity.tiers.slots import NewWeights, Written
 from infinity.units.gradients import GroupGradients
 from infinity.units.shadows import Shadow
 
@@ -205,9 +205,10 @@ class UnitUpdate:
         self.viewed = True
 
     def written(self, weights: WeightsHome) -> Written:
-        """The new weights that are on their way to the store."""
+        """The new weights that are on their way."""
+        memory = None if self.place.shadow is None else self.place.shadow.weights
         return {
-            index: (transfer.copy_of(weights.groups[index]), transfer.until("weights"))
+            index: NewWeights(transfer.copy_of(weights.groups[index]), transfer.until("weights"), memory)
             for index, transfer in self.transfers.items()
         }
 

@@ -82,11 +82,12 @@ class Updates:
         write, or where only a part of its weights would be new in other memory."""
         weights = unit.homes.weights
         at_home = weights.lease is not None
-        if at_home and len(wanted) < len(unit.local.groups):
+        if at_home and len(wanted) < sum(group.numel > 0 for group in unit.local.groups):
             return False  # the other memory would have nothing of a group without gradients
         updated = [home for group in wanted for home in unit.homes.states[group].updated(wanted[group].moments)]
         states = [home for home in updated if home is not None and home.in_memory]
-        if committed and not self._have_spare_copies([*states, *(weights.groups if at_home else ())]):
+        resting = [*states, *(weights.groups[group] for group in wanted if at_home)]
+        if committed and not self._have_spare_copies(resting):
             return False
         with interrupts_deferred():
             place = WeightsPlace(speculative=True)

@@ -25,6 +25,7 @@ class Model:
         self.fits = True
         self.under_way = self.frozen = False
         self.expected: Any = wanted(UNIT)
+        self.mine: Any = lambda of_whole: of_whole
         self.failure: BaseException | None = None
         self.speculation = Speculation("during_backward")
         self.accumulation_steps = None
@@ -33,10 +34,11 @@ class Model:
         self.shadows = SimpleNamespace(lend=lambda: self.log.append("lend"))
         self.unit: Any = SimpleNamespace(index=0, name="0", gradients=SimpleNamespace(finite=True), update=None)
         here: Any = self
-        self.speculator = Speculator(self.speculation, here, here, here, here)
+        shards: Any = [SimpleNamespace(localize=lambda of_whole: of_whole and self.mine(of_whole))]
+        self.speculator = Speculator(self.speculation, here, here, here, here, shards)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("carry_on", "finish_commit", "settle", "reclaim_shadows"):
+        if name in ("carry_on", "finish_commit", "retire_if_all_have", "settle", "reclaim_shadows"):
             return lambda: self.log.append(name)
         raise AttributeError(name)
 
@@ -80,7 +82,13 @@ class Model:
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_an_update_begins_when_nothing_it_writes_is_named_by_a_commit_that_is_not_durable(step: int) -> None:
-    assert Model().complete(step) == ["carry_on", "finish_commit", "settle", ("speculate", 0, step, step == 4)]
+    assert Model().complete(step) == [
+        "carry_on",
+        "finish_commit",
+        "retire_if_all_have",
+        "settle",
+        ("speculate", 0, step, step == 4),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -115,20 +123,22 @@ def test_a_commit_that_is_frozen_is_finished_first() -> None:
     assert "finish_commit" in model.complete()
 
 
-@pytest.mark.parametrize("but", [{"fits": False}, {"expected": {}}], ids=lambda but: next(iter(but)))
+@pytest.mark.parametrize(
+    "but", [{"fits": False}, {"expected": {}}, {"mine": lambda _: {}}], ids=lambda but: next(iter(but))
+)
 def test_what_does_not_fit_or_is_not_wanted_does_not_begin(but: dict[str, Any]) -> None:
     model = Model()
     for name, value in but.items():
         setattr(model, name, value)
-    assert model.complete() == ["carry_on", "finish_commit", "settle"]
+    assert model.complete() == ["carry_on", "finish_commit", "retire_if_all_have", "settle"]
 
 
 def test_before_the_last_backward_states_are_read_that_no_speculative_update_needs() -> None:
     model = Model()
-    assert model.begin_backward() == ["reclaim_shadows", ("read ahead", [], 3)]
+    assert model.begin_backward() == ["retire_if_all_have", "reclaim_shadows", ("read ahead", [], 3)]
     model = Model()
     model.fits = False
-    assert model.begin_backward() == ["reclaim_shadows", ("read ahead", [2, 1], 3)]
+    assert model.begin_backward() == ["retire_if_all_have", "reclaim_shadows", ("read ahead", [2, 1], 3)]
     model = Model()
     model.speculator._speculation = Speculation("before_forward")
     assert model.begin_backward() == ["lend", ("read ahead", [2, 1], 3)]

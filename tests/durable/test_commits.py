@@ -63,6 +63,8 @@ class Run:
     """Commits over a store, and the homes of two states in RAM."""
 
     def __init__(self, *, keeps: bool = True, several: bool = False) -> None:
+        self.said: list[int] = []
+        self.exchange = SimpleNamespace(say=self.said.append, heard=[0, 0])
         space = pages(2)
         self.homes = [
             Home(space.lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent(name, "exp_avg")) for name in ("a", "b")
@@ -74,7 +76,7 @@ class Run:
             require_store=lambda: self.store,
             homes=lambda: self.homes,
             units=[],
-            exchange=object() if several else None,
+            exchange=self.exchange if several else None,
         )
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
@@ -378,4 +380,26 @@ def test_of_several_ranks_a_generation_is_prepared_and_stays_with_those_that_all
     assert run.commits.told() == [EVERY, 2]
     run.commits.heard([[EVERY, 2], [EVERY + 1, 2, 0]])
     assert run.generations.retired == [{2}]
+    assert run.said == [2]
     assert [step for step in range(1, 13) if run.commits.due(step)] == [3, 6, 9, 12]
+
+
+@pytest.mark.parametrize(("heard", "retired"), [([2, 2], [[2]]), ([2, 1], []), ([1, 1], []), ([0, 0], [])])
+def test_older_generations_go_before_a_step_only_where_all_say_that_they_have_the_newest(
+    heard: list[int], retired: list[list[int]]
+) -> None:
+    run = Run(several=True)
+    run.commits.retire_if_all_have()
+    run.begin()
+    run.commits.finish()
+    run.exchange.heard = heard
+    run.commits.retire_if_all_have()
+    assert run.generations.retired == retired
+
+
+def test_a_process_that_trains_alone_hears_nothing() -> None:
+    run = Run()
+    run.begin()
+    run.commits.finish()
+    run.commits.retire_if_all_have()
+    assert run.generations.retired == []

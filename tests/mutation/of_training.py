@@ -57,9 +57,10 @@ OF_TRAINING = [
     Mutant(
         "the manifest after the fdatasync, not before",
         "infinity/durable/commits.py",
-        "        commit.sync.result()\n        make = generations.make if self._resources.exchange is None else "
-        "generations.prepare\n        make(commit.step, facts_of(self._resources), body)\n",
-        "        generations.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n",
+        "        commit.sync.result()\n        exchange = self._resources.exchange\n        make = generations.make if "
+        "exchange is None else generations.prepare\n        make(commit.step, facts_of(self._resources), body)\n",
+        "        generations.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n"
+        "        exchange = None\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
@@ -254,7 +255,7 @@ OF_TRAINING = [
     Mutant(
         "states in RAM that a step commits go to a copy that no generation names",
         "infinity/units/updates.py",
-        "        if committed and not self._have_spare_copies([*states, *(weights.groups if at_home else ())]):\n",
+        "        if committed and not self._have_spare_copies(resting):\n",
         "        if False:\n",
         ("tests/units/test_updates.py", "-k", "spare_copy"),
     ),

@@ -36,6 +36,24 @@ def test_every_kind_brings_the_bytes_of_all_ranks_and_closing_leaves_nothing(n: 
         assert value == ([expected] * 3, True, True, [], 1)
 
 
+def speaking() -> list[list[int]]:
+    """What was heard before the first operation, and after each."""
+    exchange, heard = opened(), []
+    for index, kind in enumerate(KINDS):
+        heard.append(list(exchange.heard))
+        exchange.say(10 * index + dist.get_rank())
+        done(exchange, operation(kind, index))
+    heard.append(list(exchange.heard))
+    exchange.close()
+    return heard
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_ranks_say_by_the_way_is_heard_by_all(n: int) -> None:
+    expected = [[0] * n, *([10 * index + rank for rank in range(n)] for index in range(len(KINDS)))]
+    assert run(n, speaking) == [expected] * n
+
+
 # Random sequences
 
 

@@ -42,10 +42,20 @@ class Blocks(nn.Module):
 
     Args:
         frozen: the first block is.
+        twice: the second block comes once more at the end.
     """
 
-    def __init__(self, dtype: torch.dtype, *, recomputed: bool = False, frozen: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        recomputed: bool = False,
+        frozen: bool = False,
+        twice: bool = False,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
+        self.twice = twice
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(dtype, recomputed=recomputed) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 1, dtype=dtype)
@@ -54,7 +64,7 @@ class Blocks(nn.Module):
             self.blocks[0].requires_grad_(False)
 
     def forward(self, x: torch.Tensor, *, both: bool = False) -> torch.Tensor:
-        for block in self.blocks:
+        for block in (*self.blocks, self.blocks[1]) if self.twice else self.blocks:
             x = block(x)
         y = self.head(x) + self.other(x) if both else self.head(x)
         return y.float().square().mean()

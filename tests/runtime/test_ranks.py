@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import infinity
+from infinity.coordinator import registry
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import (
     TIERS,
     alone,
+    batch,
+    digest,
+    offloaded,
     on_rank,
     require_equal,
     train,
 )
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
+
+STEPS = 5
 
 
 @pytest.mark.covering(strength=1)
@@ -25,7 +35,7 @@ pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("overlap", ["off", "auto"])
+@pytest.mark.parametrize("overlap", ["off", "before_forward", "during_backward", "auto"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.01])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_ranks_train_the_bits_of_one_process(
@@ -44,6 +54,53 @@ def test_ranks_train_the_bits_of_one_process(
     require_equal(tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
 
 
+def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) -> tuple[list[str], list[int], int]:
+    """The weights, the updates that had begun before each step, and how many were undone. The backward of rank `late`
+    takes longer. It begins when all ranks have committed the step before."""
+    model = offloaded(folder, config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=1)
+    if dist.get_rank() == late:
+        for block in model.blocks:
+            block.register_full_backward_hook(lambda *_: time.sleep(seconds))
+    begun, coordinator = [], registry.coordinator_of(model)
+    for step in range(STEPS):
+        loss = model(batch(step, dist.get_rank(), torch.float32))
+        coordinator.fence()
+        coordinator.finish_commit()
+        dist.barrier()
+        loss.backward()
+        begun.append(len(coordinator.updates.speculative))
+        optim.step()
+        optim.zero_grad()
+    with infinity.gathered(model, model):
+        weights = [digest(parameter) for parameter in model.parameters()]
+    undone = coordinator.speculation.counts.undone
+    infinity.close(model)
+    return weights, begun, undone
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("commit_every", [0, 1])
+def test_updates_begin_during_backward_on_every_rank(tmp_path: Path, tiers: dict[str, Any], commit_every: int) -> None:
+    folder = str(tmp_path / "swap")
+    config = tiers | {"overlap": "during_backward", "commit_every": commit_every, "nvme": {"paths": [folder]}}
+    (weights, first, undone), (other, second, also) = run(2, speculating, folder, config, 1, 0.0)
+    assert weights == other
+    assert undone == also == 0
+    if commit_every:  # in a backward the ranks hear with what they exchange that all have made the last generation
+        assert all(first)
+        assert all(second)
+    else:  # the first step expects a gradient of the other head, too; rank 1 has nothing of the heads, one slice
+        assert (first, second) == ([3, 4, 4, 4, 4], [3] * STEPS)
+
+
+def test_a_rank_that_is_late_changes_nothing(tmp_path: Path) -> None:
+    config = TIERS[3] | {"overlap": "during_backward", "commit_every": 1}
+    prompt = run(2, speculating, str(tmp_path / "prompt"), config, 2, 0.0)
+    late = run(2, speculating, str(tmp_path / "late"), config, 1, 0.02)
+    assert len({str(weights) for weights, *_ in (*prompt, *late)}) == 1
+
+
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.01}, {"dtype": "bfloat16"}])
 def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers: Any, options: dict[str, Any]) -> None:
@@ -52,19 +109,32 @@ def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers
 
 
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
-def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(tmp_path: Path, tiers: Any) -> None:
-    require_equal(tmp_path, tiers, 2, 3, some=True, max_grad_norm=0.05)
+@pytest.mark.parametrize("overlap", ["before_forward", "during_backward"])
+def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(
+    tmp_path: Path, tiers: dict[str, Any], overlap: str
+) -> None:
+    require_equal(tmp_path, tiers | {"overlap": overlap}, 2, 3, some=True, max_grad_norm=0.05)
+
+
+@pytest.mark.parametrize("tiers", TIERS)
+def test_a_block_that_is_used_twice_is_updated_with_both_gradients(tmp_path: Path, tiers: dict[str, Any]) -> None:
+    require_equal(tmp_path, tiers | {"overlap": "during_backward"}, 1, 2, steps=4, model={"twice": True})
 
 
 @pytest.mark.parametrize("micro", [1, 3])
 def test_gradients_set_to_none_by_hand_are_gone(tmp_path: Path, micro: int) -> None:
-    require_equal(tmp_path, TIERS[3], micro, 2, cleared=True, some=True, steps=4)
+    config = TIERS[3] | {"overlap": "during_backward"}
+    require_equal(tmp_path, config, micro, 2, cleared=True, some=True, steps=4)
 
 
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
-def test_evaluations_and_gradients_that_are_dropped_change_nothing(tmp_path: Path, tiers: Any) -> None:
-    expected = train(str(tmp_path / "one"), tiers, 1, 2, disturbed=True)
-    for found in run(2, on_rank, str(tmp_path / "all"), tiers, 1, 2, {"disturbed": True}):
+@pytest.mark.parametrize("overlap", ["before_forward", "during_backward"])
+def test_evaluations_and_gradients_that_are_dropped_change_nothing(
+    tmp_path: Path, tiers: dict[str, Any], overlap: str
+) -> None:
+    config = tiers | {"overlap": overlap}
+    expected = train(str(tmp_path / "one"), config, 1, 2, disturbed=True)
+    for found in run(2, on_rank, str(tmp_path / "all"), config, 1, 2, {"disturbed": True}):
         assert found[1:] == expected[1:]
 
 

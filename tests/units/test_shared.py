@@ -118,8 +118,8 @@ class Exchange:
 POOL = _native.ThreadPool(1)
 
 
-def gradients_of(unit: Unit, memory: dict[int, memoryview]) -> UnitGradients:
-    """Args: memory: is given what they are in, by unit."""
+def gradients_of(unit: Unit, memory: dict[int, memoryview], whole: Unit | None = None) -> UnitGradients:
+    """Args: memory: is given what they are in, by unit. whole: what `unit` is a slice of."""
     groups = {}
     for index, group in enumerate(unit.groups):
         if group.trainable and group.numel:
@@ -127,22 +127,30 @@ def gradients_of(unit: Unit, memory: dict[int, memoryview]) -> UnitGradients:
             lease = PinnedArena(nbytes).lease(nbytes, "gradients")
             memory[unit.index] = lease.view()
             groups[index] = GroupGradients(unit, group, lease, None, None, None, POOL)
-    return UnitGradients(unit, groups)
+    return UnitGradients(whole or unit, groups)
 
 
 class Rank:
     """Args: boxes: of how many of the largest units there is memory for."""
 
+    before: Callable[[int], None] | None = None
+
     def __init__(self, world: World, rank: int, dtype: torch.dtype, boxes: int) -> None:
         self.units = [unit_of(index, dtype) for index in range(len(SIZES))]
         self.shards = [Shard(unit, Cut(world.count, rank)) for unit in self.units]
         self.memory: dict[int, memoryview] = {}
-        self.local = [gradients_of(shard.local, self.memory) for shard in self.shards]
+        self.local = [gradients_of(shard.local, self.memory, shard.unit) for shard in self.shards]
         self.exchange = Exchange(world, rank)
         nbytes = boxes * max(unit.gradient_bytes for unit in self.units)
         between: Any = self.exchange
         space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
-        self.shared = SharedGradients(self.shards, self.local, between, space)
+        self.told: list[int] = []  # of each unit that lands, before it does
+        self.shared = SharedGradients(self.shards, self.local, between, space, self._before)
+
+    def _before(self, index: int) -> None:
+        self.told.append(index)
+        if self.before is not None:
+            self.before(index)
 
     def place(self, index: int, number: int) -> Place:
         return Place(self.units[index], 0, self.units[index].groups[0].specs[number])
@@ -287,6 +295,53 @@ def test_a_gradient_whose_way_was_interrupted_is_landed_later() -> None:
     rank.exchange.tickets[-1].failure = None
     rank.shared.synchronize()
     assert rank.landed()["2.0"]
+
+
+def arrive(rank: Rank, index: int, number: int) -> None:
+    place = rank.place(index, number)
+    rank.shared.of(place).land(place.spec, torch.ones(SIZES[index][number]), accumulate=True)
+    rank.local[index].arrivals.came(place.spec.name)
+
+
+def test_a_unit_is_completed_once_all_that_this_rank_expects_of_it_has_landed() -> None:
+    rank = Rank(World(1), 0, torch.float32, 8)
+    arrive(rank, 2, 0)
+    rank.shared.left([2])  # one of two: the unit is used twice
+    arrive(rank, 2, 1)
+    rank.shared.left([2])
+    arrive(rank, 0, 0)
+    rank.shared.left([0])
+    assert rank.told == [2, 2, 0]
+    assert rank.shared.take_completed() == [2]
+    arrive(rank, 0, 1)
+    arrive(rank, 0, 2)
+    rank.shared.pass_ended()  # what comes late is not waited for
+    rank.shared.synchronize()
+    assert rank.told == [2, 2, 0, 0]
+    assert rank.shared.take_completed() == []
+
+
+def test_at_the_end_of_a_pass_everything_that_was_sent_has_landed() -> None:
+    ranks = [Rank(world := World(2), 0, torch.float32, 8), Rank(world, 1, torch.float32, 8)]
+
+    def backward(rank: Rank) -> list[int]:
+        for number in range(2):
+            arrive(rank, 2, number)
+        rank.shared.left([2])
+        rank.shared.pass_ended()
+        return rank.shared.take_completed()
+
+    assert together(ranks, backward) == [[2], [2]]
+
+
+def test_what_reads_gradients_is_told_before_others_land() -> None:
+    rank = Rank(World(1), 0, torch.float32, 2)
+    seen: list[bool] = []
+    rank.before = lambda index: seen.append(bool(rank.landed()))
+    arrive(rank, 2, 0)
+    rank.shared.left([2])
+    assert seen == [False]
+    assert rank.landed()
 
 
 def test_a_gradient_that_is_dropped_on_its_way_is_no_part_of_the_next() -> None:

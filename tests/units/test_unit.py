@@ -302,16 +302,28 @@ def test_weights_in_ram_are_fetched_once_they_are_computed_and_those_in_the_stor
         assert (unit.update is not None and unit.update.state is UpdateState.APPLIED) == in_ram
 
 
+def test_a_fetch_is_told_in_which_memory_new_weights_will_rest() -> None:
+    machine = UnitMachine()
+    machine.offload(in_ram=True, states_in_ram=True)
+    machine.begin(speculative=True, in_slot=False)
+    assert machine.unit.weights_under_way() == {}
+    machine.decide(viewed=False)
+    shadow = machine.update.place.shadow
+    assert shadow is not None
+    assert {new.memory for new in machine.unit.weights_under_way().values()} == {shadow.weights}
+
+
 def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     unit, _ = small()
     assert unit.weights_under_way() == {}
     future = begun(unit)
-    (copy, transfer) = unit.weights_under_way()[0]
-    assert copy == 1
+    new = unit.weights_under_way()[0]
+    assert (new.copy, new.memory) == (1, None)
+    assert new.written is not None
     future.advance()
-    assert not transfer.done()
+    assert not new.written.done()
     future.advance()
-    assert transfer.done()
+    assert new.written.done()
     unit.finish_update()
     begun(unit, speculative=True)
     assert unit.weights_under_way() == {}
