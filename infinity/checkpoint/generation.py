@@ -215,8 +215,9 @@ class StoredGeneration:
         for group in self.body.model.groups:
             self._units.setdefault(group.unit, []).append(group)
         for part in parts[1:]:
-            if part.body.model != self.body.model or part.manifest.run != self.manifest.run:
-                raise ManifestError(part.source, f"is of another model or run than {self.source}")
+            its, mine = part.manifest, self.manifest
+            if part.body.model != self.body.model or (its.run, its.step) != (mine.run, mine.step):
+                raise ManifestError(part.source, f"is of another model, run or step than {self.source}")
 
     def of_rank(self, rank: int) -> StoredPart:
         """What a rank kept beside the states; where there was no such rank, what the first one did."""

@@ -4,11 +4,12 @@ whole. Several ranks: [Note: a checkpoint folder of several ranks], io/pins.py."
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from infinity.base.interrupt import whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ConfigError, InfinityError, ResumeError
+from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
 from infinity.io.generations import Generations, begin_folder
 from infinity.io.headers import header_in
 from infinity.io.pins import Marker, read_pins, require_marker, said
@@ -40,7 +41,14 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
 def _pin_together(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
     """Generations.pin of all ranks: each has its pin before rank 0 writes the marker."""
     coordinator.once(f"beginning {folder}", lambda: begin_folder(folder, into))
-    digests = coordinator.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
+    try:
+        digests = coordinator.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
+    except PeerError:
+        raise
+    except Exception:  # some ranks may have the new pin, others the one before: neither counts
+        with suppress(InfinityError):  # what cannot be let go here goes once the ranks compare their pins
+            coordinator.each(f"letting go of {folder}", lambda: kept.unpin(folder))
+        raise
     coordinator.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
     if into is None:
         coordinator.each(f"remembering {folder}", lambda: kept.finish(folder))
@@ -54,7 +62,7 @@ def agree(coordinator: Coordinator) -> None:
     with coordinator.locked():
         kept = generations_of(coordinator)
         told = coordinator.meet("comparing the pins", [pin.folder for pin in kept.pin_list])
-        kept.keep_pins(set.intersection(*map(set, told)))
+        coordinator.each("letting pins go", lambda: kept.keep_pins(set.intersection(*map(set, told))))
 
 
 @whole
@@ -72,15 +80,14 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
     with coordinator.locked():
         kept = generations_of(coordinator)
         coordinator.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
-        if not coordinator.leads:
-            kept.unpin(folder)
+        coordinator.each(f"letting go of {folder}", lambda: coordinator.leads or kept.unpin(folder))
 
 
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
-    """The steps of the pinned generations by their folders, the oldest pin first."""
-    with coordinator.locked():
-        kept = coordinator.resources.generations
-        return {} if kept is None else kept.pins
+    """The steps of the pinned generations by their folders, the oldest pin first. Takes no lock: whoever removes a
+    folder asks, on any thread, also a finalizer while another thread waits for other ranks."""
+    kept = coordinator.resources.generations
+    return {} if kept is None else kept.pins
 
 
 def require_none_pinned(coordinator: Coordinator) -> None:

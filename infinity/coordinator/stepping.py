@@ -128,13 +128,13 @@ class Stepping(Parts):
         of one rank is raised on all, and the ranks can go on.
 
         Raises:
-            InfinityError: that of `act` here, or one that names the rank where it failed.
+            InfinityError: one that names the rank where `act` failed; here what it raised.
             PeerError: a rank is not there any more, or is at something else.
         """
         failed, mine = None, None
         try:
             mine = act()
-        except InfinityError as error:
+        except Exception as error:
             if self.resources.exchange is None or isinstance(error, PeerError):
                 raise
             failed = error

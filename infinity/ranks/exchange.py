@@ -25,6 +25,7 @@ import re
 import struct
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -173,8 +174,10 @@ class Exchange:
         return self.submit(Operation(Control(payload), subject, name)).result()
 
     def tell(self, name: str, told: Any) -> list[Any]:
-        """As all_gather, of what JSON can hold; `name` says in messages what the ranks are at."""
-        return [json.loads(each) for each in self.all_gather(0, name, json.dumps(told, sort_keys=True).encode())]
+        """As all_gather, of what JSON can hold; `name` says in messages what the ranks are at. All ranks must be at the
+        same; a path that `name` ends with may differ."""
+        subject = zlib.crc32(name.partition("/")[0].encode())
+        return [json.loads(each) for each in self.all_gather(subject, name, json.dumps(told, sort_keys=True).encode())]
 
     def say(self, number: int) -> None:
         """Tell the other ranks a number by the way, with each operation that begins from now on."""

@@ -102,8 +102,8 @@ OF_RANKS = [
     Mutant(
         "what one rank unpins all unpin",
         "infinity/coordinator/pinning.py",
-        "        kept.keep_pins(set.intersection(*map(set, told)))\n",
-        "",
+        "lambda: kept.keep_pins(set.intersection(*map(set, told))))\n",
+        "lambda: None)\n",
         (_PINS, "-k", "one_rank_lets_go"),
     ),
     Mutant(
@@ -154,5 +154,19 @@ OF_RANKS = [
         "        self._inverse_scale = inverse_of(float(self.coordinator.world))\n",
         "",
         ("tests/runtime/test_ranks.py", "-k", "on_every_rank"),
+    ),
+    Mutant(
+        "what a rank tells is taken in by those that are at the same",
+        "infinity/ranks/exchange.py",
+        '        subject = zlib.crc32(name.partition("/")[0].encode())\n',
+        "        subject = 0\n",
+        ("tests/ranks/test_exchange.py", "-k", "different_things"),
+    ),
+    Mutant(
+        "a folder that one rank could not pin is pinned by none",
+        "infinity/coordinator/pinning.py",
+        "lambda: kept.unpin(folder))\n        raise\n",
+        "lambda: None)\n        raise\n",
+        (_PINS, "-k", "pinned_again"),
     ),
 ]

@@ -54,6 +54,23 @@ def test_what_ranks_say_by_the_way_is_heard_by_all(n: int) -> None:
     assert run(n, speaking) == [expected] * n
 
 
+def telling() -> Any:
+    """All ranks tell something of paths of their own, then rank 1 is at something else."""
+    exchange, rank = opened(), dist.get_rank()
+    told = exchange.tell(f"saving to /tmp/{rank}", rank)
+    try:
+        exchange.tell("comparing the pins" if rank else "looking for a free pin for /tmp", [])
+    except PeerError as error:
+        return told, error.ranks, error.cause
+    finally:
+        exchange.close()
+
+
+def test_ranks_that_are_at_different_things_do_not_take_in_what_the_others_tell() -> None:
+    cause = "rank 1 is at comparing the pins while rank 0 is at looking for a free pin for /tmp"
+    assert run(2, telling) == [([0, 1], (1,), cause)] * 2
+
+
 # Random sequences
 
 

@@ -23,7 +23,7 @@ from infinity.cli.main import main
 from infinity.coordinator import stepping
 from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
-from infinity.io.pins import read_marker, read_pins
+from infinity.io.pins import MARKER_NAME, PINS_NAME, read_marker, read_pins
 from infinity.io.rank_stores import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin
 from tests import sampling
@@ -236,6 +236,33 @@ def test_an_error_of_one_rank_is_one_of_all_and_the_run_goes_on(tmp_path: Path) 
     assert second.startswith("1: ")
     assert read_marker(tmp_path / "checkpoint-1") is None
     assert run(RANKS, outcome, str(tmp_path), "checkpoint-3")[0][0] == 4
+
+
+def pinned_again(root: str) -> tuple[str, list[str]]:
+    """One folder twice; the second time rank 1's disk is full when it remembers that. Then another one."""
+    model, problem = begun(root), ""
+
+    def full(moment: str, path: Path, *_: object) -> None:
+        if dist.get_rank() == 1 and moment == "begin write" and PINS_NAME in path.name:
+            raise SwapIOError("write", path=str(path), errno=28)
+
+    for step in trained(model, 4):
+        with durable.observed(full) if step == 3 else contextlib.nullcontext():
+            try:
+                pin(model, Path(root, {1: "last", 2: "best", 3: "last", 4: "new"}[step]))
+            except InfinityError as error:
+                problem += f"{step}: {error}"
+    there = [f"{path.name} {of}" for path, of in pinned(model).items()]
+    infinity.close(model)
+    return problem, there
+
+
+def test_a_folder_that_could_not_be_pinned_again_by_one_rank_is_pinned_by_none(tmp_path: Path) -> None:
+    (first, mine), (second, its) = run(RANKS, pinned_again, str(tmp_path))
+    assert mine == its == ["best 2", "new 4"]
+    assert first.startswith("3: rank 1: ")
+    assert second.startswith("3: ")
+    assert not (tmp_path / "last" / MARKER_NAME).exists()
 
 
 def without_room(root: str) -> str:
