@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 from infinity.coordinator.progress import Progress
@@ -100,6 +99,22 @@ class Optimizer:
         return {index: self.update(index, scale) for index in range(len(self._units))}
 
 
+class Commits:
+    """As coordinator.commits.Commits, of steps that are not committed."""
+
+    under_way = False
+    frozen = False
+
+    def due(self, step: int) -> bool:
+        return False
+
+    def step_begins(self) -> None:
+        return
+
+    def retire_if_all_have(self) -> None:
+        return
+
+
 class Rooms:
     """Attributes: as coordinator.parts.Parts, and the machine below."""
 
@@ -122,10 +137,11 @@ class Rooms:
         self.passes = Passes([each.arrivals for each in gradients])
         self.updates = Updates(self.resources, self.shadows)
         self.speculation = Speculation(plan.placement.updates.overlap)
-        commits: Any = SimpleNamespace(under_way=False, frozen=False, due=lambda step: False, step_begins=lambda: None)
+        commits: Any = Commits()
+        shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
         self.progress = Progress(self.resources, self.updates, commits, self.health, timeline)
-        self.speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress)
+        self.speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress, shards)
         self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources))
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
