@@ -76,7 +76,7 @@ def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> Machine:
 def _disk(measured: Mapping[str, Any]) -> float:
     """Bytes per second of all replays."""
     replays = [step["replay"] for steps in measured["steps"].values() for step in steps if "replay" in step]
-    return statistics.median((each["read_bytes"] + each["written_bytes"]) / each["io_s"] for each in replays)
+    return float(statistics.median((each["read_bytes"] + each["written_bytes"]) / each["io_s"] for each in replays))
 
 
 def _checksums(measured: Mapping[str, Any], task: Task) -> float:

@@ -7,6 +7,7 @@ Its memory is a range of addresses, of which nothing is ever touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -60,9 +61,13 @@ class Line:
         ended = Future(self._clock)
         came = {"the host": self._clock.now}
         after, self._waits = self._waits, []
+
+        def arrived(name: str) -> None:
+            came[name] = self._clock.now
+
         for name, future in after:
             if not future.done():
-                future.then(lambda name=name: came.update({name: self._clock.now}))
+                future.then(partial(arrived, name))
 
         def begin() -> None:
             cause = max(came, key=lambda name: came[name])

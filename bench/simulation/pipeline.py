@@ -171,15 +171,15 @@ class Pipeline:
                 self._withdraw(ahead)
             return True
         for queue in (self._jobs_ahead, self._jobs, self._in_memory):
-            job = next((job for job in queue if job.future is future), None)
-            if job is None:
+            found = next((job for job in queue if job.future is future), None)
+            if found is None:
                 continue
-            if job.phase not in ("ahead", "queued"):
+            if found.phase not in ("ahead", "queued"):
                 return False
-            queue.remove(job)
-            job.failure = CANCELED
-            self._drop_ahead(job)
-            self._finish(job)
+            queue.remove(found)
+            found.failure = CANCELED
+            self._drop_ahead(found)
+            self._finish(found)
             self._pump_soon()
             return True
         return False

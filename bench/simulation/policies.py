@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from infinity.plan import planner
+from infinity.plan import placement, planner
 from infinity.plan.placement import GradientPlacement
 
 POLICIES = (
@@ -36,7 +36,7 @@ def _gradients_in_16_bit(patches: ExitStack) -> None:
         yield GradientPlacement(problem, problem.trained, fp32=False, window=False)
         yield from original(problem, room)
 
-    original = planner.gradient_placements
+    original = placement.gradient_placements
     patches.enter_context(mock.patch.object(planner, "gradient_placements", placements))
 
 

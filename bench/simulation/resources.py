@@ -33,7 +33,7 @@ class Store(SwapStore):
         self.engine = engine
         self._step = 0
 
-    numa_node = -1  # type: ignore[assignment]
+    numa_node = -1
 
     def is_scratch(self, path: str, offset: int) -> bool:
         return False
