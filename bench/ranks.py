@@ -4,9 +4,11 @@
     python bench/ranks.py                            # 13 B on 64 ranks, 1 T on 512
     python bench/ranks.py --model 13B --ranks 1 2 4 64
 
-Beside our bytes stand those of ZeRO (arXiv 1910.02054, table 1): 16 B per parameter of mixed-precision Adam, cut by the
-stage. Ours are 12 B with split16 (arXiv 2104.07857 has 20 B with gradients in fp32, which here wait in RAM for the
-update only).
+Each job has a row for ZeRO-3, hpZ and ZeRO-2 (ranks.gather: world, node, none). Beside our bytes stand those of ZeRO
+(arXiv 1910.02054, table 1) of mixed-precision Adam: 16 B per parameter cut over the ranks in ZeRO-3, and in ZeRO-2 2 B
+of weights on each and 14 B cut. Ours are 12 B with split16, cut, and the copies of weights that hpZ and ZeRO-2 keep
+(arXiv 2104.07857 has 20 B with gradients in fp32, which here wait in RAM for the update only). hpZ is ZeRO-3 with a
+copy of 2 B on each machine (ZeRO++, arXiv 2306.10209, §3.2).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from infinity.config import load_config
+from infinity.errors import PlanError
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import Peers
@@ -34,6 +37,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VOCABULARY = 32000
 ON_MACHINE = 8
+DEVICE_GIB = {"13B": 24, "1T": 80}
+"""So small that not all weights of 13 B have slots: where they have, none is gathered twice."""
+STAGES = {"world": "ZeRO-3", "node": "hpZ", "none": "ZeRO-2"}
 GIB = 1 << 30
 DISK_RATE = 6e9
 """Bytes per second of each rank's disk, half read and half written: the middle of a PCIe 4 drive's data sheet."""
@@ -49,8 +55,12 @@ class Row:
         parameters: of the model.
         slice_numel: parameters that the rank keeps, with what rounding up gives it.
         padding: of the whole job, elements that slots have beyond the parameters, as a share.
+        gather: from which ranks weights come after the first time in a step.
         state_bytes, weight_bytes: that the rank keeps, wherever they rest.
-        paper_bytes: what ZeRO-3 keeps per rank by its paper, 16 B per parameter.
+        copies_bytes: of the weights that it keeps for the ranks of G, in RAM.
+        paper_bytes: what a rank keeps by the papers.
+        far_bytes, near_bytes: of weights that come from ranks of other machines, or of this one, in a step with one
+            forward and one backward pass.
         moved_bytes: of a step, read and written on the rank's disk.
         io_s: seconds of it.
         tokens: per device and step, from which on computing takes longer than the disk.
@@ -58,12 +68,16 @@ class Row:
 
     model: str
     ranks: int
+    gather: str
     parameters: int
     slice_numel: int
     padding: float
     weight_bytes: int
     state_bytes: int
+    copies_bytes: int
     paper_bytes: float
+    far_bytes: float
+    near_bytes: float
     moved_bytes: int
     io_s: float
     tokens: float
@@ -75,8 +89,13 @@ def units_of(name: str) -> tuple[Unit, ...]:
     return discover(model.to(torch.bfloat16)).units
 
 
-def plan_of(units: tuple[Unit, ...], count: int, index: int) -> Plan:
-    memory = {"device": 64 * GIB, "host": 96 * GIB * min(count, ON_MACHINE)}
+def near_of(count: int, gather: str) -> int:
+    """The ranks of G."""
+    return {"world": count, "node": min(count, ON_MACHINE), "none": 1}[gather]
+
+
+def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan:
+    memory = {"device": DEVICE_GIB[name] * GIB, "host": 96 * GIB * min(count, ON_MACHINE)}
     config = load_config(
         {
             "weights": "nvme",
@@ -88,24 +107,36 @@ def plan_of(units: tuple[Unit, ...], count: int, index: int) -> Plan:
             "nvme": {"paths": ["/tmp/never-made"]},
         }
     )
-    peers = Peers(Cut(count, index), min(count, ON_MACHINE), together=count > 1)
+    near = near_of(count, gather)
+    peers = Peers(
+        Cut(count, 0),  # which never has less than another
+        min(count, ON_MACHINE),
+        together=count > 1,
+        near=Cut(near, 0) if near < count else None,
+    )
     return make_plan(units, config, torch.device("cuda"), can_recompute=True, accumulation_steps=1, peers=peers)
 
 
-def row_of(name: str, units: tuple[Unit, ...], count: int) -> Row:
-    made = plan_of(units, count, 0)  # rank 0 never has less than another
+def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:
+    made = plan_of(name, units, count, gather)
+    near, here = near_of(count, gather), min(count, ON_MACHINE)
     numel = sum(unit.numel for unit in units)
     kept = sum(end - begin for unit in units for group in unit.groups for begin, end in slices_of(group.numel, count))
     io_s = made.forecast.step_bytes / DISK_RATE
+    weights, once = 2 * numel, 1 if near < count else 2  # fetches of a step that are from all ranks
     return Row(
         model=name,
         ranks=count,
+        gather=gather,
         parameters=numel,
         slice_numel=made.layout.numel,
         padding=kept / numel - 1,
         weight_bytes=made.layout.weight_bytes,
         state_bytes=made.layout.state_bytes,
-        paper_bytes=16 * numel / count,
+        copies_bytes=made.layout.arena.secondary,
+        paper_bytes={"world": 16 / count, "node": 16 / count + 2 / near, "none": 2 + 14 / count}[gather] * numel,
+        far_bytes=once * weights * (count - here) / count,
+        near_bytes=once * weights * (here - 1) / count + (2 - once) * weights * (near - 1) / near,
         moved_bytes=made.forecast.step_bytes,
         io_s=io_s,
         tokens=io_s * FLOPS / (8 * numel),  # forward, recomputation, and backward twice: 2 FLOP per parameter each
@@ -120,14 +151,28 @@ def main() -> None:
     args = parser.parse_args()
     jobs = [(args.model, count) for count in args.ranks] if args.model else [("13B", 64), ("1T", 512)]
     units = {name: units_of(name) for name, _ in jobs}
-    rows = [row_of(name, units[name], count) for name, count in jobs]
-    print("model ranks  parameters   per rank: slice   weights    states  ZeRO-3's 16 B  I/O per step  seconds  tokens")
-    for row in rows:
-        print(
-            f"{row.model:>5} {row.ranks:5} {row.parameters / 1e9:9.1f} B {row.slice_numel / 1e9:13.3f} B"
-            f" {row.weight_bytes / 1e9:7.2f} GB {row.state_bytes / 1e9:7.2f} GB {row.paper_bytes / 1e9:11.2f} GB"
-            f" {row.moved_bytes / 1e9:10.2f} GB {row.io_s:8.2f} {row.tokens:7.0f}"
-        )
+    rows = []
+    print(f"{'':36}per rank, GB: kept{'':19}the papers'  a step: disk and ranks")
+    print(
+        f"model ranks{'':9}parameters   slice  weights  states  copies    sum   sum     disk     far    near  s  tokens"
+    )
+    for name, count in jobs:
+        for gather, stage in STAGES.items():
+            if near_of(count, gather) == count and gather != "world":
+                continue  # the row above
+            try:
+                row = row_of(name, units[name], count, gather)
+            except PlanError as error:
+                print(f"{name:>5} {count:5} {stage}: {str(error).split('. ')[0]}")
+                continue
+            rows.append(row)
+            kept = row.weight_bytes + row.state_bytes + row.copies_bytes
+            print(
+                f"{name:>5} {count:5} {stage:7}{row.parameters / 1e9:9.1f} B {row.slice_numel / 1e9:8.3f} B"
+                f"{row.weight_bytes / 1e9:8.2f}{row.state_bytes / 1e9:8.2f}{row.copies_bytes / 1e9:8.2f}"
+                f"{kept / 1e9:7.2f}{row.paper_bytes / 1e9:7.2f}{row.moved_bytes / 1e9:8.2f}"
+                f"{row.far_bytes / 1e9:8.1f}{row.near_bytes / 1e9:8.1f}{row.io_s:6.2f}{row.tokens:7.0f}"
+            )
     if args.json:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 

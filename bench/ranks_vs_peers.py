@@ -114,7 +114,9 @@ def main() -> None:
     args = parser.parse_args()
     workload = replace(Workload(), dtype=args.dtype, layers=args.layers, tokens=args.tokens)
     with tempfile.TemporaryDirectory(dir=args.swap, prefix="ranks-") as swap:
-        systems = [ranks_of(name, args.ranks, workload, Path(swap), args) for name in args.systems.split(",")]
+        systems = [
+            ranks_of(name, args.ranks, workload, Path(swap).absolute(), args) for name in args.systems.split(",")
+        ]
         with started(systems):
             rounds = []
             for each in rounds_of(systems, args.rounds):

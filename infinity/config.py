@@ -125,6 +125,16 @@ class UpdateConfig(_Section):
     """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
 
 
+class RanksConfig(_Section):
+    """What several ranks keep of each other's weights. Without torchrun it says nothing."""
+
+    gather: Literal["auto", "world", "node", "none"] = "auto"
+    """From which ranks weights come each time they are used, once they came from all ranks after an update. world: from
+    all (ZeRO-3). node: from those of this machine, which keep a copy of all weights in RAM together (hpZ). none: from
+    nowhere; each rank keeps a copy of all weights in RAM (ZeRO-2). auto: node where there are several machines and the
+    copy takes half of memory.host at most, else world. Never changes a bit of the result."""
+
+
 class SwapConfig(_Section):
     """Where states live and how they move (README, "The swap config")."""
 
@@ -135,6 +145,7 @@ class SwapConfig(_Section):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
+    ranks: RanksConfig = Field(default_factory=RanksConfig)
     overlap: Annotated[Literal["auto", "during_backward", "before_forward", "off"], BeforeValidator(_word)] = "auto"
     """When updates run. during_backward speculates: it begins updates before the step is decided, and redoes those that
     the step makes wrong. before_forward begins updates with the step; each unit's next use waits for its own update.

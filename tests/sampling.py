@@ -6,7 +6,8 @@
 | 0.1            | those, and a tenth of the others                   | a tenth of the whole number, at least a few   |
 | all            | all                                                | the whole number                              |
 
-What is drawn is drawn with INFINITY_SEED, which `make test-all` and .ci/run print.
+What is drawn is drawn with INFINITY_SEED, which `make test-all` and .ci/run print. With INFINITY_SAMPLE=done a share of
+the cases is without the few that run where INFINITY_TESTS is not set: .ci/run has run these before.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def _share(text: str) -> Fraction:
 
 
 SHARE = _share(os.environ.get("INFINITY_TESTS", ""))
+SAMPLE_IS_DONE = os.environ.get("INFINITY_SAMPLE", "") == "done"
 SEED = int(os.environ.get("INFINITY_SEED") or 0)
 
 
@@ -48,7 +50,8 @@ def seed(variable: str) -> str:
 
 
 def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2) -> list[Item]:
-    """Of `cases`, in their order: those that cover, and the share of the others that INFINITY_TESTS says.
+    """Of `cases`, in their order: those that cover, unless they are done, and the share of the others that
+    INFINITY_TESTS says.
 
     Args:
         axes: the values that each case has, by axis.
@@ -56,8 +59,10 @@ def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2) -> lis
     """
     if SHARE == 1:
         return list(cases)
-    chosen = set(covering(axes, strength))
-    chosen |= set(some([index for index in range(len(cases)) if index not in chosen]))
+    sample = set(covering(axes, strength))
+    chosen = set(some([index for index in range(len(cases)) if index not in sample]))
+    if not SAMPLE_IS_DONE:
+        chosen |= sample
     return [case for index, case in enumerate(cases) if index in chosen]
 
 

@@ -105,6 +105,7 @@ KEYS: dict[str, object] = {
     "nvme.checksums": True,
     "update.tile": None,
     "update.threads": None,
+    "ranks.gather": "auto",
     "overlap": "auto",
     "commit_every": "auto",
     "keep": 1,

@@ -49,6 +49,8 @@ def test_a_share_has_the_sample_in_it_and_others_with_each_seed(monkeypatch: pyt
         assert set(sample) < set(shares[-1])
         assert len(shares[-1]) - len(sample) == round((len(EVERY) - len(sample)) / 4)
     assert len({tuple(share) for share in shares}) == 3
+    monkeypatch.setattr(sampling, "SAMPLE_IS_DONE", True)
+    assert sampling.drawn(range(len(EVERY)), EVERY) == sorted(set(shares[-1]) - set(sample))
     monkeypatch.setattr(sampling, "SHARE", Fraction(1))
     assert sampling.drawn(range(len(EVERY)), EVERY) == list(range(len(EVERY)))
 

@@ -68,14 +68,11 @@ def setup(job: Job) -> Contender:
 
     deepspeed.init_distributed(dist_backend="gloo")
     config = _config(job)
+    model = job.workload.build_model()
     if job.options["offload_param"] == "nvme":
-        # Imported while zero.Init has replaced torch's constructors, it fails on their signatures.
-        import torch._dynamo
-
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=getattr(torch, job.workload.dtype)):
-            model = job.workload.build_model()
-    else:
-        model = job.workload.build_model()
+        # Built within the context of zero.Init the model would have torch's first values: those of transformers would
+        # be written to parameters that are empty by then. No dtype is given: 0.19.8 would take bf16 for any on the CPU.
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     tokens = job.workload.build_batch()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -17,7 +17,7 @@ from infinity.io import whole
 from infinity.io.engine import open_engine
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
-from infinity.io.rank_stores import furthest_in, rank_path, steps_in
+from infinity.io.rank_stores import furthest_in, rank_path
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
 from infinity.sizes import PAGE_BYTES, round_up
@@ -93,28 +93,34 @@ def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digests: 
     """
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
 
-    def part_of(store: SwapStore, step: int | None, digest: str | None = None) -> StoredPart:
+    def part_of(
+        store: SwapStore, step: int | None, digest: str | None = None, only: whole.Way | None = None
+    ) -> StoredPart:
         def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
             part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
             return part, part.extents
 
-        return whole.newest_whole(store, memory, step, use, "export", digest)
+        return whole.newest_whole(store, memory, step, use, "export", digest, only)
 
     if digests:
         return StoredGeneration([part_of(store, None, digest) for store, digest in zip(stores, digests, strict=True)])
     if len(stores) == 1:
         return StoredGeneration([part_of(stores[0], step)])
-    every = set.intersection(*(set(steps_in(store.directories[0].path)) for store in stores))
+    place = stores[0].directories[0].path.parent
+    found = [{way.name: way for way in whole.ways(each.directories[0], each.run, step)} for each in stores]
+    names = whole.common([[(way.name, way.kept) for way in each.values()] for each in found])
+    whole.require_one(names, step, place)
     problems = []
-    for each in sorted(every if step is None else every & {step}, reverse=True):
+    for name in names:
         try:
-            return StoredGeneration([part_of(store, each) for store in stores])
+            return StoredGeneration(
+                [part_of(store, None, only=each[name]) for store, each in zip(stores, found, strict=True)]
+            )
         except ResumeError as error:
             problems.append(str(error))
             logger.warning("%s", error)
-    place = stores[0].directories[0].path.parent
-    have = ", ".join(map(str, sorted(every))) or "none"
-    raise ResumeError("; ".join(problems) or f"{place} has no such generation of all ranks; there are: {have}")
+    which = "" if step is None else f" of step {step}"
+    raise ResumeError("; ".join(problems) or f"{place} has no generation{which} that every rank has a part of")
 
 
 class StoredPart:
@@ -216,7 +222,8 @@ class StoredGeneration:
             self._units.setdefault(group.unit, []).append(group)
         for part in parts[1:]:
             its, mine = part.manifest, self.manifest
-            if part.body.model != self.body.model or (its.run, its.step) != (mine.run, mine.step):
+            same = (its.run, its.step, its.life) == (mine.run, mine.step, mine.life)
+            if part.body.model != self.body.model or not same:
                 raise ManifestError(part.source, f"is of another model, run or step than {self.source}")
 
     def of_rank(self, rank: int) -> StoredPart:

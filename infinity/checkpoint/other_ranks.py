@@ -30,8 +30,14 @@ from infinity.coordinator import registry
 from infinity.coordinator.together import Tell, meeting
 from infinity.errors import PlanError, ResumeError
 from infinity.io.directory import generations_in
-from infinity.io.pins import read_pins, said
-from infinity.io.rank_stores import counts_in, rank_path, ranks_said, remove_rank_stores, steps_of
+from infinity.io.rank_stores import (
+    counts_in,
+    rank_path,
+    ranks_said,
+    remove_rank_stores,
+    require_none_pinned,
+    steps_of,
+)
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.track import commit
@@ -141,7 +147,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     count = _others_in(paths[0], step, tell)
     if count is None:
         return None
-    _require_none_pinned(rank_path(paths[0], 0, count))
+    require_none_pinned(rank_path(paths[0], 0, count))
     generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
     source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank)))
     told = tell("looking for what to go on from", str(source))
@@ -180,14 +186,3 @@ def _make_generation(model: nn.Module, source: _Source) -> None:
     if rank == 0:
         # Where that fails the run must not go on: the old generation could be taken for its newest one.
         remove_rank_stores(stores_in(source.paths, source.count))
-
-
-def _require_none_pinned(path: Path) -> None:
-    """Raises ResumeError where checkpoint folders pin generations of the store that would go."""
-    pins = read_pins(path)
-    if pins:
-        raise ResumeError(
-            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: {said(pins)}."
-            f" Let them go with `infinity checkpoint unpin {path} --folder FOLDER`, or go on with as many ranks as "
-            "before."
-        )

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -51,10 +52,15 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
     kept = pinning.generations_of(coordinator)
     pinning.agree(coordinator)
     while not all(coordinator.each(f"looking for a free pin for {place}", lambda: kept.has_free_pin(place))):
-        oldest = next((pin for pin in kept.pin_list if pin.folder != str(place)), None)
-        if oldest is None:
+        others = [pin.folder for pin in kept.pin_list if pin.folder != str(place)]
+        if not others:
             coordinator.each(f"looking for a pin of {place}", lambda: kept.require_free_pin(place))
             raise AssertionError("no pin is free, and none is taken")
+        oldest = kept.pin_of(Path(coordinator.meet("looking for the oldest pin", others)[0][0]))
+        if any(coordinator.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
+            # what the folder holds now is not of that generation, and is not to be touched
+            coordinator.each(f"letting go of {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
+            continue
         _make_portable(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
     coordinator.once(f"beginning {place}", lambda: remove_marker(place))
@@ -65,16 +71,25 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     what = f"the portable copy of {pin}"
     digests = coordinator.each(what, lambda: pin.digest)
     folder = Path(pin.folder)
-    before = folder.stat() if coordinator.leads and folder.is_dir() else None
+    times = coordinator.each(f"looking at {folder}", lambda: _times(folder))[0]
     coordinator.led(what, lambda: _copy(coordinator, pin, digests, max_shard_size))
     pinning.mark_portable(coordinator, folder, COPY_NAME)
-    if before is not None:  # trainers remove the folder with the oldest time first
-        os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # trainers remove the folder with the oldest time first
+    coordinator.once(f"ending {what}", lambda: os.utime(folder, ns=(times[0], times[1])))
+
+
+def _times(folder: Path) -> list[int]:
+    """When it was last read and changed, in ns; [] where it is not there."""
+    if not folder.is_dir():
+        return []
+    found = folder.stat()
+    return [found.st_atime_ns, found.st_mtime_ns]
 
 
 def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:
     folder = Path(pin.folder)
-    unpin = f"infinity checkpoint unpin {coordinator.resources.require_store().directories[0].path}"
+    store = coordinator.resources.require_store().directories[0].path
+    unpin = f"infinity checkpoint unpin {store if coordinator.world == 1 else store.parent}"
     if not folder.is_dir():
         raise PlanError(
             f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "

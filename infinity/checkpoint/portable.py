@@ -78,7 +78,7 @@ def training_state_bytes(manifest: Manifest) -> int:
 
 def _training_state(manifest: Manifest) -> list[bytes]:
     placeless = dict(manifest) | {"extents": [], "sums": None}
-    del placeless["store"]
+    del placeless["store"], placeless["life"]
     try:
         return document.write(_KIND, placeless)
     except TypeError as error:  # a document may be read that is too large or too deep to be written

@@ -3,6 +3,7 @@ parts below in the right order."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +21,8 @@ from infinity.state.unit import Place
 from infinity.units.shared import SharedGradients
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
+
+logger = logging.getLogger(__name__)
 
 
 class Coordinator(Stepping):
@@ -355,11 +358,12 @@ class Coordinator(Stepping):
         between its optimizer and its scheduler would give a generation that no uninterrupted run has.
 
         Args:
-            discard: commit nothing and remove the generations, too.
+            discard: commit nothing and remove the generations, too. Several ranks do that once all of them are here.
             broken: the program was ended by an exception.
 
         Raises:
             InfinityError: the last generation could not be made. Everything is released all the same.
+            PeerError: with `discard`, another rank is not here: the generations stay.
         """
         if self.health.closed or in_forked_child():
             return
@@ -367,15 +371,29 @@ class Coordinator(Stepping):
         if broken and self.resources.exchange is not None:
             self.resources.exchange.fail(sys.exc_info()[1] or getattr(sys, "last_value", None) or SystemExit())
         self.readers.forget_dead()
+        alone = self._who_is_missing() if discard else None
+        if alone is not None:
+            logger.warning("the generations stay in the swap directory, as not all ranks remove theirs: %s", alone)
+        failed = self.health.failure is not None
         with self._lock:
             self.health.close()
             try:
-                if self.health.failure is None and not discard:
+                if not failed and not discard:
                     self._commit_the_end(broken=broken)
             finally:
                 self.commits.tracking.forget()
-                self.resources.close(discard=discard)
+                self.resources.close(discard=discard and alone is None)
                 self.health.forget()
+        if alone is not None and not broken and not failed:
+            raise alone
+
+    def _who_is_missing(self) -> PeerError | None:
+        """None where all ranks are about to remove their generations."""
+        try:
+            self.meet("closing the model with discard=True", None)
+        except PeerError as error:
+            return error
+        return None
 
     def _commit_the_end(self, *, broken: bool) -> None:
         self._speculator.drop()

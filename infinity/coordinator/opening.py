@@ -172,19 +172,21 @@ def pins_in_store(
     Raises:
         PlanError, ConfigError, ModelError: as open_coordinator.
         ResumeError: there is no store, or its header is damaged.
+        PeerError: another rank failed.
     """
     if not config.commit_every or not config.nvme.paths:
         return config.pins
-    found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
-    rank, ranks = rank_and_world()
-    peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
-    swap = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True, peers=peers).layout.swap
-    copy_bytes = swap.further_copies // config.keep
-    store = rank_path(config.nvme.paths[0].expanduser().absolute(), rank, ranks)
-    more = header_in(store).header.nbytes - swap.kept
-    pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
-    mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
     with meeting(config.nvme.deadline_s) as tell:
+        found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
+        rank, ranks = rank_and_world()
+        peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
+        plan = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True, peers=peers)
+        swap = plan.layout.swap
+        copy_bytes = swap.further_copies // config.keep
+        store = rank_path(config.nvme.paths[0].expanduser().absolute(), rank, ranks)
+        more = header_in(store).header.nbytes - swap.kept
+        pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
+        mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
         told: list[int] = tell("looking for the room for pins", mine)
     return max(told)  # a rank that has no slice of a state cannot tell
 

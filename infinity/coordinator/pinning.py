@@ -10,9 +10,9 @@ from pathlib import Path
 from infinity.base.interrupt import whole
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
-from infinity.io.generations import Generations, begin_folder
+from infinity.io.generations import Generations
 from infinity.io.headers import header_in
-from infinity.io.pins import Marker, read_pins, require_marker, said
+from infinity.io.pins import Marker, begin_folder, read_pins, require_marker, said
 from infinity.io.rank_stores import rank_path, ranks_said
 from infinity.ranks.ranks import rank_and_world
 

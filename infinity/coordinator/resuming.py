@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from infinity.errors import ManifestError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
+from infinity.io.whole import Agreed, common, require_one
 from infinity.state.records import Body, parse_body
 
 logger = logging.getLogger(__name__)
@@ -42,11 +43,11 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         raise AssertionError("resuming without generations")
     memory = resources.staging.view()
 
-    def recover(step: int | None, pinned_by_all: Collection[str] | None = None) -> Manifest:
-        return generations.recover(memory, step, _check, digest, pinned_by_all)
+    def recover(agreed: Agreed | None) -> Manifest:
+        return generations.recover(memory, step, _check, digest, agreed)
 
     if resources.exchange is None:
-        manifest = recover(step)
+        manifest = recover(None)
     else:
         manifest = _recover_together(coordinator, generations, recover, step, pinned=digest is not None)
     expected = facts_of(resources)
@@ -72,7 +73,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 def _recover_together(
     coordinator: Coordinator,
     generations: Generations,
-    recover: Callable[[int | None, Collection[str]], Manifest],
+    recover: Callable[[Agreed], Manifest],
     step: int | None,
     *,
     pinned: bool,
@@ -87,29 +88,34 @@ def _recover_together(
         PeerError: another rank failed.
     """
     place = coordinator.resources.require_store().directories[0].path.parent
-    told = coordinator.meet("resuming", [generations.found(), generations.pins_found()])
-    every = set.intersection(*(set(steps) for steps, _ in told))
+    mine = {way.name: way for way in generations.ways(None if pinned else step)}
+    told = coordinator.meet("resuming", [[[*way.name, way.kept] for way in mine.values()], generations.pins_found()])
+    names = common([[((number, life), kept) for number, life, kept in found] for found, _ in told])
     folders = set.intersection(*(set(pins) for _, pins in told))
+    if not pinned:
+        require_one(names, step, place)
     problems = []
-    wanted: list[int | None] = [*sorted(every if step is None else every & {step}, reverse=True)]
-    for each in [None] if pinned else wanted:
+    for each in [None] if pinned else names:
         problem = ""
         try:
-            manifest = recover(each, folders)
+            manifest = recover(Agreed(names, folders, None if each is None else mine[each]))
         except ResumeError as error:
             if _is_unreadable(error):
                 raise
             problem = str(error)
-        failed = coordinator.meet(f"resuming {'a pinned generation' if each is None else f'step {each}'}", problem)
+        failed = coordinator.meet(f"resuming {'a pinned generation' if each is None else f'step {each[0]}'}", problem)
         if not any(failed):
             return manifest
-        where = "" if each is None else f"step {each} on "
+        where = "" if each is None else f"step {each[0]} on "
         problems += [f"{where}rank {rank}: {why}" for rank, why in enumerate(failed) if why]
         logger.warning("%s", problems[-1])
-    have = ", ".join(map(str, sorted(every))) or "none"
-    raise ResumeError(
-        f"nothing to resume in {place}: {'; '.join(problems) or f'not every rank has step {step}; there are {have}'}"
+    have = "; ".join(
+        f"rank {rank}: {', '.join(str(number) for number, *_ in found) or 'none'}"
+        for rank, (found, _) in enumerate(told)
     )
+    which = "" if step is None else f" of step {step}"
+    missing = f"there is no generation{which} that every rank has a part of ({have})"
+    raise ResumeError(f"nothing to resume in {place}: {'; '.join(problems) or missing}")
 
 
 def _is_unreadable(error: ResumeError) -> bool:

@@ -12,7 +12,16 @@ import torch
 
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.parts import Parts
-from infinity.errors import InfinityError, PeerError, SwapIOError, SwapTimeoutError
+from infinity.errors import (
+    ConfigError,
+    InfinityError,
+    ModelError,
+    PeerError,
+    PlanError,
+    ResumeError,
+    SwapIOError,
+    SwapTimeoutError,
+)
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
 
@@ -36,6 +45,10 @@ def transition(
             return method(self, *args, **kwargs)
 
     return whole(run)
+
+
+_TOLD = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
+"""Errors that are of the same class on every rank."""
 
 
 class Stepping(Parts):
@@ -128,7 +141,8 @@ class Stepping(Parts):
         of one rank is raised on all, and the ranks can go on.
 
         Raises:
-            InfinityError: one that names the rank where `act` failed; here what it raised.
+            InfinityError: one that names the rank where `act` failed, of the class that `act` raised there where that
+                is ConfigError, ModelError, PlanError or ResumeError; here what it raised.
             PeerError: a rank is not there any more, or is at something else.
         """
         failed, mine = None, None
@@ -138,13 +152,13 @@ class Stepping(Parts):
             if self.resources.exchange is None or isinstance(error, PeerError):
                 raise
             failed = error
-        told = self.meet(what, [str(failed) if failed is not None else None, mine])
+        told = self.meet(what, [type(failed).__name__, str(failed), mine])
         if failed is not None:
             raise failed
-        for rank, (problem, _) in enumerate(told):
-            if problem is not None:
-                raise InfinityError(f"rank {rank}: {problem}")
-        return [found for _, found in told]
+        for rank, (kind, problem, _) in enumerate(told):
+            if kind != "NoneType":
+                raise _TOLD.get(kind, InfinityError)(f"rank {rank}: {problem}")
+        return [found for *_, found in told]
 
     def once(self, what: str, act: Callable[[], None]) -> None:
         """Have rank 0 do something once for all ranks, which all call. Raises as each()."""

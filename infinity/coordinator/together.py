@@ -23,14 +23,15 @@ from infinity.io.rank_stores import (
     rank_path,
     remove_generations,
     remove_rank_stores,
+    require_none_pinned,
     run_and_steps_in,
 )
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
-from infinity.plan.problem import ALONE, Peers
+from infinity.plan.problem import ALONE, Peers, secondary_bytes
 from infinity.ranks.exchange import Exchange
-from infinity.ranks.ranks import Ranks
+from infinity.ranks.ranks import Ranks, require_ranks_met
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
 from infinity.state.unit import Unit
@@ -114,13 +115,14 @@ class Together:
                 before is older, and goes.
 
         Raises:
-            StoreNotEmptyError, StoreLockedError: it is needed.
+            StoreNotEmptyError, StoreLockedError, ResumeError: it is needed.
             PeerError: another rank failed.
         """
         mine = self._own(config)
         if not replaces:
             self._remove_what_no_rank_can_resume(mine)
         elif any((path / HEADER_NAME).exists() for path in mine):
+            require_none_pinned(mine[0])
             remove_rank_stores([[path for path in mine if path.exists()]])
         self._meet("removing what is left in the stores")
         if not replaces and self.is_first:
@@ -207,12 +209,15 @@ def come_together(
 
     Raises:
         NotAvailableError: several ranks cannot do this yet.
+        ConfigError: torchrun started several processes, and they have not met.
         PeerError: a rank has another model or config, or failed; names it.
     """
-    ranks = Ranks.of_world(deadline_s=config.nvme.deadline_s + _MARGIN_S)
+    require_ranks_met()
+    ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
     if ranks is None:
         return Together(None, ALONE)
-    peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world)
+    near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
+    peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
     together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
     with together.telling():
         if device.type != "cpu":
@@ -240,13 +245,15 @@ def _agreed(
         **{key: getattr(config, key) for key in _SAME},
     }
     limits = limits_of(config, device, peers)
-    told = [facts, new_run(), limits.device, limits.host]
-    runs, least = list[str](), [limits.device, limits.host]
-    for rank, (theirs, run, *memory) in enumerate(exchange.tell("offloading the model", told)):
+    copies = 0 if peers.near is None else secondary_bytes(units, peers.near)
+    told = [facts, new_run(), limits.device, limits.host, copies]
+    runs, least, most = list[str](), [limits.device, limits.host], 0
+    for rank, (theirs, run, *memory, theirs_copies) in enumerate(exchange.tell("offloading the model", told)):
         require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
         runs.append(run)
-        least = list(map(min, least, memory))
-    return replace(together, peers=replace(peers, memory=(least[0], least[1])), run=runs[0])
+        least, most = list(map(min, least, memory)), max(most, theirs_copies)
+    near = None if config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
+    return replace(together, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
 
 def _digest(units: Sequence[Unit]) -> str:

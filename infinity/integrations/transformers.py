@@ -57,6 +57,11 @@ class _OfTrainer:
         original(trainer, *args, **kwargs)
         self._run.trained.add(trainer.model)
         self._tell(trainer)
+        if trainer.args.push_to_hub and trainer.args.world_size > 1:
+            raise NotAvailableError(
+                "push_to_hub with several ranks is not available yet: leave it out, and upload the folder that "
+                "save_model or a checkpoint wrote when the run is over"
+            )
         if trainer.args.load_best_model_at_end and trainer.args.world_size > 1:
             raise NotAvailableError(
                 "load_best_model_at_end with several ranks is not available yet: leave it out, and take the folder "

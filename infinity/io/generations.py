@@ -30,13 +30,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import InfinityError, ManifestError, PlanError, ResumeError, SwapIOError
+from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
 from infinity.io.directory import StoreDirectory, pinned_in
 from infinity.io.manifest import ExtentRecord, Manifest, manifest_bytes, read_kept, require_known, write_manifest
-from infinity.io.pins import Pin, Pins, digest_of, is_gone, remove_marker, said
+from infinity.io.pins import Pin, Pins, begin_folder, digest_of, is_gone, said
 from infinity.io.store import Extent, SwapStore, now
-from infinity.io.whole import newest_whole, require_readable
+from infinity.io.whole import Agreed, Way, name_of, newest_whole, require_readable, ways
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,16 @@ class Generations:
         keep: how many generations stay.
         pins: how many more may be pinned. Each extent has keep + pins + 1 copies, or one if its state never changes.
         rank, ranks: whose store it is, of how many.
+        life: of the ranks that make generations together (Manifest.life).
     """
 
     def __init__(
-        self, store: SwapStore, extents: Sequence[Extent], keep: int, pins: int = 0, rank: int = 0, ranks: int = 1
-    ) -> None:
+        self, store: SwapStore, extents: Sequence[Extent], keep: int, pins: int = 0, rank: int = 0, ranks: int = 1,
+        life: str = "",
+    ) -> None:  # fmt: skip
         self._store = store
+        self._life = life or None
+        self._alone = ranks == 1
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
@@ -109,7 +113,7 @@ class Generations:
             f"{extent.state} of unit '{extent.unit}' has {len(extent.offsets)} copies in {self._directory.path}, and "
             f"generations name all of them: {', '.join(map(str, self._kept))} are kept, pinned by {pinned}. Nothing "
             "was written. Unpin a folder and resume: `infinity checkpoint unpin "
-            f"{self._directory.path} --folder FOLDER`."
+            f"{self._place} --folder FOLDER`."
         )
 
     @property
@@ -118,13 +122,19 @@ class Generations:
         return self._store.directories[0]
 
     @property
+    def _place(self) -> Path:
+        """What the commands are given: of nvme.paths the first."""
+        path = self._directory.path
+        return path if self._alone else path.parent
+
+    @property
     def steps(self) -> list[int]:
         """Of the generations that are kept, the oldest first."""
         return sorted(self._kept)
 
-    def found(self) -> list[int]:
-        """The steps of the manifests on the disk, whether they are whole or not. Raises SwapIOError."""
-        return list(self._directory.generations())
+    def ways(self, step: int | None) -> list[Way]:
+        """What recover() may go on from, as `ways` of whole.py."""
+        return ways(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
         """Make generation `step` of a process that trains alone. As prepare()."""
@@ -161,6 +171,7 @@ class Generations:
             facts=facts,
             body=body,
             store=self._store.record,
+            life=self._life,
         )
         directory = self._directory
         path = directory.generation_path(step)
@@ -192,7 +203,7 @@ class Generations:
         step: int | None = None,
         check: Callable[[Manifest], None] = lambda _: None,
         digest: str | None = None,
-        pinned_by_all: Collection[str] | None = None,
+        agreed: Agreed | None = None,
     ) -> Manifest:
         """Find the newest generation that is whole, and make its values the newest values of the extents.
 
@@ -204,7 +215,7 @@ class Generations:
             step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
             digest: take the pinned generation of this digest.
-            pinned_by_all: the folders that every rank has a pin of; other pins are let go. None: this process is alone.
+            agreed: what all ranks have; None: this process is alone.
 
         Raises:
             NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
@@ -231,10 +242,11 @@ class Generations:
         before = [extent.copy for extent in self._extents]
         try:
             self._pins.load()
-            staying, pinned = self._staying_pins(pinned_by_all)
-            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest)
+            staying, pinned = self._staying_pins(agreed)
+            only = agreed.way if agreed else None
+            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, only)
             self._store.write_rebuilt_headers(self._extents)
-            self._keep_with(manifest, found)
+            self._keep_with(manifest, found, agreed)
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
                 extent.turn_to(copy)
@@ -246,7 +258,7 @@ class Generations:
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
-    def _staying_pins(self, pinned_by_all: Collection[str] | None) -> tuple[list[Pin], dict[str, list[int]]]:
+    def _staying_pins(self, agreed: Agreed | None) -> tuple[list[Pin], dict[str, list[int]]]:
         """The pins that a resumed run keeps, and the copies that they name.
 
         Raises:
@@ -254,7 +266,7 @@ class Generations:
         """
         staying, pinned = list[Pin](), dict[str, list[int]]()
         for pin in self._pins.entries:
-            if self._pins.over(pin) or (pinned_by_all is not None and pin.folder not in pinned_by_all):
+            if self._pins.over(pin) or (agreed is not None and pin.folder not in agreed.folders):
                 continue
             staying.append(pin)
             path = self._directory.path / pin.manifest_name
@@ -271,13 +283,13 @@ class Generations:
             raise ResumeError(
                 f"{len(pinned)} generations in {self._directory.path} are pinned, and pins is {self._pins_max}: "
                 f"{said(staying)}. Set pins: {len(pinned)}, or let some go with `infinity checkpoint unpin "
-                f"{self._directory.path} --folder FOLDER`."
+                f"{self._place} --folder FOLDER`."
             )
         gone = [pin for pin in staying if is_gone(pin)]
         if gone:
             logger.warning(
                 "checkpoint folders that are not there pin generations in %s: %s. `infinity checkpoint unpin %s "
-                "--all-gone` frees their space.", self._directory.path, said(gone), self._directory.path,
+                "--all-gone` frees their space.", self._directory.path, said(gone), self._place,
             )  # fmt: skip
         return staying, pinned
 
@@ -297,9 +309,9 @@ class Generations:
                 problem = f"places {record.state} of unit '{record.unit}' at an offset that is not its own"
                 raise ManifestError(path, problem)
 
-    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path]) -> None:
-        """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep`, which a crash may have
-        left, are given up."""
+    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], agreed: Agreed | None) -> None:
+        """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep` or that another rank
+        lacks, which a crash may have left, are given up."""
         self._kept = {chosen.step: [extent.copy for extent in self._extents]}
         self._given_up = [path for number, path in found.items() if number > chosen.step]
         older = {number: path for number, path in found.items() if number < chosen.step}
@@ -309,7 +321,7 @@ class Generations:
                 if isinstance(manifest, ManifestError):
                     raise manifest
                 self._require_fitting(manifest, found[number])
-                if len(self._kept) < self._keep:
+                if len(self._kept) < self._keep and (agreed is None or name_of(manifest) in agreed.names):
                     self._kept[number] = [record.slot for record in manifest.extents]
                     continue
             except ManifestError as error:
@@ -366,7 +378,7 @@ class Generations:
         taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) are none"
         raise PlanError(
             f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
-            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._directory.path} --all-gone` lets go "
+            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` lets go "
             "of those whose folder is gone. Nothing was written."
         )
 
@@ -412,7 +424,7 @@ class Generations:
     def mark(self, folder: Path, into: Path | None, digests: Sequence[str]) -> None:
         """Write the marker of a folder that holds a generation. Args: digests: of all ranks' generations. Raises
         SwapIOError."""
-        self._pins.mark(self._pin_of(folder), into or folder, digests)
+        self._pins.mark(self.pin_of(folder), into or folder, digests)
 
     def finish(self, folder: Path) -> None:
         """Remember that a folder has its marker. Raises SwapIOError."""
@@ -429,7 +441,11 @@ class Generations:
         self._pins.load()
         return [pin.folder for pin in self._pins.entries]
 
-    def _pin_of(self, folder: Path) -> Pin:
+    def is_over(self, pin: Pin) -> bool:
+        """Whether the folder of a pin can do without it, as Pins.over."""
+        return self._pins.over(pin)
+
+    def pin_of(self, folder: Path) -> Pin:
         pin = self._pins.of(folder)
         if pin is None:
             raise AssertionError(f"{folder} pins nothing")
@@ -450,8 +466,11 @@ class Generations:
         return True
 
     def mark_portable(self, folder: Path, name: str) -> None:
-        """A pinned folder holds a portable copy now, in the folder `name`, and needs its generation no more."""
-        self._pins.mark_portable(self._pin_of(folder), name)
+        """A pinned folder holds a portable copy now, in the folder `name`, and needs its generation no more. Where it
+        has lost its marker it stays without: what else is in it may be of another step."""
+        pin = self.pin_of(folder)
+        if self._pins.holds(pin):
+            self._pins.mark_portable(pin, name)
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:
@@ -472,22 +491,3 @@ class _Unsettled:
 
     pins: list[Pin]
     manifest: bytes | None
-
-
-def begin_folder(folder: Path, into: Path | None = None) -> None:
-    """Before a folder pins a generation: an older marker in it goes. It is made, durably, unless it is there.
-
-    Args:
-        into: as Generations.pin.
-
-    Raises:
-        InfinityError, SwapIOError: it cannot be made; its marker cannot be removed.
-    """
-    made = into or folder
-    if not made.is_dir():
-        try:
-            made.mkdir(parents=True)
-        except OSError as error:
-            raise InfinityError(f"cannot make the checkpoint folder {made}: {error.strerror}") from error
-        durable.sync_directory(made.parent)
-    remove_marker(folder)

@@ -154,6 +154,9 @@ class Manifest(Record):
         sums: an XXH3-64 for each 256 KiB of each extent, in the order of the extents; None without checksums.
         facts: the format of the states, which a run that uses them must share.
         body: data of the layers above: optimizer, schedulers, random numbers.
+        life: an id that several ranks had in common from their start to their end, when they made the generation; None
+            of one process, and in manifests of older versions. Manifests of two ranks are of one generation where
+            their `step` and `life` are the same.
     """
 
     run: Name
@@ -164,6 +167,7 @@ class Manifest(Record):
     facts: Annotated[dict[str, Any], PlainValidator(_facts)]
     body: dict[str, Any]
     store: StoreRecord | None = None
+    life: Name | None = None
 
     def sums_by_extent(self) -> list[bytes | None]:
         """The part of `sums` that belongs to each extent."""
@@ -250,4 +254,7 @@ def write_manifest(manifest: Manifest) -> list[bytes]:
         "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),
         "store": None if manifest.store is None else dict(manifest.store),
     }
-    return document.write("generation", dict(manifest) | plain, _VERSION)
+    value = dict(manifest) | plain
+    if manifest.life is None:
+        del value["life"]
+    return document.write("generation", value, _VERSION)

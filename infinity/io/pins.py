@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from infinity import files
-from infinity.errors import ConfigError, ManifestError, ResumeError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ManifestError, ResumeError, SwapIOError
 from infinity.io import document, durable
 from infinity.io.schema import Count, Name, Record, require_unique, validated
 from infinity.strict import parse_json
@@ -177,6 +177,25 @@ def remove_marker(folder: Path) -> None:
     if os.path.lexists(folder / MARKER_NAME):
         durable.remove(folder / MARKER_NAME)
         durable.sync_directory(folder)
+
+
+def begin_folder(folder: Path, into: Path | None = None) -> None:
+    """Before a folder pins a generation: an older marker in it goes. It is made, durably, unless it is there.
+
+    Args:
+        into: where its files are written, if it gets its name later.
+
+    Raises:
+        InfinityError, SwapIOError: it cannot be made; its marker cannot be removed.
+    """
+    made = into or folder
+    if not made.is_dir():
+        try:
+            made.mkdir(parents=True)
+        except OSError as error:
+            raise InfinityError(f"cannot make the checkpoint folder {made}: {error.strerror}") from error
+        durable.sync_directory(made.parent)
+    remove_marker(folder)
 
 
 # -- the file of the pins ----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
+from infinity.io.pins import read_pins, said
 
 _NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
@@ -196,6 +197,18 @@ def remove_generations(path: Path) -> None:
         remove_manifests(directory)
     finally:
         directory.close(keep=True)
+
+
+def require_none_pinned(path: Path) -> None:
+    """Raises ResumeError where checkpoint folders pin generations of the store in a directory, which would go."""
+    pins = read_pins(path)
+    place = path.parent if is_rank_path(path) else path
+    if pins:
+        raise ResumeError(
+            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: {said(pins)}."
+            f" Let them go with `infinity checkpoint unpin {place} --folder FOLDER`, or go on with as many ranks as "
+            "before."
+        )
 
 
 def ranks_said(count: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -11,13 +11,39 @@ from typing import TypeVar
 from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError
 from infinity.io.directory import HEADER_NAME, StoreDirectory
 from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_kept
-from infinity.io.pins import digest_of, read_pins, said
+from infinity.io.pins import Pin, digest_of, read_pins, said
 from infinity.io.reading import read_all
 from infinity.io.store import Extent, SwapStore
 
 logger = logging.getLogger(__name__)
 
 Used = TypeVar("Used")
+
+Name = tuple[int, str]
+"""What names a generation on all ranks: its step, and the life of the ranks that made it (Manifest.life)."""
+
+
+def name_of(manifest: Manifest) -> Name:
+    return manifest.step, manifest.life or ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A generation that a run may go on from, in one rank's store.
+
+    Attributes:
+        name: of the generation.
+        kept: the run keeps it; otherwise checkpoint folders alone do.
+        path: of its manifest.
+    """
+
+    name: Name
+    kept: bool
+    path: Path
+
+    @property
+    def step(self) -> int:
+        return self.name[0]
 
 
 @dataclass(frozen=True)
@@ -48,6 +74,21 @@ class Damage:
         )
 
 
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks have of what one may go on from.
+
+    Attributes:
+        names: the generations.
+        folders: those that every rank has a pin of; other pins are let go.
+        way: to the generation that all go on from; None where a checkpoint folder says which.
+    """
+
+    names: Collection[Name]
+    folders: Collection[str]
+    way: Way | None
+
+
 def newest_whole(
     store: SwapStore,
     memory: memoryview,
@@ -55,9 +96,10 @@ def newest_whole(
     use: Callable[[Manifest, Path], tuple[Used, Sequence[Extent]]],
     doing: str,
     digest: str | None = None,
+    only: Way | None = None,
 ) -> Used:
-    """What `use` makes of the newest generation that is whole, of that of `step`, or of the pinned one of `digest`.
-    Every byte of it is read.
+    """What `use` makes of the newest generation that is whole, of that of `step`, of the pinned one of `digest`, or of
+    `only`. Every byte of it is read.
 
     Args:
         memory: 4 KiB-aligned, for reading.
@@ -71,7 +113,8 @@ def newest_whole(
     """
     directory = store.directories[0]
     problems: list[str] = []
-    for number, path in _candidates(directory, store.run, step, digest):
+    candidates = _candidates(directory, store.run, step, digest) if only is None else [(only.step, only.path)]
+    for number, path in candidates:
         _, manifest = next(read_kept({number: path}, store.run))
         require_readable(manifest)
         try:
@@ -97,10 +140,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
     Raises:
         ResumeError: there is none that is asked for, or more than one.
     """
-    kept = directory.generations()
-    pins = read_pins(directory.path, run)
-    pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
-    pinned = {name: each for name, each in sorted(pinned.items(), key=lambda item: -item[1][0]) if each[1].exists()}
+    kept, pins, pinned = _there(directory, run)
     if digest is not None:
         if digest not in pinned:
             raise ResumeError(
@@ -109,8 +149,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
             )
         return [pinned[digest]]
     if step is None:
-        newest = max(kept, default=None)
-        return [*kept.items(), *(each for each in pinned.values() if newest is None or each[0] <= newest)]
+        return [*kept.items(), *_not_newer(kept, pinned)]
     found = {name: path for name, (number, path) in pinned.items() if number == step}
     if step in kept:
         try:
@@ -127,6 +166,66 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
             f"again: pinned are {said(pins)}. Say which with folder=, or unpin what is not needed."
         )
     return [(step, path) for path in found.values()]
+
+
+def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[Pin], dict[str, tuple[int, Path]]]:
+    """The manifests of the kept generations by their steps, the newest first; the pins; and by digest the step and the
+    manifest of each pinned generation, the newest first."""
+    pins = read_pins(directory.path, run)
+    pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
+    newest_first = sorted(pinned.items(), key=lambda item: -item[1][0])
+    return directory.generations(), pins, {name: each for name, each in newest_first if each[1].exists()}
+
+
+def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """The pinned generations that a run goes on from where it can from none that it keeps."""
+    newest = max(kept, default=None)
+    return [each for each in pinned.values() if newest is None or each[0] <= newest]
+
+
+def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
+    """What a rank may go on from: the generations of its store, or those of `step`, each once. One whose manifest is
+    damaged is left out, with a warning.
+
+    Raises:
+        ResumeError: a manifest cannot be read now.
+    """
+    kept, _, pinned = _there(directory, run)
+    others = list(pinned.values()) if step is not None else _not_newer(kept, pinned)
+    found: dict[Name, Way] = {}
+    for is_kept, places in ((True, list(kept.items())), (False, others)):
+        for number, path in places:
+            if step not in (None, number):
+                continue
+            _, manifest = next(read_kept({number: path}, run))
+            require_readable(manifest)
+            if isinstance(manifest, ManifestError):
+                logger.warning("%s", manifest)
+                continue
+            name = name_of(manifest)
+            found.setdefault(name, Way(name, is_kept, path))
+    return list(found.values())
+
+
+def common(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
+    """The generations that all ranks have, what a run goes on from first comes first: those that all keep, then the
+    others, the newest first of each.
+
+    Args:
+        told: of each rank, which generations it has, and whether it keeps them.
+    """
+    every = [dict(each) for each in told]
+    names = set.intersection(*(set(each) for each in every))
+    return sorted(names, key=lambda name: (all(each[name] for each in every), name[0]), reverse=True)
+
+
+def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
+    """Raises ResumeError where a step is asked for of which the ranks have several generations."""
+    if step is not None and len(names) > 1:
+        raise ResumeError(
+            f"{place} has {len(names)} generations {step}, because a run went back and came to step {step} again. Say "
+            "which with folder=, or unpin what is not needed."
+        )
 
 
 def require_readable(manifest: Manifest | ManifestError) -> None:

@@ -63,6 +63,7 @@ class Budgets:
         bounce_bytes: host memory that gradients are copied to before they are added to others.
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
+        secondary_bytes: host memory for copies of weights that this rank keeps for the ranks of G.
         landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
         shadow_bytes: host memory for the new values of updates that speculate, where weights or states rest in RAM;
             lent to the staging while none speculates.
@@ -75,6 +76,7 @@ class Budgets:
     bounce_bytes: int
     copies_bytes: int
     exchange_bytes: int
+    secondary_bytes: int
     landing_bytes: int
     shadow_bytes: int
     staging: Staging
@@ -195,6 +197,11 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
             f"Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES), ring
+
+
+def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
+    """Whether all weights have room in slots for certain: none is fetched twice between its updates."""
+    return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
 
 
 def _config_bytes(limits: Limits, nbytes: int) -> str:

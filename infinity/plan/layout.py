@@ -114,6 +114,7 @@ class ArenaBytes:
         bounce: for gradients from the device on their way to others that they are added to.
         copies: for weights from the device, which updates read.
         exchange: for gradients on their way to the ranks that own them.
+        secondary: for copies of weights that this rank keeps for the ranks of G.
     """
 
     weights: int
@@ -126,6 +127,7 @@ class ArenaBytes:
     bounce: int
     copies: int
     exchange: int
+    secondary: int
 
     @property
     def homes_and_shadows(self) -> int:
@@ -136,7 +138,8 @@ class ArenaBytes:
     def nbytes(self) -> int:
         """Exact size of the one pinned allocation."""
         resting = self.homes_and_shadows + self.gradients
-        return resting + self.landing + self.staging + self.transfers + self.bounce + self.copies + self.exchange
+        moving = self.landing + self.staging + self.transfers + self.bounce + self.copies
+        return resting + moving + self.exchange + self.secondary
 
 
 @dataclass(frozen=True)
@@ -260,6 +263,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: B
         bounce=budgets.bounce_bytes,
         copies=budgets.copies_bytes,
         exchange=budgets.exchange_bytes,
+        secondary=budgets.secondary_bytes,
     )
 
 

@@ -108,6 +108,7 @@ class Plan:
                 f"  gradients    {_gradients(placement, self.budgets, layout)}",
                 *_saving(forecast),
                 f"  activations  {placement.activations}",
+                *_between_ranks(self.peers, layout),
                 f"  memory.device {format_bytes(self.device_bytes)} of {format_bytes(limits.device)} for weights"
                 f"{' and gradients under way' if self.budgets.ring_bytes else ''}, the rest for activations",
                 f"  memory.host   {format_bytes(self.host_bytes)} of {format_bytes(limits.host)}",
@@ -147,6 +148,18 @@ def _rate(config: SwapConfig) -> float | None:
 
 def _rank(cut: Cut) -> str:
     return "" if cut.count == 1 else f": what rank {cut.index} of {cut.count} keeps"
+
+
+def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
+    """The line on where the weights come from each time they are used."""
+    if peers.cut.count == 1:
+        return []
+    if not layout.arena.secondary:
+        return [f"  ranks        weights come from all {peers.cut.count} (ZeRO-3)"]
+    near = 1 if peers.near is None else peers.near.count
+    said = f"then from {near} of them (hpZ)" if near > 1 else "then from here (ZeRO-2)"
+    kept = format_bytes(layout.arena.secondary)
+    return [f"  ranks        weights come from all {peers.cut.count} once a step, {said}: {kept} of copies in RAM"]
 
 
 def _share(held_bytes: int, held: int, count: int) -> str:

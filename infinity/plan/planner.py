@@ -10,7 +10,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
-from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, plan_staging
+from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, fits_slots, plan_staging
 from infinity.plan.disk import room_bytes
 from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
@@ -25,7 +25,7 @@ from infinity.plan.placement import (
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count
+from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count, secondary_bytes
 from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.plan.traffic import Traffic, traffic
 from infinity.sizes import exact_bytes, format_bytes
@@ -74,8 +74,10 @@ def make_plan(
         for mine, whole in zip(kept, units, strict=True)
     )
 
+    secondary = 0 if peers.near is None or fits_slots(units, limits) else secondary_bytes(units, peers.near)
+
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits, counted, stored, accumulation_steps, commits.every)
+        problem = Problem(config, limits, counted, stored, accumulation_steps, commits.every, secondary)
         made = _plan(problem, commits, device, can_recompute=can_recompute, sites=sites, resumes=resumes)
         return replace(made, peers=peers)
 
@@ -133,7 +135,7 @@ def _plan(
     chosen = _place(problem, resumes=resumes)
     staging, placed, gradients = chosen.staging, chosen.placed, chosen.gradients
     _require_paths(problem, placed, gradients)
-    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + problem.exchange_bytes
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + problem.ranks_bytes
     reserved = reserve(problem, placed, gradients, problem.limits.host - host_bytes)
     copies = copies_bytes(problem, placed.weights, problem.limits.host - host_bytes - reserved.host_bytes)
     host_bytes += reserved.host_bytes + copies
@@ -161,6 +163,7 @@ def _plan(
         bounce_bytes=placed.bounce_bytes,
         copies_bytes=copies,
         exchange_bytes=problem.exchange_bytes,
+        secondary_bytes=problem.secondary_bytes,
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
@@ -218,7 +221,7 @@ class _Chosen:
     @property
     def shadow_bytes(self) -> int:
         """What it leaves for updates of states in RAM to speculate with, as far as they want it."""
-        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.problem.exchange_bytes
+        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.problem.ranks_bytes
         return min(self.problem.limits.host - used, wanted_in_ram(self.problem, self.placed, self.gradients))
 
 
@@ -253,7 +256,7 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
     Raises:
         PlanError: none fits.
     """
-    host = problem.limits.host - problem.exchange_bytes
+    host = problem.limits.host - problem.ranks_bytes
     least = place(problem, 0)
     stagings = {
         spills: [
@@ -277,7 +280,7 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
         return
     tried = [
         (
-            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + problem.exchange_bytes,
+            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + problem.ranks_bytes,
             gradients,
         )
         for gradients in gradient_placements(problem, 0)
@@ -296,12 +299,17 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
         advice.append("set weights: nvme")
     if config.gradients == "host":
         advice.append("set gradients: auto")
+    kept = ""
+    if problem.secondary_bytes:
+        advice.append("set ranks: {gather: world}")
+        kept = f", {format_bytes(problem.secondary_bytes)} for copies of weights (ranks.gather)"
     measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
         f"memory.host is {format_bytes(problem.limits.host)}{each}{measured}, but the plan needs "
         f"{format_bytes(needed)}: "
         f"{format_bytes(gradients.host_bytes)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
-        f"{format_bytes(needed - gradients.host_bytes)} for states and staging kept there. The largest unit is "
+        f"{format_bytes(needed - gradients.host_bytes - problem.secondary_bytes)} for states and staging kept "
+        f"there{kept}. The largest unit is "
         f"'{largest.name}' with {format_bytes(largest.weight_bytes)} of weights. To fit, "
         f"{' or '.join(advice)}."
     )

@@ -76,12 +76,14 @@ class Peers:
         together: weights are gathered and gradients exchanged, be it by one rank alone.
         memory: bytes of the device and of RAM that each rank may take, as all ranks agreed; None: as the config says,
             or as is available here.
+        near: the slice of every unit that this rank keeps a copy of, for the ranks of G; None where G is all ranks.
     """
 
     cut: Cut
     on_machine: int
     together: bool = True
     memory: tuple[int, int] | None = None
+    near: Cut | None = None
 
 
 ALONE = Peers(Cut(1, 0), 1, together=False)
@@ -137,6 +139,7 @@ class Problem:
         told: backward passes before a step, as the caller said; None: not known.
         commit_every: steps between durable generations; 0: none. Where the config leaves it open, this is what is
             being tried.
+        secondary_bytes: host memory for copies of weights that this rank keeps for the ranks of G.
     """
 
     config: SwapConfig
@@ -145,6 +148,7 @@ class Problem:
     stored: tuple[Moment, ...]
     told: int | None
     commit_every: int
+    secondary_bytes: int = 0
 
     @property
     def passes(self) -> int:
@@ -191,6 +195,11 @@ class Problem:
         # What comes is this rank's slice from each rank; slices are rounded up.
         boxes = [unit.whole.gradient_bytes + self.limits.shares * unit.unit.gradient_bytes for unit in self.units]
         return sum(sorted(boxes)[-2:]) + staying
+
+    @property
+    def ranks_bytes(self) -> int:
+        """Host memory that there is because of other ranks."""
+        return self.exchange_bytes + self.secondary_bytes
 
     @property
     def adds_up(self) -> bool:
@@ -245,6 +254,16 @@ def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBy
         gradient_native=group.gradient_bytes,
         gradient_fp32=group.state_bytes(4),
     )
+
+
+def secondary_bytes(units: Iterable[Unit], near: Cut) -> int:
+    """Of the slices of the weights that a rank keeps a copy of for the ranks of G. Units that stay in their slots until
+    they are updated need none.
+
+    Args:
+        units: whole.
+    """
+    return sum(near.of(unit).local.weight_bytes for unit in units if not unit.stays)
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:

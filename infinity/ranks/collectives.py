@@ -29,7 +29,7 @@ def check(operation: Operation, gather: Group, shard: Group) -> None:
     """Raises ValueError or NotAvailableError where the buffers are not what the collective needs."""
     moved = operation.collective
     if isinstance(moved, Gather):
-        _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather)
+        _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
     elif isinstance(moved, AllToAll):
         _check_buffer(operation, "send", moved.send, moved.send_splits, shard)
         _check_buffer(operation, "receive", moved.receive, moved.receive_splits, shard)

@@ -102,7 +102,7 @@ class _Begun:
 
     @property
     def what(self) -> str:
-        return ("the gather of", "the exchange of", "the agreement on")[self.header.kind] + f" {self.operation.name}"
+        return f"{self.header.noun} {self.operation.name}"
 
     def headers(self) -> list[Header]:
         """Of rank 0, 1, …, once `works` are done."""
@@ -306,7 +306,7 @@ class Exchange:
         moved = begun.operation.collective
         if isinstance(moved, Control):
             return self._tell_all(moved.payload, begun.what, [header.sent for header in said])
-        group = self._ranks.gather if isinstance(moved, Gather) else self._ranks.shard
+        group = self._ranks.gather if isinstance(moved, Gather) and moved.near else self._ranks.shard
         if group.size == 1:
             return collectives.alone(begun.operation)
         talking = self._ranks.group_of(group)

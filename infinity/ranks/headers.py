@@ -23,7 +23,9 @@ _ADVICE = (
     "Every rank must run the same modules in the same order; all ranks have to end. Look for what depends on the rank "
     "or on its data."
 )
-_VERBS = ("gathers", "exchanges", "is at")
+_GATHERS, _EXCHANGES, _IS_AT, _GATHERS_AGAIN = range(4)
+_VERBS = ("gathers", "exchanges", "is at", "gathers again")
+_NOUNS = ("the gather of", "the exchange of", "the agreement on", "the repeated gather of")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Header:
 
     Attributes:
         index: how many operations the rank had before.
-        kind: 0 a gather, 1 an exchange, 2 control.
+        kind: a gather over W, an exchange, control, or a gather over G.
         sent, received: digests of the sizes; of control the length of the payload, and 0.
         leader: the first of the ranks that share what is gathered.
         says: what the rank tells the others by the way (Exchange.say); not compared.
@@ -52,13 +54,14 @@ class Header:
     def of(cls, operation: Operation, index: int, gather: Group, shard: Group, says: int = 0) -> Header:
         moved = operation.collective
         if isinstance(moved, Gather):
-            sizes = 0, _digest(tuple(moved.slices)), 0, gather.ranks[0]
+            kind, group = (_GATHERS_AGAIN, gather) if moved.near else (_GATHERS, shard)
+            sizes = kind, _digest(tuple(moved.slices)), 0, group.ranks[0]
         elif isinstance(moved, AllToAll):
             me = shard.ranks[shard.position]
             sent = _pairs(me, shard.ranks, tuple(moved.send_splits), True)
-            sizes = 1, sent, _pairs(me, shard.ranks, tuple(moved.receive_splits), False), 0
+            sizes = _EXCHANGES, sent, _pairs(me, shard.ranks, tuple(moved.receive_splits), False), 0
         else:
-            sizes = 2, len(moved.payload), 0, 0
+            sizes = _IS_AT, len(moved.payload), 0, 0
         kind, sent, received, leader = sizes
         return cls(index, kind, operation.subject, sent, received, leader, says, operation.name)
 
@@ -76,6 +79,11 @@ class Header:
     def what(self) -> str:
         """What the rank does, as a predicate."""
         return f"{_VERBS[self.kind]} {self.name}"
+
+    @property
+    def noun(self) -> str:
+        """What kind of operation it is, before its name."""
+        return _NOUNS[self.kind]
 
 
 def require_same(headers: Sequence[Header]) -> None:
@@ -98,9 +106,9 @@ def require_same(headers: Sequence[Header]) -> None:
 
 def sizes_fit(headers: Sequence[Header]) -> bool:
     """Whether the sizes of the same operation fit each other."""
-    if headers[0].kind == 0:
+    if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         return len({(header.leader, header.sent) for header in headers}) == len({header.leader for header in headers})
-    if headers[0].kind == 1:
+    if headers[0].kind == _EXCHANGES:
         return (sum(header.sent for header in headers) - sum(header.received for header in headers)) % 2**64 == 0
     return True
 
@@ -118,7 +126,7 @@ def sizes_of(operation: Operation) -> list[list[int]]:
 def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
     """What to raise, the same on all ranks; `sizes` are `sizes_of` rank 0, 1, …"""
     ranks, name = range(len(headers)), headers[0].name
-    if headers[0].kind == 0:
+    if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         for a in ranks:
             for b in ranks:
                 if headers[a].leader == headers[b].leader and sizes[a] != sizes[b]:

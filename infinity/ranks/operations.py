@@ -17,15 +17,17 @@ class Waits(Protocol):
 
 @dataclass(frozen=True)
 class Gather:
-    """Put the slices of all ranks of G together, in place.
+    """Put the slices of all ranks of W together, in place, or of those of G.
 
     Args:
         buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is in its place; the others arrive.
-        slices: bytes of each rank of G, in the order of the ranks. May be uneven; 0 for a rank that holds nothing.
+        slices: bytes of each rank, in the order of the ranks. May be uneven; 0 for a rank that holds nothing.
+        near: of the ranks of G.
     """
 
     buffer: torch.Tensor
     slices: Sequence[int]
+    near: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Who the ranks are: this one's number, which of them share a machine, and the process groups that they talk in.
 
 [Note: stages are two groups]
-Weights are gathered over G, states are sharded over W. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of
-one machine is hpZ (ZeRO++) or MiCS. ZeRO-1 needs no mode of its own: gradients leave unit by unit anyway. (Rajbhandari
-et al., ZeRO, 2020, §5; Wang et al., ZeRO++, 2023, §3.)
+States are sharded over W. After an update the weights are gathered over W once; each time after that they are gathered
+over G. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of one machine is hpZ (ZeRO++) or MiCS. ZeRO-1
+needs no mode of its own: gradients leave unit by unit anyway. (Rajbhandari et al., ZeRO, 2020, §5; Wang et al., ZeRO++,
+2023, §3.)
 
 torch.distributed is the engine. What moves data is its group of the device (gloo for host memory); what the ranks agree
 on moves over gloo whatever the device. Where G = W one communicator serves gathers and exchanges, since two that are
@@ -31,7 +32,7 @@ from infinity.base.interrupt import interrupts_deferred
 from infinity.errors import ConfigError, NotAvailableError, PeerError
 from infinity.ranks.watch import Watch, private
 
-Gathered = Literal["world", "node", "none"]
+Gathered = Literal["auto", "world", "node", "none"]
 
 _MARGIN_S = 60.0  # gloo's own deadline comes after ours, which names the rank
 _numbers = itertools.count()  # all ranks offload their models in the same order
@@ -87,8 +88,8 @@ class Ranks:
         local_rank, local_world: the same among the ranks of this machine: budgets are divided by `local_world`.
         node: number of this machine, in the order of the machines' first ranks.
         control: all ranks, over gloo, for what is no tensor.
-        gather: G, over which weights are gathered: the world (ZeRO-3), the ranks of this machine (hpZ, MiCS), or this
-            rank alone (ZeRO-2).
+        gather: G, over which weights are gathered that were gathered over W before: the world (ZeRO-3), the ranks of
+            this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
         shard: W, over which states are sharded and gradients exchanged: the world.
         deadline_s: how long any rank waits for any other.
         watch: what the ranks tell each other outside of collectives.
@@ -106,7 +107,7 @@ class Ranks:
     @classmethod
     def of_world(
         cls,
-        gather: Gathered = "world",
+        gather: Gathered = "auto",
         *,
         deadline_s: float = 330.0,
         machine: str | None = None,
@@ -115,7 +116,7 @@ class Ranks:
         """The ranks of torch.distributed's default group; None where there is none, or only one rank. All ranks call.
 
         Args:
-            gather: which ranks hold the weights together.
+            gather: which ranks hold the weights together; auto: those of one machine.
             deadline_s: how long any rank waits for any other, in seconds: nvme.deadline_s and a margin.
             machine: the name of this machine, the same for the ranks on it; by default the host's name and boot.
             even_alone: ranks of a world of one, too.
@@ -164,7 +165,7 @@ class Ranks:
             self._moving[self.shard.ranks] = self._new_group(range(self.world))
         if gather == "none":
             self.gather = Group((self.rank,), 0)
-        elif gather == "node":
+        elif gather != "world":
             self.gather = Group(tuple(here), self.local_rank)
             for members in nodes.values():  # every rank has a part in making every group
                 if 1 < len(members) < self.world:

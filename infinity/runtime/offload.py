@@ -225,12 +225,14 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
     Idempotent.
 
     Args:
-        discard: remove the generations, too: the run is over and nobody will go on from it.
+        discard: remove the generations, too: the run is over and nobody will go on from it. Several ranks remove
+            theirs once all of them have called this.
 
     Raises:
         ModelError: the model was never offloaded.
         InfinityError: the last commit failed. With `discard`: checkpoint folders that are there pin generations, and
             nothing was closed.
+        PeerError: with `discard`, another rank did not call this: the model is closed and the generations stay.
     """
     coordinator = registry.coordinator_of(model)
     if discard:

@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import pinning, registry
+from infinity.coordinator.together import meeting
 from infinity.io.pins import Marker, folder_path
 
 
@@ -57,7 +58,7 @@ def pinned(model: nn.Module) -> dict[Path, int]:
 
 def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> Marker:
     """What the marker of a checkpoint folder says, when the swap directory has what it names; that of this rank, where
-    there are several.
+    there are several, which all call.
 
     Args:
         config: its nvme.paths are the swap directories of the run now; None: those that the marker names.
@@ -65,5 +66,10 @@ def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | S
     Raises:
         ResumeError: the folder has no marker; the swap directory holds another run or none; or the generation is gone.
             Says what to do.
+        PeerError: another rank failed.
     """
-    return pinning.generation_of(folder_path(folder), load_config(config).nvme.paths if config is not None else [])
+    resolved = load_config(config)
+    with meeting(resolved.nvme.deadline_s) as tell:
+        marker = pinning.generation_of(folder_path(folder), resolved.nvme.paths)
+        tell(f"looking for what {folder} names", None)
+        return marker

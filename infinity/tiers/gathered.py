@@ -5,16 +5,23 @@ A fetch is a collective: every rank begins the same fetches in the same order, w
 and however far its updates are. So a fetch never waits for memory: where views that somebody holds keep the memory of a
 slot that was given up, the next slot takes memory of its own for a while. What must come first on this rank alone (the
 update of its slice, the read of it) is waited for by the thread of the exchange.
+
+[Note: the secondary partition]
+Where weights are gathered over fewer ranks than states are sharded over (G ⊂ W), each rank keeps a copy of its slice
+among the ranks of G, in RAM. The first fetch after an update gathers over W and fills the copies; the fetches after
+that gather over G. Which of the two a fetch does follows from the version of the weights, so it is the same on every
+rank. (Wang et al., ZeRO++, 2023, §3.2, whose secondary partition this is; with G = one rank it is ZeRO-2.)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from infinity.io.arena import Lease, PinnedArena
+from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import Transfer
 from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import Gather, Operation
@@ -58,21 +65,52 @@ class GatheredSlots:
         self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
         self._long_bytes = resources.arena.free_bytes // 4
         self._told = False
+        self._copies: dict[int, _Copy] = {}
+        near = resources.plan.peers.near
+        if near is not None and resources.plan.layout.arena.secondary:
+            for homes, shard in zip(resources.units, shards, strict=True):
+                if not shard.unit.stays:
+                    self._copies[id(homes.weights)] = _Copy(near.of(shard.unit), resources.secondary)
 
-    def start(self, home: WeightsHome, after: Written) -> Fetch:
+    def start(self, home: WeightsHome, after: Written, version: int) -> Fetch:
         """Never None: see [Note: gathering]. Raises PeerError: the exchange is broken."""
-        shard = self._shards[id(home)]
+        shard, copy = self._shards[id(home)], self._copies.get(id(home))
         lease = self._lease(shard)
+        if copy is not None and copy.version == version:
+            return self._gather(lease, copy.shard, near=True, own=copy.own)
+
+        def own(index: int, mine: memoryview) -> _FromRam | _FromStore:
+            return self._own(home, index, mine, after)
+
+        fetch = self._gather(lease, shard, near=False, own=own, keep=copy)
+        if copy is not None:
+            copy.version = version
+        return fetch
+
+    def _gather(
+        self,
+        lease: Lease,
+        shard: Shard,
+        *,
+        near: bool,
+        own: Callable[[int, memoryview], _FromRam | _FromStore],
+        keep: _Copy | None = None,
+    ) -> Fetch:
+        """Args: own: what brings this rank's slice of a group to its place; keep: takes what has come."""
         tickets = []
         for index, group in enumerate(shard.unit.groups):
             begin, end = shard.weight_range(index, shard.cut.index)
-            mine = lease.view(begin, end - begin)
             slices = [
                 last - first for first, last in (shard.weight_range(index, rank) for rank in range(shard.cut.count))
             ]
             buffer = lease.tensor()[group.weight_offset : group.weight_offset + group.weight_bytes]
-            own = [self._own(home, index, mine, after)] if begin < end else []
-            operation = Operation(Gather(buffer, slices), shard.unit.index, f"unit '{shard.unit.name}'", after=own)
+            operation = Operation(
+                Gather(buffer, slices, near),
+                shard.unit.index,
+                f"unit '{shard.unit.name}'",
+                after=[own(index, lease.view(begin, end - begin))] if begin < end else [],
+                arrived=None if keep is None else partial(keep.fill, index, lease),
+            )
             tickets.append(self._exchange.submit(operation))
         return _GatherFetch(lease, tickets)
 
@@ -106,6 +144,41 @@ class GatheredSlots:
         slot.free()
 
 
+class _Copy:
+    """This rank's slice, among the ranks of G, of the weights of a unit. Filled and read on the thread of the exchange.
+
+    Attributes:
+        shard: the slice.
+        version: of the weights it has, or will have before anybody reads it; -1: none yet.
+    """
+
+    def __init__(self, shard: Shard, space: Space) -> None:
+        self.shard = shard
+        self.version = -1
+        nbytes = shard.local.weight_bytes
+        self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.unit.name}'") if nbytes else None
+
+    def own(self, index: int, mine: memoryview) -> _FromRam:
+        """Args: mine: the place of a group's slice, of which there is something."""
+        return _FromRam(self._view(index), mine, None)
+
+    def fill(self, index: int, slot: Lease) -> None:
+        """Args: slot: has all weights of a group."""
+        begin, end = self.shard.weight_range(index, self.shard.cut.index)
+        if begin < end:
+            _copy(self._view(index), slot.view(begin, end - begin))
+
+    def _view(self, index: int) -> memoryview:
+        if self._lease is None:
+            raise AssertionError("a copy of nothing")
+        group = self.shard.local.groups[index]
+        return self._lease.view(group.weight_offset, group.weight_bytes)
+
+
+def _copy(to: memoryview, source: memoryview) -> None:
+    torch.frombuffer(to, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
+
+
 class _FromRam:
     """This rank's slice, copied once it has its new values."""
 
@@ -117,7 +190,7 @@ class _FromRam:
     def wait(self) -> None:
         if self._written is not None:
             self._written.result()
-        torch.frombuffer(self._mine, dtype=torch.uint8).copy_(torch.frombuffer(self._home, dtype=torch.uint8))
+        _copy(self._mine, self._home)
 
 
 class _FromStore:

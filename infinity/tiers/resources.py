@@ -83,7 +83,7 @@ class Resources:
                 extents = [home.stored() for home in self.homes()]
                 cut = plan.peers.cut
                 self.generations = Generations(
-                    self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count
+                    self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count, run
                 )
             self.landing: LandingWindow | None = None
             if arena.landing:
@@ -92,6 +92,9 @@ class Resources:
             self.between_ranks = Space(self.arena.memory, 0, 0)
             if arena.exchange:
                 self.between_ranks = self.arena.lease(arena.exchange, "gradients between ranks").space()
+            self.secondary = Space(self.arena.memory, 0, 0)
+            if arena.secondary:
+                self.secondary = self.arena.lease(arena.secondary, "copies of weights of other ranks").space()
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
             self.pool = _open_pool(staging.threads, node)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)

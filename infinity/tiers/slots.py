@@ -178,8 +178,12 @@ class SlotPool(Protocol):
 
     agreed: bool
 
-    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
-        """Args: after: new weights that are on their way; they are to be fetched."""
+    def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
+        """
+        Args:
+            after: new weights that are on their way; they are to be fetched.
+            version: of the weights that are to be fetched; grows with every change of them.
+        """
 
     def free(self, slot: Slot) -> None: ...
 
@@ -212,7 +216,7 @@ class HostSlots:
         self._resources = resources
         self._long_bytes = resources.arena.free_bytes // 4
 
-    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         if home.lease is not None:
             return _There(HostSlot(home.lease.tensor(), None))
         lease = self._resources.arena.try_lease(home.nbytes, from_top=home.nbytes > self._long_bytes)
@@ -265,7 +269,7 @@ class SlabSlots:
         sizes = Counter(homes.weights.nbytes for unit, homes in units if not unit.unit.stays)
         self._usual_bytes = max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
 
-    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         slab, lease = self._lease(home)
         if lease is None:
             return None

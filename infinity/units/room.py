@@ -198,7 +198,8 @@ class Room:
             self._slots.free(slot)
         while True:
             fits = not self._slots.agreed or self._fits(unit)
-            fetch = self._slots.start(unit.homes.weights, unit.weights_under_way()) if fits else None
+            weights, under_way = unit.homes.weights, unit.weights_under_way()
+            fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
             if fetch is not None:
                 unit.weights.begin_fetch(fetch)
                 self._fetching[unit.index] = self._present[unit.index] = unit

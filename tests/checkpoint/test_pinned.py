@@ -66,6 +66,19 @@ def test_the_oldest_pin_becomes_a_portable_copy_of_its_bits(tmp_path: Path) -> N
     again.end()
 
 
+def test_a_folder_that_holds_something_else_by_now_is_let_go_and_not_touched(tmp_path: Path) -> None:
+    run, _ = full(tmp_path)
+    (run.folder(2) / "infinity.json").unlink()
+    (run.folder(2) / "portable").mkdir()
+    (run.folder(2) / "portable" / "training-state.infinity").write_text("somebody's")
+    assert make_room_for_pin(run.model, run.folder(5)) == []
+    run.save()
+    assert pins_of(run.model) == {run.folder(5): 5}
+    assert (run.folder(2) / "portable" / "training-state.infinity").read_text() == "somebody's"
+    assert read_marker(run.folder(2)) is None
+    run.end()
+
+
 def test_a_run_that_goes_on_after_the_copy_ends_in_the_same_bits(tmp_path: Path) -> None:
     plain = Run(tmp_path / "plain", pins=0).to(8)
     run, _ = full(tmp_path / "copied", overlap="during_backward")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, TrainingArguments
+from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, Trainer, TrainingArguments
 
 from infinity.config import load_config
 from infinity.coordinator import registry
@@ -146,6 +146,9 @@ def test_what_takes_one_process_is_refused_at_the_beginning(
     options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
     with launch(), pytest.raises(NotAvailableError, match="load_best_model_at_end"):
         trainer(checkpoint, [{"input_ids": IDS[0], "labels": IDS[0]}] * 8, tmp_path, **options)
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_, **__: None)
+    with launch(), pytest.raises(NotAvailableError, match="push_to_hub"):
+        trainer(checkpoint, [{"input_ids": IDS[0], "labels": IDS[0]}] * 8, tmp_path, push_to_hub=True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NotAvailableError, match="Lightning"):
         InfinityStrategy({"nvme": {"paths": [str(tmp_path)]}})

@@ -9,6 +9,7 @@ _SEVERAL = "tests/durable/test_commits.py"
 _STORES = "tests/io/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
+_GROUPS = "tests/runtime/test_gather_groups.py"
 
 OF_RANKS = [
     Mutant(
@@ -109,9 +110,44 @@ OF_RANKS = [
     Mutant(
         "a folder is pinned where all ranks pin it",
         "infinity/io/generations.py",
-        " or (pinned_by_all is not None and pin.folder not in pinned_by_all):\n",
+        " or (agreed is not None and pin.folder not in agreed.folders):\n",
         ":\n",
         (_PINS, "-k", "not_all_ranks_have"),
+    ),
+    Mutant(
+        "what ranks go on from are parts of one generation, not of two of the same step",
+        "infinity/io/whole.py",
+        '    return manifest.step, manifest.life or ""\n',
+        '    return manifest.step, ""\n',
+        (_PINS, "-k", "another_generation_of_the_step"),
+    ),
+    Mutant(
+        "copies of weights are of the last update",
+        "infinity/tiers/gathered.py",
+        "        if copy is not None and copy.version == version:\n",
+        "        if copy is not None and copy.version >= 0:\n",
+        (_GROUPS, "-k", "frozen_and_unused"),
+    ),
+    Mutant(
+        "copies are filled by what comes from all ranks",
+        "infinity/tiers/gathered.py",
+        "                arrived=None if keep is None else partial(keep.fill, index, lease),\n",
+        "",
+        (_GROUPS, "-k", "frozen_and_unused"),
+    ),
+    Mutant(
+        "auto keeps copies where all ranks have room for them",
+        "infinity/coordinator/together.py",
+        " and 2 * most > least[1] else",
+        " and False else",
+        (_GROUPS, "-k", "have_no_room"),
+    ),
+    Mutant(
+        "a gather over G is told apart from one over W",
+        "infinity/ranks/headers.py",
+        "(_GATHERS_AGAIN, gather) if moved.near else (_GATHERS, shard)\n",
+        "(_GATHERS, gather) if moved.near else (_GATHERS, shard)\n",
+        ("tests/ranks/test_headers.py",),
     ),
     Mutant(
         "the marker of a folder names the generations of all ranks",

@@ -134,7 +134,7 @@ OF_STORAGE = [
     ),
     Mutant(
         "an older marker goes before a folder pins another generation",
-        "infinity/io/generations.py",
+        "infinity/io/pins.py",
         "    remove_marker(folder)\n",
         "",
         _PINS,

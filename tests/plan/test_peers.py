@@ -21,11 +21,13 @@ WIDTH = 1024  # a block is 16 slices of the smallest size
 BLOCKS = 8
 
 
-def plan(count: int = 1, index: int = 0, *, on_machine: int = 1, device: str = "cpu", **config: Any) -> Plan:
+def plan(
+    count: int = 1, index: int = 0, *, on_machine: int = 1, device: str = "cpu", near: Cut | None = None, **config: Any
+) -> Plan:
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)).to(torch.bfloat16)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
-    peers = Peers(Cut(count, index), on_machine, together=count > 1)
+    peers = Peers(Cut(count, index), on_machine, together=count > 1, near=near)
     units = discover(blocks).units
     return make_plan(units, load_config(config), torch.device(device), can_recompute=False, peers=peers)
 
@@ -87,6 +89,38 @@ def test_what_fails_names_a_budget_that_works() -> None:
 def test_weights_on_the_device_are_refused() -> None:
     with pytest.raises(PlanError, match="weights: host or auto"):
         plan(2, device="cuda", weights="device", memory={"device": "1GiB", "host": "1GiB"})
+
+
+def near(gather: int, **config: Any) -> Plan:
+    """Of rank 1 of 4, which keeps copies for so many ranks."""
+    return plan(4, 1, **(NVME | config), near=Cut(gather, 1 % gather))
+
+
+@pytest.mark.parametrize("gather", [1, 2])
+def test_copies_of_weights_take_host_memory_of_their_own(gather: int) -> None:
+    memory = {"device": "16MiB", "host": "1GiB"}
+    without, made = plan(4, 1, **(NVME | {"memory": memory})), near(gather, memory=memory)
+    copies = BLOCKS * WIDTH * WIDTH * 2 // gather
+    assert made.layout.arena.secondary == copies
+    assert made.host_bytes == without.host_bytes + copies
+    assert "once a step" in made.describe()
+    assert ("hpZ" if gather > 1 else "ZeRO-2") in made.describe()
+
+
+def test_what_stays_in_its_slot_until_it_is_updated_needs_no_copy() -> None:
+    made = near(1, memory={"device": f"{2 * BLOCKS * 2}MiB", "host": "256MiB"})
+    assert made.layout.arena.secondary == 0
+    assert "ZeRO-3" in made.describe()
+
+
+def test_copies_that_do_not_fit_are_named() -> None:
+    memory = {"device": "8MiB", "host": "24MiB"}
+    plan(4, 1, **(NVME | {"memory": memory}))
+    with pytest.raises(PlanError, match=r"16\.00 MiB for copies of weights \(ranks\.gather\)") as caught:
+        near(1, memory=memory)
+    assert "set ranks: {gather: world}" in str(caught.value)
+    advised = str(caught.value).split("memory.host to ")[1].split()[0].rstrip(".")
+    near(1, memory=memory | {"host": advised})
 
 
 def test_the_description_says_whose_it_is() -> None:

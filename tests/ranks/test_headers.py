@@ -71,14 +71,20 @@ def test_the_ranks_that_differ_from_most_are_named() -> None:
     headers.require_same([usual] * 4)
 
 
+def test_a_rank_that_gathers_over_other_ranks_is_named() -> None:
+    far, near = (_of(rank, 2, Gather(torch.empty(4), [2, 2], bool(rank)), "unit 'a'")[0] for rank in range(2))
+    with pytest.raises(PeerError, match="rank 1 gathers again unit 'a' while rank 0 gathers unit 'a'"):
+        headers.require_same([far, near])
+
+
 def test_slices_are_compared_among_those_that_gather_together() -> None:
     """On two machines with two ranks and one."""
     near, far = Group((0, 1), 0), Group((2,), 0)
-    pair, single = Gather(torch.empty(4), [2, 2]), Gather(torch.empty(4), [4])
+    pair, single = Gather(torch.empty(4), [2, 2], near=True), Gather(torch.empty(4), [4], near=True)
     said = [Header.of(Operation(pair, 0, "u"), 0, near, _group(rank, 3)) for rank in range(2)]
     said.append(Header.of(Operation(single, 0, "u"), 0, far, _group(2, 3)))
     assert headers.sizes_fit(said)
-    said[1] = Header.of(Operation(Gather(torch.empty(4), [1, 3]), 0, "u"), 0, near, _group(1, 3))
+    said[1] = Header.of(Operation(Gather(torch.empty(4), [1, 3], near=True), 0, "u"), 0, near, _group(1, 3))
     assert not headers.sizes_fit(said)
     error = headers.misfit(said, [[[2, 2]], [[1, 3]], [[4]]])
     assert error.ranks == (1,)

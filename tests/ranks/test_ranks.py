@@ -43,7 +43,7 @@ def on_machines(machines: str, gather: Any) -> Any:
     exchanged = done(exchange, operation("exchange", 0, nbytes=1))
     buffer = torch.zeros(group.size, dtype=torch.uint8)
     buffer[group.position] = ranks.rank + 1
-    exchange.submit(Operation(Gather(buffer, [1] * group.size), 1, "unit 'head'")).result()
+    exchange.submit(Operation(Gather(buffer, [1] * group.size, near=True), 1, "unit 'head'")).result()
     exchange.close()
     assert exchanged == bytes(range(1, ranks.world + 1))
     assert len(dist.distributed_c10d._world.pg_map) == 1

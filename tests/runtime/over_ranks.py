@@ -43,6 +43,9 @@ class Blocks(nn.Module):
     Args:
         frozen: the first block is.
         twice: the second block comes once more at the end.
+
+    Attributes:
+        skips: the index of a block that is left out.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Blocks(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.twice = twice
+        self.twice, self.skips = twice, -1
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block(dtype, recomputed=recomputed) for _ in range(DEPTH))
         self.head = nn.Linear(WIDTH, 1, dtype=dtype)
@@ -64,8 +67,8 @@ class Blocks(nn.Module):
             self.blocks[0].requires_grad_(False)
 
     def forward(self, x: torch.Tensor, *, both: bool = False) -> torch.Tensor:
-        for block in (*self.blocks, self.blocks[1]) if self.twice else self.blocks:
-            x = block(x)
+        for index, block in enumerate((*self.blocks, self.blocks[1]) if self.twice else self.blocks):
+            x = x if index == self.skips else block(x)
         y = self.head(x) + self.other(x) if both else self.head(x)
         return y.float().square().mean()
 

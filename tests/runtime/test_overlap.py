@@ -144,9 +144,9 @@ def _id(combination: Combination) -> str:
 
 def combinations() -> list[Combination]:
     every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
-    return (
-        every if os.environ.get("INFINITY_OVERLAP_FULL") else sampling.drawn(every, every, 2 if sampling.SHARE else 1)
-    )
+    if os.environ.get("INFINITY_OVERLAP_FULL"):
+        return every
+    return sampling.drawn(every, every, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
 
 
 @pytest.mark.long

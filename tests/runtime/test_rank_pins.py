@@ -23,7 +23,9 @@ from infinity.cli.main import main
 from infinity.coordinator import stepping
 from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
-from infinity.io.pins import MARKER_NAME, PINS_NAME, read_marker, read_pins
+from infinity.io.directory import generations_in
+from infinity.io.manifest import manifest_bytes
+from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
 from infinity.io.rank_stores import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin
 from tests import sampling
@@ -156,6 +158,71 @@ def test_a_folder_with_a_marker_can_be_gone_on_from_whenever_a_rank_is_killed(tm
         found = run(RANKS, plainly, str(root))
         assert found == [whole] * RANKS or "generation" in str(found[0]), nth
         shutil.rmtree(root)
+
+
+def begun_again(root: str) -> tuple[int, dict[str, str]] | str:
+    """A plain resume, to its end: where it began, and its weights."""
+    try:
+        model = infinity.resume(Blocks(torch.float32), config(root), device="cpu")
+    except InfinityError as error:
+        return str(error)
+    began = infinity.track(model=model)
+    for _ in trained(model, UNTIL):
+        pass
+    return began, weights_of(model)
+
+
+def test_a_run_that_went_back_goes_on_from_its_own_newest_generation(tmp_path: Path) -> None:
+    """Although a folder pins one of the same step, of the run before it went back."""
+    (whole, _) = run(RANKS, pinning, str(tmp_path), [2, UNTIL])
+    run(RANKS, going_on, str(tmp_path), "checkpoint-2")
+    for path in rank_paths(tmp_path / "swap", RANKS):
+        assert len({pin.digest for pin in read_pins(path)} | {digest_of(manifest_bytes(generations_in(path)[5]))}) == 3
+    assert run(RANKS, begun_again, str(tmp_path)) == [(UNTIL, whole)] * RANKS
+
+
+def test_ranks_never_go_on_from_parts_of_another_generation_of_the_step(tmp_path: Path) -> None:
+    """One rank's store is put back as it was before the run went back."""
+    (whole, _) = run(RANKS, pinning, str(tmp_path), [2])
+    mine, _ = rank_paths(tmp_path / "swap", RANKS)
+    shutil.copytree(mine, tmp_path / "before")
+    run(RANKS, going_on, str(tmp_path), "checkpoint-2")
+    shutil.rmtree(mine)
+    shutil.copytree(tmp_path / "before", mine)
+    assert [max(generations_in(path)) for path in rank_paths(tmp_path / "swap", RANKS)] == [UNTIL] * RANKS
+    assert run(RANKS, begun_again, str(tmp_path)) == [(2, whole)] * RANKS
+    for path in rank_paths(tmp_path / "swap", RANKS):
+        (pin_,) = read_pins(path)
+        (path / pin_.manifest_name).unlink()  # what is left is nobody's
+    shutil.rmtree(mine)
+    shutil.copytree(tmp_path / "before", mine)
+    for path in mine.glob("pinned-*"):
+        path.unlink()
+    for told in run(RANKS, begun_again, str(tmp_path)):
+        assert "there is no generation that every rank has a part of (rank 0: 5" in str(told)
+
+
+def going_on_killed(root: str, folder: str, kill: Kill) -> None:
+    with kill.at(dist.get_rank()):
+        going_on(root, folder)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_is_killed_while_a_run_goes_back_loses_nothing(tmp_path: Path, rank: int) -> None:
+    """Of the first acts, in which the resume becomes durable, two in a short run of the tests."""
+    (whole, _) = run(RANKS, pinning, str(tmp_path / "run"), [2, 3])
+    chance = random.Random(sampling.SEED)
+    for nth in chance.sample(range(12), sampling.number(2, 12)):
+        shutil.copytree(tmp_path / "run", tmp_path / "went", symlinks=True)
+        (tmp_path / "run").rename(tmp_path / "kept")
+        (tmp_path / "went").rename(tmp_path / "run")
+        ended(RANKS, going_on_killed, str(tmp_path / "run"), "checkpoint-2", Kill(rank, nth))
+        (began, weights), other = run(RANKS, begun_again, str(tmp_path / "run"))
+        assert other == (began, weights), nth
+        assert weights == whole, nth
+        assert began >= 2
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "kept").rename(tmp_path / "run")
 
 
 def letting_go(root: str, how: str) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import infinity
 from infinity.coordinator import registry
+from infinity.ranks import collectives
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import (
     TIERS,
@@ -99,6 +101,32 @@ def test_a_rank_that_is_late_changes_nothing(tmp_path: Path) -> None:
     prompt = run(2, speculating, str(tmp_path / "prompt"), config, 2, 0.0)
     late = run(2, speculating, str(tmp_path / "late"), config, 1, 0.02)
     assert len({str(weights) for weights, *_ in (*prompt, *late)}) == 1
+
+
+def delayed(folder: str, config: dict[str, Any], late: int) -> Any:
+    """Training in which rank `late` begins what the ranks do together some milliseconds after it could."""
+    if dist.get_rank() == late:
+        chance = random.Random(late)
+        for name in ("begin_header", "begin_gather", "begin_all_to_all", "begin_telling"):
+            begin = getattr(collectives, name)
+
+            def slowly(*arguments: Any, begin: Any = begin) -> Any:
+                time.sleep(chance.random() * 0.004)
+                return begin(*arguments)
+
+            setattr(collectives, name, slowly)
+    return train(folder, config, 2, 2, max_grad_norm=0.01)
+
+
+@pytest.mark.parametrize("gather", ["world", "none"])
+def test_collectives_that_one_rank_begins_late_change_nothing(tmp_path: Path, gather: str) -> None:
+    memory = {"memory": {"host": "256MiB", "device": "4MiB"}}  # of both ranks: slots for two blocks
+    config = TIERS[3] | memory | {"overlap": "during_backward", "commit_every": 1, "ranks": {"gather": gather}}
+    found = []
+    for late in (0, 1, 2):
+        folder = str(tmp_path / str(late))
+        found += [told[1:] for told in run(2, delayed, folder, config | {"nvme": {"paths": [folder]}}, late)]
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from pathlib import Path
@@ -14,7 +15,9 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity import _native
-from infinity.errors import InfinityError, NotAvailableError, PeerError
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, InfinityError, NotAvailableError, PeerError, PlanError, ResumeError
+from infinity.io.rank_stores import steps_of
 from infinity.plan import planner
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import (
@@ -37,6 +40,8 @@ def odd_one(folder: str, how: str) -> Any:
         model = offloaded(folder, TIERS[3] | memory, seed=int(odd and how == "seed"))
         optim = infinity.AdamW(model.parameters(), lr=2e-3 if odd and how == "lr" else 1e-3)
         for step in range(2):
+            if odd and how == "skipped block":
+                model.skips = 1
             model(batch(step, rank, torch.float32)).backward()
             if odd and how == "extra visit":
                 with torch.no_grad():
@@ -56,6 +61,7 @@ def odd_one(folder: str, how: str) -> Any:
         ("seed", "has other values on rank"),
         ("lr", "the rule of param group 0 differs between the ranks"),
         ("extra visit", "while rank 0"),
+        ("skipped block", "while rank 0 exchanges the gradients of unit 'blocks.1'"),
         ("no step", "rank 1 closed the model"),
     ],
 )
@@ -207,7 +213,8 @@ def failing(folder: str) -> Any:
             optim.step()
             optim.zero_grad()
     except InfinityError as error:
-        infinity.close(model)
+        with contextlib.suppress(InfinityError):
+            infinity.close(model)  # says so of an update whose read failed, too
         return type(error).__name__, str(error)
     return None
 
@@ -380,3 +387,66 @@ def first_to_say(folder: str) -> int:
         return too_small(folder)
     except PeerError:
         return 0
+
+
+def discarding(folder: str, every: bool) -> str:
+    """Rank 1 removes its generations at the end; rank 0 as well, or it gathers, alone."""
+    memory = {"host": "256MiB", "device": "4MiB"}  # of both ranks: slots for two blocks
+    model = offloaded(folder, {**TIERS[3], "commit_every": 1, "memory": memory})
+    optim = infinity.AdamW(model.parameters())
+    for step in range(2):
+        model(batch(step, dist.get_rank(), torch.float32)).backward()
+        optim.step()
+        optim.zero_grad()
+    infinity.synchronize(model)
+    infinity.commit(model)
+    try:
+        if dist.get_rank() == 0 and not every:
+            with infinity.gathered(model, model):
+                pass
+        infinity.close(model, discard=True)
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_processes_that_have_not_met_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes run this script, and they have not met"):
+        offloaded(str(tmp_path), TIERS[0])
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_generations_are_removed_by_all_ranks_or_none(tmp_path: Path, every: bool) -> None:
+    told = run(2, discarding, str(tmp_path), every)
+    assert all(bool(each) != every for each in told)
+    assert steps_of(tmp_path, 2) == (set() if every else {2})
+
+
+def one_cannot(folder: str) -> list[str]:
+    """What all ranks hear where rank 1 alone raises an error."""
+    model, told = offloaded(folder, TIERS[0]), []
+    coordinator = registry.coordinator_of(model)
+    for kind in (PlanError, ResumeError, OSError):
+
+        def act(kind: type[Exception] = kind) -> None:
+            if dist.get_rank() == 1:
+                raise kind("there is none")
+
+        try:
+            coordinator.each("looking for it", act)
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    infinity.close(model)
+    return told
+
+
+def test_an_error_of_one_rank_is_of_its_class_on_all(tmp_path: Path) -> None:
+    other, own = run(2, one_cannot, str(tmp_path))
+    what = "there is none"
+    assert own == [f"PlanError: {what}", f"ResumeError: {what}", f"OSError: {what}"]
+    assert other == [
+        f"PlanError: rank 1: {what}",
+        f"ResumeError: rank 1: {what}",
+        f"InfinityError: rank 1: {what}",
+    ]

@@ -210,7 +210,7 @@ def test_closing_waits_for_copies_before_the_memory_goes(weights: str, simulate:
     sim = simulate(LAZY)
     model = offload(Blocks().bfloat16(), weights, memory=TIGHT)
     coordinator = registry.coordinator_of(model)
-    fetch = coordinator.room._slots.start(coordinator.resources.units[0].weights, {})
+    fetch = coordinator.room._slots.start(coordinator.resources.units[0].weights, {}, 0)
     assert fetch is not None
     fetch.wait()
     assert sim.pending_copies()

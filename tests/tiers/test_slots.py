@@ -50,7 +50,7 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, len(GROUPS) - 1))
     def start(self, index: int) -> None:
         before = self.arena.free_bytes
-        fetch = self.pool.start(self.homes[index], {})
+        fetch = self.pool.start(self.homes[index], {}, 0)
         if fetch is not None:
             self.fetches.append((index, fetch))
         else:
@@ -103,7 +103,7 @@ def home_of(index: int, count: int) -> WeightsHome:
 
 
 def brought(pool: HostSlots, home: WeightsHome) -> Any:
-    fetch = pool.start(home, {})
+    fetch = pool.start(home, {}, 0)
     assert fetch is not None
     return fetch.finish()
 
@@ -129,7 +129,7 @@ def test_long_units_come_from_the_top_so_that_they_do_not_break_up_the_space_of_
 def test_memory_that_a_device_may_still_write_to_is_never_given_back() -> None:
     arena = pages(2)
     pool, store = pool_of(arena)
-    fetch = pool.start(home_of(0, 1), {})
+    fetch = pool.start(home_of(0, 1), {}, 0)
     assert fetch is not None
     store.under_way[0].fate = TIMEOUT
     with pytest.raises(SwapTimeoutError):
@@ -140,7 +140,7 @@ def test_memory_that_a_device_may_still_write_to_is_never_given_back() -> None:
 def test_a_fetch_waits_for_all_its_groups_and_tells_the_failure_of_any() -> None:
     arena = pages(2)
     pool, store = pool_of(arena)
-    fetch = pool.start(homes_of(unit_of(0, (1, 1))).weights, {})
+    fetch = pool.start(homes_of(unit_of(0, (1, 1))).weights, {}, 0)
     assert fetch is not None
     first, second = store.under_way
     first.fate = Failure("corruption")
@@ -155,7 +155,7 @@ def test_new_weights_are_read_from_where_they_go_once_they_are_there() -> None:
     pool, store = pool_of(pages(1))
     store.stored["0.0.weight", 0], written = b"\1" * PAGE_BYTES, Future()
     written._at_end = lambda failure: store.stored.update({("0.0.weight", 1): b"\2" * PAGE_BYTES})
-    fetch = pool.start(home_of(0, 1), {0: NewWeights(1, transfer(written))})
+    fetch = pool.start(home_of(0, 1), {0: NewWeights(1, transfer(written))}, 0)
     assert fetch is not None
     assert set(fetch.finish().tensor.tolist()) == {2}
     assert written.done()
@@ -201,7 +201,7 @@ class OnDevice:
         self.pool = SlabSlots(below, device)
 
     def bring(self, index: int) -> Slot:
-        fetch = self.pool.start(self.homes[index], {})
+        fetch = self.pool.start(self.homes[index], {}, 0)
         assert fetch is not None
         fetch.wait()
         return fetch.finish()
@@ -216,7 +216,7 @@ def test_units_of_the_usual_size_get_the_same_addresses_and_others_come_from_the
     others = [device.bring(index) for index in (3, 4)]
     assert [device.offset(slot) for slot in usual] == [0, 2]
     assert [device.offset(slot) for slot in others] == [5, 4]
-    assert device.pool.start(device.homes[2], {}) is None
+    assert device.pool.start(device.homes[2], {}, 0) is None
     for slot in [*others, *usual]:
         device.pool.free(slot)
     assert [device.offset(device.bring(index)) for index in (1, 2, 0)] == [0, 2, 4]

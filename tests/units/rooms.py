@@ -37,7 +37,7 @@ class Pool:
         self.slots: dict[int, Slot] = {}
         self.fetches: list[Fetch] = []
 
-    def start(self, home: WeightsHome, after: Written) -> Fetch | None:
+    def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         count = home.nbytes // PAGE_BYTES
         if count > self.free_pages:
             return None
