@@ -67,6 +67,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.sim = sim
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: what torch puts around the method below for torch.compile costs as much as the method."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         plan = _plans.get(func)
