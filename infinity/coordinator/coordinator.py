@@ -272,7 +272,8 @@ class Coordinator(Stepping):
 
     @transition
     def commit(self) -> None:
-        """Make a generation of the states as they are. Raises as finish_commit."""
+        """Make a generation of the states as they are. Raises as finish_commit, and as Commits.require_possible."""
+        self.commits.require_possible(self.steps)
         with self.progress.committing():
             self._come_to_rest()
             self.progress.settle()
@@ -290,11 +291,13 @@ class Coordinator(Stepping):
     @contextmanager
     def writing(self) -> Iterator[None]:
         """States may be written to their destinations in this context. A commit whose loop was not at its top gives
-        way, and is begun again. Raises as finish_commit."""
+        way, and is begun again. All ranks call. Raises as finish_commit."""
         self.require_usable()
         with self._lock:
             self._come_to_rest()
             gave_way = self.progress.make_way()
+            if self.shared is not None:  # what older generations occupy is written to
+                self.commits.heard(self.meet("writing weights", self.commits.told()))
             try:
                 yield
             finally:

@@ -6,6 +6,9 @@ fit into the memory planned for weights can be gathered as far as the machine ha
 reaches the states only where it was asked for. On the way back only parameters whose bits changed are written: their
 weights, and a master of exactly these values; moments stay. The write goes where no generation is (`destination`), so
 the generations that exist stay whole, and the next commit has the new values.
+
+Several ranks enter and leave the context together, with the same values on all of them: each puts all of these into its
+slot, and writes its slice to the states.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
+from infinity import _native
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import residual_of, sum_of_bits, write_parts
-from infinity.errors import InfinityError, ModelError, NotAvailableError, PlanError
+from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
-from infinity.state.unit import Group
+from infinity.state.shard import Shard
 from infinity.tiers.slots import Slot
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
@@ -62,11 +66,6 @@ class Gathering:
     @whole
     def _enter(self) -> None:
         coordinator = self._coordinator
-        if self._write and coordinator.shared is not None:
-            raise NotAvailableError(
-                "parameters cannot be written while several ranks have slices of them; change them before "
-                "infinity.offload"
-            )
         self._entered = True
         with coordinator.locked():
             self._fresh = _not_gathered(coordinator, self._wanted, write=self._write)
@@ -157,8 +156,8 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
 def _take_home(coordinator: Coordinator, wanted: Named) -> None:
     """Write what changed, all of it or nothing: what can be refused is refused before anything is written."""
     with interrupts_deferred(), coordinator.writing():
+        _require_same_everywhere(coordinator, wanted)
         for index, names in wanted.items():
-            _require_shapes(coordinator.units[index], names)
             _require_not_shared(coordinator, coordinator.units[index], names)
         try:
             for index, names in wanted.items():
@@ -168,6 +167,30 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
         except BaseException as error:
             coordinator.health.fail(InfinityError(f"weights were written in part: {error}"))
             raise
+
+
+def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
+    """Shapes as they were, and the same values on all ranks. Raises ModelError; all ranks do."""
+
+    def given() -> list[list[int]]:
+        for index, names in wanted.items():
+            _require_shapes(coordinator.units[index], names)
+        parameters = [[coordinator.units[index].parameters[name] for name in names] for index, names in wanted.items()]
+        return [[sum_of_bits(parameter) for parameter in of_unit] for of_unit in parameters]
+
+    told = coordinator.each("writing weights", given)
+    for rank, theirs in enumerate(told):
+        if theirs == told[0]:
+            continue
+        of_unit, at = next(
+            (names, [first == other for first, other in zip(*both, strict=True)].index(False))
+            for names, *both in zip(wanted.values(), told[0], theirs, strict=True)
+            if both[0] != both[1]
+        )
+        raise ModelError(
+            f"parameter '{of_unit[at]}' has other values on rank {rank} than on rank 0 at the end of "
+            "infinity.gathered(..., write=True). Nothing was written; change it in the same way on all ranks."
+        )
 
 
 def _slot_in_use(unit: OffloadedUnit) -> Slot | None:
@@ -220,32 +243,38 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
 
 def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]) -> None:
     """Put new values into the slot, and from there into the homes of weights and master."""
-    resources = coordinator.resources
+    resources, shard = coordinator.resources, coordinator.shards[unit.index]
     for name in changed:
         unit.views.value_in(slot, name).copy_(unit.parameters[name])
     touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
     if touched:
         resources.synchronize_uploads()
     for index in sorted(touched):
-        group = unit.unit.groups[index]
-        weight = unit.homes.weights.groups[index]
-        write_parts(resources, weight, {0: _bytes_of(slot, group)})
+        begin, end = shard.weight_range(index, shard.cut.index)
+        if begin == end:
+            continue  # other ranks have all of the group
+        write_parts(resources, unit.homes.weights.groups[index], {0: slot.tensor[begin:end].cpu()})
         states = unit.homes.states.get(index)
         if states is not None and states.residual is not None:
-            itemsize = residual_itemsize(states.master)
-            fresh = {}
-            for name in changed:
-                found, spec = unit.unit.find(name)
-                if found is group:
-                    value = unit.parameters[name].detach().cpu().contiguous().reshape(-1)
-                    fresh[spec.offset * itemsize] = residual_of(value, states.master)
-            write_parts(resources, states.residual, fresh)
+            fresh = _residuals(unit, shard, index, changed, states.master)
+            if fresh:
+                write_parts(resources, states.residual, fresh)
     if changed:
         coordinator.rewrote(changed)
         unit.weights.bump()  # what was saved for backward is of before
         coordinator.commits.touched()
 
 
-def _bytes_of(slot: Slot, group: Group) -> torch.Tensor:
-    """A group's weights on the host, uint8."""
-    return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].cpu()
+def _residuals(
+    unit: OffloadedUnit, shard: Shard, index: int, changed: Sequence[str], master: _native.MasterName
+) -> dict[int, torch.Tensor]:
+    """Of what this rank has of the changed parameters of a group, by where it begins in the group's residual."""
+    fresh = {}
+    for name in changed:
+        group, spec = unit.unit.find(name)
+        piece = shard.piece(spec, index) if group is unit.unit.groups[index] else None
+        if piece is not None:
+            begin = piece.index - spec.index
+            value = unit.parameters[name].detach().cpu().contiguous().reshape(-1)[begin : begin + piece.numel]
+            fresh[piece.offset * residual_itemsize(master)] = residual_of(value, master)
+    return fresh

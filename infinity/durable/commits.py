@@ -21,7 +21,7 @@ from infinity.durable.optimizers import Optimizers
 from infinity.durable.pace import Pace
 from infinity.durable.resumed import Resumed
 from infinity.durable.tracked import Tracking
-from infinity.errors import ConfigError, InfinityError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
@@ -298,6 +298,20 @@ class Commits:
         """States were written between two steps: the newest generation of this step has the old ones."""
         self._touched = self.newest is not None
 
+    @property
+    def _made_before_writes(self) -> bool:
+        """States were written since the generation of this step was made, and it cannot be made again: while some of
+        several ranks had it again, and others did not, none would be whole."""
+        return self._touched and self._resources.exchange is not None
+
+    def require_possible(self, step: int) -> None:
+        """Raises NotAvailableError: the newest generation is of this step, and several ranks cannot make it again."""
+        if self._made_before_writes and step == self.newest:
+            raise NotAvailableError(
+                f"generation {step} was made before weights were written (infinity.gathered with write=True, or "
+                "load_state_dict), and several ranks cannot make it again: take a step first"
+            )
+
     def commit(self, step: int) -> None:
         """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
         self._optimizers.take_up_hyperparameters(self.resumed, again=False)
@@ -312,6 +326,13 @@ class Commits:
             broken: the loop may have been left in the middle of an iteration: only what is known to be its top counts.
         """
         if self._resources.generations is None or (step == (self.newest or 0) and not self._touched):
+            return
+        if self._made_before_writes and step == self.newest:
+            logger.warning(
+                "weights were written after generation %d was made: it has those of before, and several ranks cannot "
+                "make it again",
+                step,
+            )
             return
         if not broken:
             self.commit(step)

@@ -62,11 +62,6 @@ class _OfTrainer:
                 "push_to_hub with several ranks is not available yet: leave it out, and upload the folder that "
                 "save_model or a checkpoint wrote when the run is over"
             )
-        if trainer.args.load_best_model_at_end and trainer.args.world_size > 1:
-            raise NotAvailableError(
-                "load_best_model_at_end with several ranks is not available yet: leave it out, and take the folder "
-                "that state.best_model_checkpoint names when training has ended"
-            )
         trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
     def _tell(self, trainer: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from infinity.integrations.lightning import InfinityStrategy
 from infinity.integrations.ranks import ranks_of
 from infinity.io.rank_stores import counts_in
 from tests.integrations.conftest import Launch
-from tests.integrations.training import trainer
+from tests.integrations.training import SAVING, trainer
 from tests.ranks.workers import ended, run
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
@@ -139,13 +140,31 @@ def test_ranks_that_have_not_met_are_told(checkpoint: Path, launch: Launch, monk
             torch.optim.AdamW(model.parameters())
 
 
+def with_the_best_weights(checkpoint: str, root: str) -> tuple[float, float]:
+    """A Trainer that finds high losses best: the held-out rows' in the middle, and at its end."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}
+    rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]
+    with installed(config(root)):
+        made = trainer(Path(checkpoint), rows, Path(root, "out"), **SAVING, **options, load_best_model_at_end=True)
+        made.train()
+        best = made.state.best_metric
+        assert made.state.best_global_step == 2
+        last = made.evaluate()["eval_loss"]
+        made.save_model()
+    return best, last
+
+
+def test_a_trainer_of_several_ranks_ends_with_the_best_weights(checkpoint: Path, tmp_path: Path) -> None:
+    for best, last in run(RANKS, with_the_best_weights, str(checkpoint), str(tmp_path)):
+        assert last == pytest.approx(best, rel=1e-6)
+
+
 def test_what_takes_one_process_is_refused_at_the_beginning(
     checkpoint: Path, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    options: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
-    with launch(), pytest.raises(NotAvailableError, match="load_best_model_at_end"):
-        trainer(checkpoint, [{"input_ids": IDS[0], "labels": IDS[0]}] * 8, tmp_path, **options)
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_, **__: None)
     with launch(), pytest.raises(NotAvailableError, match="push_to_hub"):
         trainer(checkpoint, [{"input_ids": IDS[0], "labels": IDS[0]}] * 8, tmp_path, push_to_hub=True)

@@ -196,7 +196,8 @@ def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path:
         assert found[4] == 0
     waits = combination["overlap"] == "before_forward" or (combination["overlap"] == "auto" and clipping == "always")
     if waits and combination["cached"] == "none":
-        assert found[4] > steps, "hardly anything was read ahead"
+        first = 0 if in_place else 4  # in which `auto` learns that every step clips, and one is skipped
+        assert found[4] > steps - first, "hardly anything was read ahead"
 
 
 def test_a_first_step_that_is_skipped_after_speculative_updates_is_committed(tmp_path: Path) -> None:

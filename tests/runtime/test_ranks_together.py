@@ -182,20 +182,6 @@ def test_all_ranks_save_and_rank_0_writes(tmp_path: Path) -> None:
     assert {name: digest(value) for name, value in written.items()} == expected
 
 
-def refused(folder: str) -> None:
-    model = offloaded(folder, TIERS[3])
-    with (
-        pytest.raises(NotAvailableError, match=r"before infinity\.offload"),
-        infinity.gathered(model, model, write=True),
-    ):
-        pass
-    infinity.close(model)
-
-
-def test_what_is_not_there_yet_is_refused(tmp_path: Path) -> None:
-    run(2, refused, str(tmp_path))
-
-
 def failing(folder: str) -> Any:
     rank = dist.get_rank()
     memory = {"memory": {"host": "256MiB", "device": "4MiB"}}
