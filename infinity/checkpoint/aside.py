@@ -29,7 +29,17 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
     except OSError as error:
         raise InfinityError(f"cannot write to {target.parent}: {error.strerror}") from error
     try:
-        yield aside
+        with failing(target, doing):
+            yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # ours, made above
+
+
+@contextmanager
+def failing(target: Path, doing: str) -> Iterator[None]:
+    """An OSError that leaves this context says what was done. Raises InfinityError in its place."""
+    try:
+        yield
     except SwapIOError:
         raise
     except OSError as error:
@@ -37,8 +47,6 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
             f"{doing} {target} failed: {error.strerror or error}. Nothing there was changed; free space or choose "
             f"another directory."
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # ours, made above
 
 
 def put_in_place(aside: Path, target: Path) -> None:

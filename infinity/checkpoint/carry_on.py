@@ -14,8 +14,9 @@ from infinity.checkpoint.portable import Portable, master_name, moment_name, sca
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import GivenMoment, MomentSource, Source, fill_moments
+from infinity.coordinator.ingest import GivenMoment, MomentSource, fill_moments
 from infinity.coordinator.resuming import go_on_from
+from infinity.coordinator.same_values import Source
 from infinity.durable import buffers
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest

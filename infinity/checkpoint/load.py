@@ -22,7 +22,8 @@ from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
-from infinity.coordinator.ingest import Source
+from infinity.coordinator.same_values import Source
+from infinity.coordinator.together import meeting
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
@@ -88,21 +89,24 @@ def load_pretrained(
     resolved = load_config(config)
     folder: str | Path | None = None
     if resume == "auto":
-        resume = bool(resolved.nvme.paths) and _has_generations(resolved.nvme.paths[0].expanduser())
+        resume = bool(resolved.nvme.paths) and _has_generations(resolved)
     elif not isinstance(resume, bool):
         folder = resume
         copied = generation_of(folder, resolved).portable
         if copied is not None:
             path, from_checkpoint, resume = Path(folder).expanduser() / copied, True, False
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
-    copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
-    if copy is not None:
-        copy.verify()
-    model_class = _class_for(str(path), model_class, kwargs)
     if defer:
-        return _deferred(model_class, str(path), dtype, resolved, device, kwargs)
-    with scratch_directory(resolved) as scratch:
-        model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
+        return _deferred(_class_for(str(path), model_class, kwargs), str(path), dtype, resolved, device, kwargs)
+    with ExitStack() as held:
+        with meeting(resolved.nvme.deadline_s) as tell:
+            copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
+            if copy is not None:
+                copy.verify()
+            model_class = _class_for(str(path), model_class, kwargs)
+            scratch = held.enter_context(scratch_directory(resolved))
+            model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
+            tell("loading the model", None)
         if resume:
             continue_run(model, resolved, folder=folder, **how)
         elif copy is not None:
@@ -114,12 +118,14 @@ def load_pretrained(
     return model
 
 
-def _has_generations(path: Path) -> bool:
-    """Whether this rank has one, or all ranks of another run."""
-    rank, world = rank_and_world()
-    return bool(generations_in(rank_path(path, rank, world))) or any(
-        steps_of(path, count) for count in counts_in(path) if count != world
-    )
+def _has_generations(config: SwapConfig) -> bool:
+    """Whether all ranks have one of the same step, or those of another run had. All ranks call. Raises PeerError."""
+    path, (rank, world) = config.nvme.paths[0].expanduser(), rank_and_world()
+    with meeting(config.nvme.deadline_s) as tell:
+        mine = sorted(generations_in(rank_path(path, rank, world)))
+        others = any(steps_of(path, count) for count in counts_in(path) if count != world)
+        told = tell("looking for generations to go on from", [mine, others])
+    return any(others for _, others in told) or bool(set.intersection(*(set(steps) for steps, _ in told)))
 
 
 def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:

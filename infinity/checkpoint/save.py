@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.adapters import is_peft_model, save_adapters
-from infinity.checkpoint.aside import move_into, put_in_place, written_aside
+from infinity.checkpoint.aside import failing, move_into, put_in_place, written_aside
 from infinity.checkpoint.shards import index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
@@ -59,27 +60,46 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         _write(model, target, parts, parts.values(), max_shard_size)
         return
 
-    def take_part() -> None:
-        gathered = parts.values()
-        try:
-            if coordinator.leads:
-                _write(model, target, parts, gathered, max_shard_size)
-        finally:
-            for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
-                part.clear()
+    with ExitStack() as written:
+        places: list[Path] = []
 
-    coordinator.each(f"saving to {target}", take_part)
+        def take_part() -> None:
+            gathered = parts.values()
+            try:
+                if coordinator.leads:
+                    places.append(written.enter_context(written_aside(target, "saving to")))
+                    with failing(target, "saving to"):
+                        _write_into(places[0], model, parts, gathered, max_shard_size)
+            finally:
+                for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
+                    part.clear()
+
+        def put() -> None:
+            with failing(target, "saving to"):
+                _put(places[0], target)
+
+        coordinator.each(f"saving to {target}", take_part)
+        coordinator.led(f"syncing {target}", put)
 
 
 def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:
     with written_aside(target, "saving to") as aside:
-        write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
-        write_configs(model, aside)
-        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-            put_in_place(aside, target)
-        else:
-            # The index goes last: until then a reader finds the old set.
-            _remove_superseded(target, move_into(aside, target, last=index_name("model")))
+        _write_into(aside, model, parts, values, max_shard_size)
+        _put(aside, target)
+
+
+def _write_into(aside: Path, model: nn.Module, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:
+    write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
+    write_configs(model, aside)
+
+
+def _put(aside: Path, target: Path) -> None:
+    """Where it is to be, all of it on disk. Raises OSError."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        put_in_place(aside, target)
+    else:
+        # The index goes last: until then a reader finds the old set.
+        _remove_superseded(target, move_into(aside, target, last=index_name("model")))
 
 
 def write_weights(

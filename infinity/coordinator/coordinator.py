@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import whole
 from infinity.coordinator.parts import Optimizer
+from infinity.coordinator.same_values import SameOnAllRanks
 from infinity.coordinator.stepping import Stepping, transition
 from infinity.errors import InfinityError, NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.state.released import way_out
@@ -274,12 +275,33 @@ class Coordinator(Stepping):
     def commit(self) -> None:
         """Make a generation of the states as they are. Raises as finish_commit, and as Commits.require_possible."""
         self.commits.require_possible(self.steps)
+        self._commit()
+
+    def share_buffers(self, buffers: Mapping[str, torch.Tensor], *, fresh: bool) -> None:
+        """Where there are several ranks: the buffers of a model that begins anew become those of rank 0. All call.
+        Args: fresh: they are not those of a generation."""
+        if self.resources.exchange is None or not fresh:
+            return
+        same = SameOnAllRanks(self.resources.exchange)
+        same.take("comparing buffers", buffers)
+        if self.leads:
+            same.say()
+
+    @transition
+    def end_iteration(self) -> None:
+        """The loop is at the end of an iteration: the generation that was begun, if one was, is made now. All ranks
+        call. Raises as finish_commit."""
+        if any(self.meet("the end of an iteration", self.commits.under_way)):
+            self._commit(begun_only=True)
+
+    def _commit(self, *, begun_only: bool = False) -> None:
         with self.progress.committing():
             self._come_to_rest()
             self.progress.settle()
-            self.commits.commit(self.steps)
+            if self.commits.under_way or not begun_only:  # else this rank has made it already
+                self.commits.commit(self.steps)
             if self.shared is not None:
-                self.commits.heard(self.meet("committing", self.commits.told()))
+                self.commits.heard(self.meet("committing", self.commits.told()), self.steps + 1)
                 if self.commits.newest != self.steps:
                     raise InfinityError(f"generation {self.steps} was not made: the ranks committed different steps")
 
@@ -297,7 +319,7 @@ class Coordinator(Stepping):
             self._come_to_rest()
             gave_way = self.progress.make_way()
             if self.shared is not None:  # what older generations occupy is written to
-                self.commits.heard(self.meet("writing weights", self.commits.told()))
+                self.commits.heard(self.meet("writing weights", self.commits.told()), self.steps + 1)
             try:
                 yield
             finally:

@@ -22,7 +22,8 @@ import torch
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import residual_of, sum_of_bits, write_parts
+from infinity.coordinator.ingest import residual_of, write_parts
+from infinity.coordinator.same_values import sum_of_bits
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes

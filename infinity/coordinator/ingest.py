@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import nn
 
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ModelError, PeerError
+from infinity.coordinator.same_values import SameOnAllRanks, Source
+from infinity.errors import ModelError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
-from infinity.ranks.exchange import Exchange
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.int8 import blocks_of, put_scales_back
@@ -25,50 +23,32 @@ from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
 
-Source = Callable[[str], torch.Tensor]
-"""Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
-
 _CHUNK_NUMEL = 1 << 20
 _CHUNK_BYTES = 4 << 20
 _MOMENTS_NUMEL = 4 * _native.CHUNK_NUMEL
 
 
-def ingest(coordinator: Coordinator, source: Source | None) -> None:
+def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[[str], bool]) -> None:
     """Move every parameter to its home and leave placeholders.
 
     Args:
         source: where values come from; None: the parameters themselves, whose memory is freed unit by unit.
+        in_memory: whether the value of a parameter is in memory, as it was made there, and not in a file.
 
     Raises:
         SwapIOError: the device failed.
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
-        PeerError: another rank has a parameter with other values: each would keep slices of a model of its own.
+        PeerError: another rank's file has other values.
     """
-    exchange = coordinator.resources.exchange
+    same = None if coordinator.resources.exchange is None else SameOnAllRanks(coordinator.resources.exchange)
     for unit in coordinator.units:
-        if exchange is not None and source is None:
-            _require_same(exchange, unit)
-        _ingest_unit(coordinator, unit, source)
+        values = source
+        if same is not None:
+            values = same.values_of(unit, source, in_memory)
+        _ingest_unit(coordinator, unit, values)
         unit.views.adopt(coordinator.resources.torch_device)
-
-
-def _require_same(exchange: Exchange, unit: OffloadedUnit) -> None:
-    names = sorted(unit.parameters)  # the same on all ranks: come_together has compared them
-    sums = np.array([sum_of_bits(unit.parameters[name]) for name in names], dtype=np.int64)
-    for rank, heard in enumerate(exchange.all_gather(unit.index, f"loading unit '{unit.name}'", sums.tobytes())):
-        different = np.flatnonzero(np.frombuffer(heard, np.int64) != sums)
-        if len(different):
-            raise PeerError(
-                f"parameter '{names[different[0]]}' has other values on rank {rank} than on this one",
-                (rank,),
-                "Give all ranks the same seed before the model is made, or load the same checkpoint.",
-            )
-
-
-def sum_of_bits(parameter: nn.Parameter) -> int:
-    """Differs, nearly always, where a value differs."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
-    return 0 if parameter.is_meta else int(parameter.detach().contiguous().view(bits).sum())
+    if same is not None and coordinator.leads:
+        same.say()
 
 
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None) -> None:

@@ -13,8 +13,9 @@ from infinity import _native
 from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import Source, ingest
+from infinity.coordinator.ingest import ingest
 from infinity.coordinator.parts import Optimizer
+from infinity.coordinator.same_values import Source
 from infinity.coordinator.together import Together, come_together, meeting
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
@@ -64,10 +65,14 @@ def open_coordinator(
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
         NotAvailableError, PeerError: as come_together; or another rank failed.
     """
-    found = discover(model, config.moments)
-    _require_free(found)
+
+    def look() -> Discovery:
+        found = discover(model, config.moments)
+        _require_free(found)
+        return found
+
     goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
-    together = come_together(config, device, optimizer, found.units, goes_on_from)
+    together, found = come_together(config, device, optimizer, look, goes_on_from)
     with together.telling():
 
         def plan_of(commits: Frequency | None) -> Plan:
@@ -191,9 +196,9 @@ def pins_in_store(
     return max(told)  # a rank that has no slice of a state cannot tell
 
 
-def from_source(source: Source | None) -> Callable[[Coordinator], None]:
-    """Values come from `source`, or from the parameters themselves."""
-    return lambda coordinator: ingest(coordinator, source)
+def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:
+    """Values come from `source`, or from the parameters themselves. Args: as ingest."""
+    return lambda coordinator: ingest(coordinator, source, in_memory)
 
 
 def _require_free(found: Discovery) -> None:

@@ -108,7 +108,7 @@ class Stepping(Parts):
         with self.health.failing(PeerError), self.timeline.stall("gradient"):
             decided = self.shared.agreement.make({**facts, "the step": self.steps + 1}, skip, self.commits.told())
         with self.progress.committing():
-            self.commits.heard(decided.told)
+            self.commits.heard(decided.told, self.steps + 1)
             self.progress.settle()
         self._show(self.shared.agreement.present)
         return decided.skip

@@ -32,6 +32,7 @@ from infinity.plan.planner import limits_of
 from infinity.plan.problem import ALONE, Peers, secondary_bytes
 from infinity.ranks.exchange import Exchange
 from infinity.ranks.ranks import Ranks, require_ranks_met
+from infinity.state.discover import Discovery
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
 from infinity.state.unit import Unit
@@ -202,10 +203,17 @@ def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
 
 
 def come_together(
-    config: SwapConfig, device: torch.device, optimizer: OptimizerName, units: Sequence[Unit], goes_on_from: str
-) -> Together:
+    config: SwapConfig,
+    device: torch.device,
+    optimizer: OptimizerName,
+    look: Callable[[], Discovery],
+    goes_on_from: str,
+) -> tuple[Together, Discovery]:
     """Find the other ranks, if there are any, and agree on what all plans have in common: the form of the states, and
     the memory that each rank may take, which is that of the rank that has the least. All ranks call.
+
+    Args:
+        look: finds the units of the model. The other ranks are told of what it raises.
 
     Raises:
         NotAvailableError: several ranks cannot do this yet.
@@ -215,7 +223,7 @@ def come_together(
     require_ranks_met()
     ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
     if ranks is None:
-        return Together(None, ALONE)
+        return Together(None, ALONE), look()
     near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
     peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
     together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
@@ -224,7 +232,8 @@ def come_together(
             raise NotAvailableError(
                 "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
             )
-        return _agreed(together, config, device, optimizer, units, goes_on_from)
+        found = look()
+        return _agreed(together, config, device, optimizer, found.units, goes_on_from), found
 
 
 def _agreed(

@@ -84,7 +84,7 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._buffers = buffers
-        self._pace = Pace(resources.plan.placement.commits)
+        self._pace = Pace(resources.plan.placement.commits, led=resources.exchange is not None)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
@@ -248,12 +248,12 @@ class Commits:
         generations = self._resources.generations
         return [self._pace.every, *(() if generations is None else generations.steps)]
 
-    def heard(self, told: Sequence[Sequence[int]]) -> None:
+    def heard(self, told: Sequence[Sequence[int]], following: int) -> None:
         """All ranks have told: those generations exist that all of them have, and the others go. Nothing is under
-        way."""
+        way. Args: following: the next step."""
         generations = self._resources.generations
         if generations is not None:
-            self._pace.lead(max(every for every, *_ in told))
+            self._pace.lead(max(every for every, *_ in told), following)
             generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
 
     def retire_if_all_have(self) -> None:

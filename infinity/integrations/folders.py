@@ -133,7 +133,7 @@ class Saving:
         if self._pins:
             coordinator = registry.coordinator_of(self._model)
             coordinator.meet(f"writing {self._folder}", None)  # all ranks have
-            coordinator.once(f"syncing {self._folder}", self._sync)
+            coordinator.led(f"syncing {self._folder}", self._sync)
             pin(self._model, self._folder)
             self._pins = False
 

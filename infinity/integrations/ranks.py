@@ -17,11 +17,15 @@ from infinity.runtime.deferred import is_deferred
 
 def replace_ddp(patches: Patches) -> None:
     """From now on DistributedDataParallel(model) of a model that is, or is to be, offloaded is that model: its ranks
-    share weights and states, and average gradients, without a wrapper. Other models are wrapped as ever."""
+    share weights and states, and average gradients, without a wrapper. Its `module` is itself. Other models are
+    wrapped as ever."""
 
     class Bypassed(DistributedDataParallel):
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return module if _is_ours(module) else super().__new__(cls)
+            if not _is_ours(module):
+                return super().__new__(cls)
+            module.__dict__["module"] = module  # which scripts save; not among the modules of the model
+            return module
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
         patches.put(place, "DistributedDataParallel", Bypassed)

@@ -154,7 +154,7 @@ def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
     """The line on where the weights come from each time they are used."""
     if peers.cut.count == 1:
         return []
-    if not layout.arena.secondary:
+    if peers.near is None:
         return [f"  ranks        weights come from all {peers.cut.count} (ZeRO-3)"]
     near = 1 if peers.near is None else peers.near.count
     said = f"then from {near} of them (hpZ)" if near > 1 else "then from here (ZeRO-2)"

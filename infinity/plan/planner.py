@@ -74,7 +74,9 @@ def make_plan(
         for mine, whole in zip(kept, units, strict=True)
     )
 
-    secondary = 0 if peers.near is None or fits_slots(units, limits) else secondary_bytes(units, peers.near)
+    if fits_slots(units, limits):
+        peers = replace(peers, near=None)  # what stays in its slot until it is updated is gathered once
+    secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: Frequency) -> Plan:
         problem = Problem(config, limits, counted, stored, accumulation_steps, commits.every, secondary)

@@ -151,6 +151,11 @@ class Exchange:
 
     # What any thread may call.
 
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self._ranks.world
+
     def submit(self, operation: Operation) -> Ticket:
         """Append an operation. Returns at once.
 
@@ -173,11 +178,14 @@ class Exchange:
         """Submit a `Control` and wait for it."""
         return self.submit(Operation(Control(payload), subject, name)).result()
 
+    def all_gather_at(self, name: str, payload: bytes) -> list[bytes]:
+        """As all_gather, where `name` says what the ranks are at. All ranks must be at the same; a path that it ends
+        with may differ."""
+        return self.all_gather(zlib.crc32(name.partition("/")[0].encode()), name, payload)
+
     def tell(self, name: str, told: Any) -> list[Any]:
-        """As all_gather, of what JSON can hold; `name` says in messages what the ranks are at. All ranks must be at the
-        same; a path that `name` ends with may differ."""
-        subject = zlib.crc32(name.partition("/")[0].encode())
-        return [json.loads(each) for each in self.all_gather(subject, name, json.dumps(told, sort_keys=True).encode())]
+        """As all_gather_at, of what JSON can hold."""
+        return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
 
     def say(self, number: int) -> None:
         """Tell the other ranks a number by the way, with each operation that begins from now on."""

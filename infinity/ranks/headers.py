@@ -98,7 +98,7 @@ def require_same(headers: Sequence[Header]) -> None:
     first = headers[others[0]]
     raise PeerError(
         f"rank {others[0]} {first.what} while rank {most[0]} {headers[most[0]].what}"
-        + (f" ({listed(others)} differ from {listed(most)})" if len(headers) > 2 else ""),
+        + (f" ({listed(others)} differ{'s' * (len(others) == 1)} from {listed(most)})" if len(headers) > 2 else ""),
         others,
         _ADVICE,
     )

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.coordinator.ingest import Source
+from infinity.coordinator.same_values import Source
 from infinity.errors import ModelError
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
@@ -225,6 +225,11 @@ class Values:
         """What reads the parameters whose values are in no memory, by each of their names."""
         found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
         return {name: read for name, read in found.items() if isinstance(read, Reader)}
+
+    def in_memory(self, name: str) -> bool:
+        """Whether the value of a parameter is in memory, as it was made there."""
+        parameter = self._named[name]
+        return parameter not in self._left or isinstance(self._left[parameter][1], _Constant)
 
     def __call__(self, name: str) -> torch.Tensor:
         parameter = self._named[name]

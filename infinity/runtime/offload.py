@@ -17,10 +17,10 @@ from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import Source
 from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
+from infinity.coordinator.same_values import Source
 from infinity.errors import ConfigError, ModelError, ResumeError
 from infinity.runtime.anew import Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
@@ -100,15 +100,20 @@ def offload_values(
 ) -> Model:
     """offload(). Args: replaces: as open_coordinator."""
     with values_of(model) as values:
-        readers = values.readers if source is None else {}
+        readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
         if source is None and values.deferred:
             source = values
-        fill, placeless = from_source(source), source is not None
+        fill, placeless = from_source(source, in_memory), source is not None
         _offload(
             model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless, replaces=replaces
         )
     remember_readers(model, readers)
     return model
+
+
+def _nowhere(name: str) -> bool:
+    """No value is in memory."""
+    return False
 
 
 def resume(
@@ -172,6 +177,7 @@ def _offload(
     )
     try:
         move_buffers(model, target)
+        coordinator.share_buffers(dict(model.named_buffers()), fresh=not resumes)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
         on_parameters, on_modules = _install(model, found, coordinator)

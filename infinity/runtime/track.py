@@ -86,9 +86,7 @@ def finish_commit(model: nn.Module) -> None:
     Raises:
         InfinityError: it could not be made.
     """
-    coordinator = registry.coordinator_of(model)
-    if coordinator.commits.under_way:
-        commit(model)
+    registry.coordinator_of(model).end_iteration()
 
 
 def _coordinator(model: nn.Module | None) -> Coordinator:

@@ -67,7 +67,7 @@ class GatheredSlots:
         self._told = False
         self._copies: dict[int, _Copy] = {}
         near = resources.plan.peers.near
-        if near is not None and resources.plan.layout.arena.secondary:
+        if near is not None:  # the same on all ranks, of which some may have a slice of nothing
             for homes, shard in zip(resources.units, shards, strict=True):
                 if not shard.unit.stays:
                     self._copies[id(homes.weights)] = _Copy(near.of(shard.unit), resources.secondary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ class Agreement:
             PeerError: a rank failed.
         """
         mine = np.packbits([*waiting, *(name in self.present for name in self._names)])
-        for each in self._exchange.all_gather(0, "the end of backward", mine.tobytes()):
+        for each in self._exchange.all_gather_at("the end of backward", mine.tobytes()):
             mine = mine | np.frombuffer(each, np.uint8)
         bits = np.unpackbits(mine, count=len(waiting) + len(self._names)).astype(bool)
         self.present = {name for name, bit in zip(self._names, bits[len(waiting) :], strict=True) if bit}
@@ -90,19 +91,20 @@ class Agreement:
     def partials(self, name: str) -> Sequence[float]:
         """Of Σ g², of all ranks' slices. Where gradients came since the ranks agreed, they agree now: all must ask."""
         if self._partials is None:
-            self.make({}, "", ())
+            self.make({}, "", (), "the norm of the gradients")
         return () if self._partials is None else self._partials[name]
 
-    def make(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+    def make(self, facts: Mapping[str, object], skip: str, told: Sequence[int], what: str = "the step") -> Decision:
         """Tell all ranks what this one has, and take in what they have. Waits until all gradients have landed.
 
         Args:
             facts: what must be the same on all ranks, by what to call it; JSON.
             skip: why this rank wants the step to change nothing; "" where it does not.
             told: of this rank's generations.
+            what: the ranks are at.
 
         Raises:
-            PeerError: facts differ, and names them and the ranks; or a rank failed.
+            PeerError: facts differ, or which parameters have a gradient, and names them and the ranks; a rank failed.
         """
         self._outbox.settle()
         mine = np.array([part for each in self._pairs() for part in _own_partials(*each)], dtype=np.float64)
@@ -111,19 +113,34 @@ class Agreement:
         payload = len(said).to_bytes(8, "little") + said + came.tobytes() + mine.tobytes()
         bits, reasons, heard = np.zeros(len(self._names), dtype=bool), list[str](), list[list[int]]()
         found: dict[str, list[float]] = {name: [] for name in self._names}
-        for rank, each in enumerate(self._exchange.all_gather(0, "the step", payload)):
+        for rank, each in enumerate(self._exchange.all_gather_at(what, payload)):
             length = int.from_bytes(each[:8], "little")
             theirs, why, of_generations = json.loads(each[8 : 8 + length])
             heard.append(of_generations)
             require_same(theirs, facts, rank, "Every rank must take the same steps with the same optimizer.")
             reasons += [f"{why} (rank {rank})"] if why else []
             at = 8 + length + len(came)
-            bits |= np.unpackbits(np.frombuffer(each[8 + length : at], np.uint8), count=len(bits)).astype(bool)
+            theirs_came = np.unpackbits(np.frombuffer(each[8 + length : at], np.uint8), count=len(bits)).astype(bool)
+            if facts and rank:
+                self._require_same_gradients(bits, theirs_came, rank)
+            bits |= theirs_came
             self._take_in(rank, np.frombuffer(each[at:], np.float64).tolist(), found)
         self._partials = found
         self.present = {name for name, bit in zip(self._names, bits, strict=True) if bit}
         self._drop_zeros()
         return Decision(next(iter(reasons), ""), heard)
+
+    def _require_same_gradients(self, first: Any, theirs: Any, rank: int) -> None:
+        """Since the end of backward the ranks know of the gradients of all: what one of them alone does not have any
+        more it has dropped, with its part of the sum of squares."""
+        differs = np.flatnonzero(first != theirs)
+        if len(differs):
+            without = rank if first[differs[0]] else 0
+            raise PeerError(
+                f"parameter '{self._names[differs[0]]}' has a gradient on some ranks and none on rank {without}",
+                (without,),
+                "Every rank must clear the same gradients (zero_grad, grad = None) between backward and step.",
+            )
 
     def _pairs(self) -> Iterator[tuple[Shard, UnitGradients]]:
         return zip(self._shards, self._local, strict=True)

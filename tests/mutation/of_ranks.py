@@ -75,7 +75,7 @@ OF_RANKS = [
     Mutant(
         "ranks commit as rarely as any of them must",
         "infinity/durable/commits.py",
-        "            self._pace.lead(max(every for every, *_ in told))\n",
+        "            self._pace.lead(max(every for every, *_ in told), following)\n",
         "",
         (_SEVERAL, "-k", "several_ranks"),
     ),

@@ -37,7 +37,7 @@ def odd_one(folder: str, how: str) -> Any:
     odd = rank == 1
     try:
         memory = {"memory": {"host": "256MiB", "device": "4MiB"}}  # of both ranks: slots for two blocks
-        model = offloaded(folder, TIERS[3] | memory, seed=int(odd and how == "seed"))
+        model = offloaded(folder, TIERS[3] | memory)
         optim = infinity.AdamW(model.parameters(), lr=2e-3 if odd and how == "lr" else 1e-3)
         for step in range(2):
             if odd and how == "skipped block":
@@ -46,6 +46,10 @@ def odd_one(folder: str, how: str) -> Any:
             if odd and how == "extra visit":
                 with torch.no_grad():
                     model.blocks[2](batch(step, rank, torch.float32))
+            if odd and how == "a gradient":
+                model.blocks[1].zero_grad()
+            if odd and how == "asks":
+                model.blocks[1].norm.weight.grad.norm()
             if not (odd and how == "no step" and step):
                 optim.step()
             optim.zero_grad()
@@ -58,7 +62,8 @@ def odd_one(folder: str, how: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("seed", "has other values on rank"),
+        ("a gradient", "'blocks.1.norm.weight' has a gradient on some ranks and none on rank 1"),
+        ("asks", "rank 1 is at the norm of the gradients"),
         ("lr", "the rule of param group 0 differs between the ranks"),
         ("extra visit", "while rank 0"),
         ("skipped block", "while rank 0 exchanges the gradients of unit 'blocks.1'"),

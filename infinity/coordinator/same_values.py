@@ -1,0 +1,113 @@
+"""Ranks that begin with one model: what each of them has is compared before any of them keeps a slice of it.
+
+Values that were made in memory (a model that was not seeded, a new head, adapters) may differ: then all ranks take
+those of rank 0, as with DistributedDataParallel. Values of files may not: no rank is meant to load another checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from infinity.errors import ModelError, PeerError
+from infinity.ranks.exchange import Exchange
+from infinity.ranks.operations import Gather, Operation
+from infinity.units.unit import OffloadedUnit
+
+logger = logging.getLogger(__name__)
+
+Source = Callable[[str], torch.Tensor]
+"""Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
+
+_SAMPLE_NUMEL = 16 << 10
+"""Of a large value in a file, so many elements of its beginning, middle and end are compared: not all ranks have to
+read all of it."""
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """Differs, nearly always, where a value differs."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return 0 if tensor.is_meta else int(tensor.detach().contiguous().view(bits).sum())
+
+
+class SameOnAllRanks:
+    """Compares tensors, all ranks in the same order."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._taken: list[str] = []
+
+    def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source:
+        """The values of a unit's parameters, the same on all ranks. Args: as ingest.
+
+        Raises:
+            PeerError: values in files differ; names the parameter and the rank.
+        """
+        names = [spec.name for group in unit.unit.groups for spec in group.specs]
+        values = {name: unit.parameters[name].detach() if source is None else source(name) for name in names}
+        marks = {name: [str(value.dtype), _mark(value, all_of_it=in_memory(name))] for name, value in values.items()}
+        for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():
+            if not in_memory(name):
+                raise PeerError(
+                    f"parameter '{name}' has other values in the files that rank {rank} loads than in those of rank 0",
+                    (rank,),
+                    "Give all ranks the same checkpoint.",
+                )
+            values[name] = self.of_rank_0(name, values[name])
+        return values.__getitem__
+
+    def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors in memory the values of rank 0, in place."""
+        marks = {name: [str(tensor.dtype), _mark(tensor, all_of_it=True)] for name, tensor in tensors.items()}
+        for name in self._differing(what, marks):
+            tensors[name].copy_(self.of_rank_0(name, tensors[name]))
+
+    def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
+        """Names of what is not the same everywhere, each with a rank that differs from rank 0; on all ranks alike."""
+        told = self._exchange.tell(what, json.dumps(marks))
+        first, found = json.loads(told[0]), dict[str, int]()
+        for rank, each in enumerate(map(json.loads, told)):
+            if each.keys() != first.keys():
+                raise PeerError(
+                    f"rank {rank} has other tensors than rank 0 while {what}: "
+                    f"'{min(each.keys() ^ first.keys())}' is not on both",
+                    (rank,),
+                    "Give all ranks the same model.",
+                )
+            for name in first:
+                if each[name] != first[name]:
+                    found.setdefault(name, rank)
+        return found
+
+    def of_rank_0(self, name: str, mine: torch.Tensor) -> torch.Tensor:
+        """The value of rank 0. All ranks call."""
+        if mine.is_meta:
+            raise ModelError(f"'{name}' is on the meta device on some ranks: it has no values there")
+        value = mine.detach().clone(memory_format=torch.contiguous_format)
+        buffer = value.reshape(-1).view(torch.uint8)
+        slices = [buffer.numel(), *[0] * (self._exchange.world - 1)]
+        self._exchange.submit(Operation(Gather(buffer, slices, False), 0, f"the values of '{name}'")).result()
+        self._taken.append(name)
+        return value
+
+    def say(self) -> None:
+        """Log what was taken of rank 0."""
+        if self._taken:
+            more = f" and {len(self._taken) - 1} more" if len(self._taken) > 1 else ""
+            logger.warning(
+                "the ranks had made '%s'%s with other values: all of them begin with those of rank 0, as with "
+                "DistributedDataParallel",
+                self._taken[0],
+                more,
+            )
+
+
+def _mark(value: torch.Tensor, *, all_of_it: bool) -> int:
+    if all_of_it or value.is_meta or value.numel() <= 3 * _SAMPLE_NUMEL:
+        return sum_of_bits(value)
+    flat, middle = value.detach().reshape(-1), value.numel() // 2
+    begins = (0, middle, value.numel() - _SAMPLE_NUMEL)
+    return sum((at + 1) * sum_of_bits(flat[begin : begin + _SAMPLE_NUMEL]) for at, begin in enumerate(begins))
