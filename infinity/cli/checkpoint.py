@@ -23,7 +23,7 @@ from infinity.errors import (
     ResumeError,
     printable,
 )
-from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, remove_store
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.rank_stores import counts_in, is_rank_path, parts_of, rank_paths, remove_rank_stores, steps_of
@@ -64,7 +64,11 @@ def _list_all(path: Path) -> int:
     for count in (each for each in counts if each > 1):
         damaged += [_list(each) for each in rank_paths(path, count) if each.is_dir()]
         steps = ", ".join(map(str, sorted(steps_of(path, count)))) or "none"
-        _say(f"{path}: generations that all {count} ranks have: {steps}")
+        pinned = any(pinned_in(each) for each in rank_paths(path, count) if each.is_dir())
+        _say(
+            f"{path}: generations that all {count} ranks have: {steps}"
+            + (", besides those that only checkpoint folders keep" if pinned else "")
+        )
     return max(damaged)
 
 

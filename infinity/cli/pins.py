@@ -24,11 +24,15 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         all_gone: unpin all folders that are not there.
 
     Raises:
-        ConfigError: no folder is given, or one of them pins nothing.
+        ConfigError: no folder is given, one of them pins nothing, or the directory is that of one of several ranks.
         StoreLockedError: a run is using the store.
     """
     if not folders and not all_gone:
         raise ConfigError("say which pins go: --folder FOLDER, or --all-gone for the folders that are not there")
+    if rank_of(paths[0])[1] > 1:
+        raise ConfigError(
+            f"{paths[0]} is the directory of one of several ranks, which pin together: name {paths[0].parent}"
+        )
     with ExitStack() as held:
         every = []
         for entry in stores_of(paths[0]) or paths[:1]:
@@ -110,9 +114,10 @@ def let_go(path: Path, *, pinned: bool) -> None:
         raise
     there = [pin for pin in pins if not is_gone(pin)]
     if there and not pinned:
+        place = path if rank_of(path)[1] == 1 else path.parent
         raise ResumeError(
-            f"checkpoint folders pin generations in {path}: {said(there)}. Remove or unpin them first (`infinity "
-            f"checkpoint unpin {path} --folder FOLDER`); or give `remove` the option --pinned: then no run can go on "
+            f"checkpoint folders pin generations in {place}: {said(there)}. Remove or unpin them first (`infinity "
+            f"checkpoint unpin {place} --folder FOLDER`); or give `remove` the option --pinned: then no run can go on "
             "from these folders."
         )
     if there:

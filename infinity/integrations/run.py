@@ -20,6 +20,7 @@ from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.pinning import agree
+from infinity.durable import rng
 from infinity.errors import ModelError, PeerError, printable
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
@@ -70,9 +71,12 @@ class Run:
         references: models that are only evaluated.
         trained: models that will be trained, whoever evaluates them before.
         resumed: the checkpoint folder that a model went on from.
+        reads_random_states: whoever goes on from a folder puts back the random numbers that are in it: accelerate does,
+            and a Trainer. What the script draws before, for its loaders' seeds, is what it drew in its first life.
     """
 
     config: SwapConfig
+    reads_random_states: bool = False
     wishes: Wishes = field(default_factory=Wishes)
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -258,8 +262,11 @@ class Run:
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if trained and self.wishes.folder is not None:
+                drawn = rng.snapshot()
                 with values_of(model):  # which are not read
                     go_on(model, self.wishes.folder, config, **how)
+                if self.reads_random_states:
+                    rng.restore(drawn)
                 logger.warning(
                     "infinity: the model goes on from %s, after step %d",
                     self.wishes.folder,
@@ -461,8 +468,8 @@ def _say(model: nn.Module, *, trained: bool) -> None:
     logger.warning(
         "infinity: %s, %s parameters%s, %s: weights %s, optimizer %s, %s of device and %s of host memory",
         printable(type(model).__name__),
-        f"{plan.layout.numel:,}",
-        f" on each of {coordinator.world} ranks" if coordinator.world > 1 else "",
+        f"{sum(unit.unit.numel for unit in coordinator.units):,}",
+        f", cut over {coordinator.world} ranks" if coordinator.world > 1 else "",
         what,
         plan.placement.weights.tier,
         plan.placement.optimizer.tier if trained else "none",

@@ -71,8 +71,10 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
                 continue  # the store itself is refused or replaced where it is opened
             if generations_in(entry) or pinned_in(entry):
                 raise StoreNotEmptyError(
-                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: "
-                    "infinity.resume or load_pretrained(resume=True). To begin anew: give this run another directory "
+                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: under "
+                    "infinity run, resume_from_checkpoint= of a Trainer, or `infinity run --resume FOLDER`; else "
+                    "`infinity finetune --resume`, or in code infinity.resume or load_pretrained(resume=True). To "
+                    "begin anew: give this run another directory "
                     f"in nvme.paths, or remove the old one with `infinity checkpoint remove {path}`."
                 )
             if its != count:

@@ -190,11 +190,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
+        each = f" for each of the {limits.ranks} ranks on this machine" if limits.in_place and limits.ranks > 1 else ""
         raise PlanError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
-            f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}. "
-            f"Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need."
+            f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}"
+            f"{each}. Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need."
         )
     return round_up(slots, PAGE_BYTES), ring
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList, Trainer, TrainingArguments
 
 from infinity.config import load_config
@@ -48,10 +50,12 @@ def by_hand(checkpoint: str, root: str) -> tuple[list[float], int, list[int]]:
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         assert wrapped is model
+        assert wrapped.module is model
         optim = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
         losses = training(wrapped, optim, IDS[rank::RANKS])
         ranks = ranks_of(model)
-        model.save_pretrained(f"{root}/saved", is_main_process=rank == 0)
+        wrapped.module.save_pretrained(f"{root}/saved", is_main_process=rank == 0)
+        assert "module.lm_head.weight" not in wrapped.module.state_dict()
         other = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         assert isinstance(other, DistributedDataParallel)
     dist.barrier()
@@ -81,6 +85,40 @@ def test_a_loop_with_ddp_trains_as_one_process_and_leaves_nothing(checkpoint: Pa
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     for mine, theirs in zip(saved.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def shuffled(checkpoint: str, root: str, folder: str | None) -> list[list[int]]:
+    """The rows of each step of an Accelerate loop, which saves after the second, or goes on from there."""
+    rank = dist.get_rank()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+    torch.manual_seed(3)
+    with installed(config(root), None if folder is None else Path(folder)):
+        accelerator = Accelerator(cpu=True)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        rows: Any = [{"input_ids": torch.full((6,), index)} for index in range(24)]
+        loader = DataLoader(rows, batch_size=2, shuffle=True)
+        model, optim, loader = accelerator.prepare(model, optim, loader)
+        if folder is not None:
+            accelerator.load_state(folder)
+            loader = accelerator.skip_first_batches(loader, 2)
+        taken = []
+        for step, batch in enumerate(loader):
+            taken.append(batch["input_ids"][:, 0].tolist())
+            accelerator.backward(model(**batch, labels=batch["input_ids"]).loss)
+            optim.step()
+            optim.zero_grad()
+            if folder is None and step == 1:
+                accelerator.save_state(f"{root}/state")
+        return taken
+
+
+def test_an_accelerate_loop_that_goes_on_has_the_rows_of_one_that_never_stopped(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    every = run(RANKS, shuffled, str(checkpoint), str(tmp_path), None)
+    rest = run(RANKS, shuffled, str(checkpoint), str(tmp_path), str(tmp_path / "state"))
+    assert rest == [taken[2:] for taken in every]
 
 
 class _Until(StoppingCriteria):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import infinity
 from infinity.coordinator import registry, together
@@ -19,7 +20,7 @@ from infinity.ranks.exchange import Exchange
 from infinity.ranks.operations import Gather
 from tests.ranks.workers import run
 from tests.runtime import over_ranks
-from tests.runtime.over_ranks import DEPTH, TIERS, batch, offloaded, train
+from tests.runtime.over_ranks import DEPTH, TIERS, batch, digest, offloaded, train
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
@@ -80,6 +81,43 @@ def test_frozen_and_unused_weights_and_evaluations_between_steps(tmp_path: Path,
     _, norms, weights = train(str(tmp_path / "one"), config, 1, 3, **options)  # type: ignore[arg-type]
     for found in run(3, on_rank, str(tmp_path / "all"), config, 1, 3, "aab", options):
         assert found[1:] == (norms, weights)
+
+
+class Small(nn.Module):
+    """Blocks of two slices, of which the third rank of a machine has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(300, 300) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def of_small_blocks(folder: str, gather: str, machines: str) -> dict[str, str]:
+    if machines:
+        _on_machines(machines)
+    config = {"ranks": {"gather": gather}, "memory": {"host": "512MiB", "device": f"{max(len(machines) - 1, 1)}MiB"}}
+    where = {**TIERS[3], "commit_every": 0, "nvme": {"paths": [folder]}}
+    model = infinity.offload(Small(), where | config, device="cpu")
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.ones(2, 300)).backward()
+        optim.step()
+        optim.zero_grad()
+    with infinity.gathered(model, model):
+        weights = {name: digest(parameter) for name, parameter in model.named_parameters()}
+    infinity.close(model)
+    return weights
+
+
+@pytest.mark.parametrize("gather", ["auto", "node", "none"])
+def test_a_rank_that_has_no_slice_of_anything_gathers_as_the_others_do(tmp_path: Path, gather: str) -> None:
+    expected = of_small_blocks(str(tmp_path / "one"), gather, "")
+    assert run(4, of_small_blocks, str(tmp_path / "all"), gather, "aaab") == [expected] * 4
 
 
 def counted(folder: str, config: dict[str, Any], machines: str) -> tuple[list[Counter[tuple[str, bool]]], int, int]:
