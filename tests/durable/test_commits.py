@@ -378,7 +378,7 @@ def test_of_several_ranks_a_generation_is_prepared_and_stays_with_those_that_all
     run.commits.finish()
     assert run.generations.prepared == run.generations.steps == [2]
     assert run.commits.told() == [EVERY, 2]
-    run.commits.heard([[EVERY, 2], [EVERY + 1, 2, 0]])
+    run.commits.heard([[EVERY, 2], [EVERY + 1, 2, 0]], 1)
     assert run.generations.retired == [{2}]
     assert run.said == [2]
     assert [step for step in range(1, 13) if run.commits.due(step)] == [3, 6, 9, 12]
