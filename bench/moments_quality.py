@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from examples.make_demo_checkpoint import VOCABULARY, collect_text, train_tokenizer
+from infinity.cli.batches import Batches
 from infinity.cli.data import PackedData
 
 MOMENTS = ("fp32", "bf16", "int8")
@@ -56,12 +57,12 @@ def train(
     model.config.use_cache = False
     optim = infinity.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, max_grad_norm=1.0, seed=seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optim, options.lr, total_steps=options.steps, cycle_momentum=False)
-    batches = data.batches(1, seed)
+    batches = Batches(data, 1, seed)
     losses = []
     began = time.perf_counter()
     for _ in range(options.steps):
         batch = next(batches)
-        loss = model(input_ids=batch, labels=batch).loss
+        loss = batch.loss_of(model)
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -85,9 +86,9 @@ def train(
 @torch.no_grad()
 def evaluate(model: Any, data: PackedData) -> float:
     model.eval()
-    batches = data.batches(1, 0)
+    batches = Batches(data, 1, 0)
     count = min(data.sequences, _HELD_OUT_SEQUENCES)
-    losses = [model(input_ids=batch, labels=batch).loss.item() for batch in (next(batches) for _ in range(count))]
+    losses = [batch.loss_of(model).item() for batch in (next(batches) for _ in range(count))]
     return statistics.fmean(losses)
 
 

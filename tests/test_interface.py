@@ -116,8 +116,11 @@ KEYS: dict[str, object] = {
 OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
-        "--model --data --config --output --from-checkpoint --resume --keep-store --steps --batch-size "
-        "--gradient-accumulation --sequence-length --dtype --optimizer --lr --schedule --warmup-steps "
+        "--model --data --eval-data --eval-split --eval-steps --config --output --from-checkpoint --resume "
+        "--keep-store --steps --epochs --batch-size "
+        "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr --beta1 "
+        "--beta2 --eps --schedule "
+        "--warmup-steps "
         "--weight-decay --max-grad-norm --no-loss-scale --seed --threads --verify-output --verbose --trace "
         "--trace-steps"
     ),

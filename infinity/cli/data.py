@@ -1,28 +1,42 @@
-"""Packing text into sequences of tokens in bounded memory: tokens are written to a file as they are made."""
+"""Making sequences of tokens of documents in bounded memory: tokens are written to a file as they are made.
+
+[Note: rows and packed examples]
+Text alone becomes one row of tokens, with the end-of-text token between documents, which is cut into sequences: nothing
+is padding, and a sequence may have the end of one document and the beginning of the next.
+
+Once a row has a prompt or messages, every document is an example: it begins a part of a sequence, whose positions count
+from 0, and sees nothing of the others in its sequence (batches.py). An example that is longer than a sequence is cut
+there; text goes on as a further example.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from infinity.cli.documents import Document, NotTextError, documents, find_files
-from infinity.cli.world import ALONE, World
+from infinity.cli.batches import Batch
+from infinity.cli.documents import NotTextError, Text, documents, find_files, of_option
+from infinity.cli.packing import pack
+from infinity.cli.records import Example, LossOn
 from infinity.errors import ConfigError, printable
 
 _NAMED = 5
 """How many files a message names; of the others it gives the number."""
+_NOT_LEARNED = np.uint32(1 << 31)
+"""Marks a token that belongs to a prompt."""
 
 
 @dataclass
 class _Content:
-    """Counts of the tokens written so far.
+    """Counts of what was written so far.
 
     Attributes:
         digest: of the tokens.
@@ -31,7 +45,10 @@ class _Content:
             None: there is none.
         largest: the highest token; -1 before the first.
         documents: number of documents.
+        examples: those of them that have a prompt or messages.
         blank: number of blank documents, which were left out.
+        cut: number of examples that were longer than a sequence.
+        unlearned: number of examples of which nothing would be learned, which were left out.
     """
 
     digest: Any
@@ -39,73 +56,186 @@ class _Content:
     first_known: int | None = None
     largest: int = -1
     documents: int = 0
+    examples: int = 0
     blank: int = 0
+    cut: int = 0
+    unlearned: int = 0
 
     def copy(self) -> _Content:
-        return _Content(self.digest.copy(), self.tokens, self.first_known, self.largest, self.documents, self.blank)
+        return _Content(**{**vars(self), "digest": self.digest.copy()})
+
+
+class _Span(NamedTuple):
+    """Tokens that belong together: from where in the file, how many."""
+
+    begin: int
+    numel: int
+
+
+class Sequences(Protocol):
+    """Sequences of tokens, by their number.
+
+    Attributes:
+        digest: of all of them.
+    """
+
+    digest: str
+
+    @property
+    def sequences(self) -> int: ...
+
+    def rows(self, indices: Iterable[int]) -> Batch: ...
+
+
+class Part:
+    """Some of the sequences of another."""
+
+    def __init__(self, whole: Sequences, chosen: Sequence[int]) -> None:
+        self._whole = whole
+        self._chosen = chosen
+        self.digest = hashlib.blake2b(f"{whole.digest} {list(chosen)}".encode(), digest_size=16).hexdigest()
+
+    @property
+    def sequences(self) -> int:
+        return len(self._chosen)
+
+    def rows(self, indices: Iterable[int]) -> Batch:
+        return self._whole.rows([self._chosen[index] for index in indices])
+
+
+def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
+    """The sequences to train on, and a share of them that the seed draws, one at least, which are held out.
+
+    Raises:
+        ConfigError: there is one sequence only.
+    """
+    if data.sequences < 2:
+        raise ConfigError("--eval-split takes sequences away from --data, which has one only: give --eval-data instead")
+    held_out = min(max(round(share * data.sequences), 1), data.sequences - 1)
+    order = np.random.default_rng((seed, 0x5EED)).permutation(data.sequences)
+    return Part(data, sorted(order[held_out:].tolist())), Part(data, sorted(order[:held_out].tolist()))
 
 
 class PackedData:
-    """Documents as one row of tokens, with the end-of-text token between them, cut into sequences of equal length.
+    """Documents as sequences of equal length: see [Note: rows and packed examples].
 
     Args:
         directory: for the file with the tokens, which has no name and ends with the process.
+        loss_on: which tokens of rows with prompts or messages are learned.
+        packing: whether a sequence may have several examples; otherwise each has one, and padding.
+        option: that named the paths, for messages.
 
     Attributes:
         tokens: number of tokens.
         largest_token: the highest token.
         sequences: number of sequences, of `sequence_length` tokens each.
+        has_examples: whether the documents are examples, or one row.
+        shares_sequences: whether some sequence has more than one example.
         left_out: files that hold no text, each with the reason.
 
     Raises:
         ConfigError: the errors of documents.find_files and documents.documents; or no file holds text, the tokenizer
-            knows none of the text, or there are fewer tokens than one sequence.
+            knows none of the text, there are fewer tokens than one sequence, or no example has anything to learn.
         OSError: `directory` cannot be written.
     """
 
-    def __init__(self, paths: Sequence[Path], tokenizer: Any, sequence_length: int, directory: Path) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        tokenizer: Any,
+        sequence_length: int,
+        directory: Path,
+        *,
+        loss_on: LossOn = "answers",
+        packing: bool = True,
+        option: str = "--data",
+    ) -> None:
         self._tokenizer = tokenizer
+        self._loss_on: LossOn = loss_on
+        self.sequence_length = sequence_length
         self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
         self._content = _Content(hashlib.blake2b(digest_size=16))
+        self._ends = array("q")  # of the documents
+        self._of_example = bytearray()  # for each document, whether it is one
+        self._before, self._after = _around_text(tokenizer)
+        with of_option(option):
+            self._read(paths, packing)
+
+    def _read(self, paths: Sequence[Path], packing: bool) -> None:
         files, self.left_out = find_files(paths)
         for file in files:
             self._add_file(file)
         self._spill.flush()
-        self.digest = self._content.digest.hexdigest()
         self.tokens, self.largest_token = self._content.tokens, self._content.largest
-        self.sequence_length = sequence_length
-        self.sequences = self.tokens // sequence_length
+        self.has_examples = self._content.examples > 0
+        self._spans: list[_Span] = list(self._spans_of_documents()) if self.has_examples else []
+        self._parts: list[list[int]] = self._packed(packing)
+        self.shares_sequences = any(len(each) > 1 for each in self._parts)
+        self._count = len(self._parts) if self.has_examples else self.tokens // self.sequence_length
+        if self.has_examples:
+            self._content.digest.update(f"{packing} {len(self._parts)}".encode() + self._ends.tobytes())
+        self.digest = self._content.digest.hexdigest()
         self._require_enough(", ".join(map(printable, paths)))
 
+    @property
+    def sequences(self) -> int:
+        return self._count
+
+    def summary(self) -> str:
+        """What is there to train on."""
+        form = f"{self.sequences} sequences of {self.sequence_length}"
+        if not self.has_examples:
+            return f"{self.tokens} tokens in {form}"
+        used = sum(span.numel for span in self._spans)
+        return (
+            f"{self._content.documents} examples in {form}: {used} tokens, of which {self._learned()} are learned, and "
+            f"{self.sequences * self.sequence_length - used} of padding"
+        )
+
     def notes(self) -> list[str]:
-        """Sentences about files and documents that were left out, and about missing separators; [] when there are
-        none."""
-        said = []
+        """Sentences about files and documents that were left out or cut, and about missing separators; [] when there
+        are none."""
+        content, said = self._content, []
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
             said.append(f"files left out: {len(self.left_out)} (" + self._why_left_out() + f"{more})")
-        if self._content.blank:
-            said.append(f"documents left out, because they are blank: {self._content.blank}")
-        if self._tokenizer.eos_token_id is None and self._content.documents > 1:
+        if content.blank:
+            said.append(f"documents left out, because they are blank: {content.blank}")
+        if content.unlearned:
+            said.append(
+                f"examples left out, because nothing of them would be learned: {content.unlearned} (no answer in the "
+                f"first {self.sequence_length} tokens)"
+            )
+        if content.cut:
+            said.append(
+                f"examples cut, because they are longer than --sequence-length {self.sequence_length}: {content.cut}"
+            )
+        if self._tokenizer.eos_token_id is None and content.documents - content.examples > 1:
             said.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
         return said
 
     def _why_left_out(self) -> str:
         return "; ".join(f"{printable(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
 
+    # -- reading ------------------------------------------------------------------------------------------------------
+
     def _add_file(self, path: Path) -> None:
         """Add all documents of a file, or none."""
         before = self._content.copy()
         try:
-            for document in documents(path, self._tokenizer):
-                self._add(document)
+            for document in documents(path, self._tokenizer, self._loss_on):
+                if isinstance(document, Example):
+                    self._add_example(document)
+                else:
+                    self._add_text(document)
         except NotTextError as error:
             self._return_to(before)
             self.left_out.append((path, str(error)))
 
-    def _add(self, document: Document) -> None:
+    def _add_text(self, document: Text) -> None:
         before = self._content.copy()
         blank = True
+        self._write(self._before)
         for piece in document:
             blank = blank and not piece.strip()
             self._write(self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
@@ -113,106 +243,138 @@ class PackedData:
             self._return_to(before)
             self._content.blank += 1
             return
-        self._content.documents += 1
-        if self._tokenizer.eos_token_id is not None:
-            self._write([self._tokenizer.eos_token_id])
+        self._write(self._after)
+        self._end_document(is_example=False)
 
-    def _write(self, ids: list[int]) -> None:
-        array = np.asarray(ids, dtype=np.uint32)
-        packed = array.tobytes()
+    def _add_example(self, example: Example) -> None:
+        numel = min(len(example.ids), self.sequence_length)
+        if not any(example.learned[1:numel]):  # the first token follows nothing
+            self._content.unlearned += 1
+            return
+        self._content.cut += numel < len(example.ids)
+        self._write(example.ids[:numel], example.learned[:numel])
+        self._content.examples += 1
+        self._end_document(is_example=True)
+
+    def _end_document(self, *, is_example: bool) -> None:
+        self._content.documents += 1
+        self._ends.append(self._content.tokens)
+        self._of_example.append(is_example)
+
+    def _write(self, ids: Sequence[int], learned: Sequence[bool] = ()) -> None:
+        tokens = np.asarray(ids, dtype=np.uint32)
+        marked = tokens if not learned else np.where(np.asarray(learned), tokens, tokens | _NOT_LEARNED)
+        packed = marked.tobytes()
         self._spill.write(packed)
         content = self._content
         content.digest.update(packed)
         if content.first_known is None:
-            special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id
-            known = np.flatnonzero(~np.isin(array, [each for each in special if each is not None]))
+            special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
+            known = np.flatnonzero(~np.isin(tokens, [each for each in special if each is not None]))
             content.first_known = content.tokens + int(known[0]) if len(known) else None
         content.tokens += len(ids)
-        content.largest = max(content.largest, int(array.max(initial=0)) if len(ids) else -1)
+        content.largest = max(content.largest, int(tokens.max(initial=0)) if len(ids) else -1)
 
     def _return_to(self, before: _Content) -> None:
-        """Take back the tokens added since `before`."""
+        """Take back what was added since `before`."""
         self._spill.seek(before.tokens * np.dtype(np.uint32).itemsize)
         self._spill.truncate()
+        del self._ends[before.documents :], self._of_example[before.documents :]
         self._content = before
 
     def _require_enough(self, names: str) -> None:
         content = self._content
+        if not content.documents and content.unlearned:
+            raise ConfigError(
+                f"{names}: none of its {content.unlearned} examples has an answer in its first "
+                f"{self.sequence_length} tokens. Give a larger --sequence-length; or does the chat template mark what "
+                "the assistant says?"
+            )
         if not content.documents:
             why = self._why_left_out() or "everything in it is blank"
-            raise ConfigError(f"--data {names}: there is no text in it ({why})")
+            raise ConfigError(f"{names}: there is no text in it ({why})")
         if content.first_known is None:
             raise ConfigError(
-                f"--data {names}: the model's tokenizer knows none of the text: all of it becomes "
+                f"{names}: the model's tokenizer knows none of the text: all of it becomes "
                 f"{content.tokens} tokens that mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
             )
         if not self.sequences:
             raise ConfigError(
-                f"--data {names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
+                f"{names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
                 "text, or a smaller --sequence-length."
             )
-        if content.first_known >= self.sequences * self.sequence_length:
+        if not self.has_examples and content.first_known >= self.sequences * self.sequence_length:
             raise ConfigError(
-                f"--data {names}: the model's tokenizer knows none of the {self.sequences} whole sequences of "
+                f"{names}: the model's tokenizer knows none of the {self.sequences} whole sequences of "
                 f"{self.sequence_length} tokens: all of them mean 'unknown' or 'end of text'. Is it this "
                 "model's tokenizer?"
             )
 
-    def batches(self, batch_size: int, seed: int, world: World = ALONE) -> Batches:
-        """Endless batches; the sequences are shuffled anew for each pass over the data."""
-        return Batches(self, batch_size, seed, world)
+    # -- examples -----------------------------------------------------------------------------------------------------
 
-    def rows(self, indices: Iterable[int]) -> torch.Tensor:
-        """int64 [len(indices), sequence_length]."""
-        data = np.memmap(self._spill, dtype=np.uint32, mode="r")[: self.sequences * self.sequence_length]
-        rows = data.reshape(self.sequences, self.sequence_length)
-        return torch.from_numpy(rows[np.fromiter(indices, np.int64)].astype(np.int64))
+    def _spans_of_documents(self) -> Iterator[_Span]:
+        begin = 0
+        for end, is_example in zip(self._ends, self._of_example, strict=True):
+            for at in range(begin, end, self.sequence_length):
+                numel = min(self.sequence_length, end - at)
+                if is_example or numel > 1:  # the last token of a text alone follows nothing
+                    yield _Span(at, numel)
+            begin = end
+
+    def _packed(self, packing: bool) -> list[list[int]]:
+        """For each sequence, which spans it has."""
+        if packing:
+            return pack([span.numel for span in self._spans], self.sequence_length)
+        return [[index] for index in range(len(self._spans))]
+
+    def _learned(self) -> int:
+        """How many tokens have a part in the loss."""
+        stored = self._stored()
+        return sum(
+            int(np.count_nonzero(stored[span.begin + 1 : span.begin + span.numel] < _NOT_LEARNED))
+            for span in self._spans
+        )
+
+    def _stored(self) -> Any:
+        return np.memmap(self._spill, dtype=np.uint32, mode="r")
+
+    # -- sequences ----------------------------------------------------------------------------------------------------
+
+    def rows(self, indices: Iterable[int]) -> Batch:
+        """These sequences."""
+        stored = self._stored()
+        if not self.has_examples:
+            rows = stored[: self.sequences * self.sequence_length].reshape(self.sequences, self.sequence_length)
+            return Batch(torch.from_numpy(rows[np.fromiter(indices, np.int64)].astype(np.int64)))
+        padding = self._tokenizer.pad_token_id
+        padding = padding if padding is not None else self._tokenizer.eos_token_id or 0
+        rows = [self._examples_of(stored, index, padding) for index in indices]
+        return Batch(*(torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True)))
+
+    def _examples_of(self, stored: Any, index: int, padding: int) -> tuple[Any, Any, Any]:
+        """Tokens, labels and positions of a sequence. Padding is one more example, of which nothing is learned."""
+        ids = np.full(self.sequence_length, padding, dtype=np.int64)
+        labels = np.full(self.sequence_length, Batch.NOTHING, dtype=np.int64)
+        positions = np.empty(self.sequence_length, dtype=np.int64)
+        at = 0
+        for span in (self._spans[each] for each in self._parts[index]):
+            marked = stored[span.begin : span.begin + span.numel]
+            tokens = (marked & ~_NOT_LEARNED).astype(np.int64)
+            ids[at : at + span.numel] = tokens
+            labels[at + 1 : at + span.numel] = np.where(marked < _NOT_LEARNED, tokens, Batch.NOTHING)[1:]
+            positions[at : at + span.numel] = np.arange(span.numel)
+            at += span.numel
+        positions[at:] = np.arange(self.sequence_length - at)
+        return ids, labels, positions
 
     def close(self) -> None:
         self._spill.close()
 
 
-class Batches:
-    """An endless iterator over batches, int64 [batch_size, sequence_length], with a state_dict to continue from.
-
-    The sequences of pass 0, 1, … follow each other, each pass in an order of its own that (seed, pass) determines.
-    Batch k is the k-th group of `batch_size` sequences. Of N ranks each has every Nth batch, so that they have together
-    what one process would have.
-    """
-
-    def __init__(self, data: PackedData, batch_size: int, seed: int, world: World = ALONE) -> None:
-        self._data = data
-        self._world = world
-        self._batch_size = batch_size
-        self._seed = seed
-        self._given = 0
-        self._pass = -1
-        self._order = np.empty(0, dtype=np.int64)
-
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        first = (self._given + self._world.rank) * self._batch_size
-        chosen = [self._sequence(first + position) for position in range(self._batch_size)]
-        self._given += self._world.count
-        return self._data.rows(chosen)
-
-    def _sequence(self, position: int) -> int:
-        number, within = divmod(position, self._data.sequences)
-        if number != self._pass:
-            self._pass = number
-            self._order = np.random.default_rng((self._seed, number)).permutation(self._data.sequences)
-        return int(self._order[within])
-
-    def _identity(self) -> dict[str, Any]:
-        return {"batch_size": self._batch_size, "seed": self._seed, "tokens": self._data.digest}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self._given, **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of `state`. Raises ConfigError for the state of other data or batches."""
-        if {key: state.get(key) for key in self._identity()} != self._identity():
-            raise ConfigError("the text, the tokenizer or the batches are not those of the run: give the same --data")
-        self._given = int(state["given"])
+def _around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens that the tokenizer puts before a text, and the one that ends a document."""
+    alone = tokenizer("", verbose=False)["input_ids"]
+    begin = tokenizer.bos_token_id
+    end = tokenizer.eos_token_id
+    before = [begin] if begin is not None and begin != end and alone[:1] == [begin] else []
+    return before, [] if end is None else [end]

@@ -7,14 +7,17 @@ import json
 import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infinity.echo import raised
+from infinity.cli.records import Example, LossOn, text_or_example
+from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
 
-Document = Iterator[str]
+Text = Iterator[str]
 """A document in pieces of bounded size, which are cut where tokenizers cut as well."""
+Document = Text | Example
 
 PIECE_CHARS = 1 << 20
 _CUT_WINDOW = 1 << 16
@@ -24,11 +27,19 @@ _LINES = (".jsonl", ".ndjson")
 _OTHER_FORMATS = {
     (".json",): "Give .jsonl instead, one object a line: a file that is so already only needs the other name, an array "
     "becomes lines with `jq -c '.[]' FILE.json > FILE.jsonl`",
-    (".parquet", ".arrow", ".feather", ".csv", ".tsv"): "Give .jsonl instead, one object a line; Hugging Face's "
-    "`datasets` writes it: load_dataset('parquet' or 'csv' or 'arrow', data_files=FILE)['train'].to_json('FILE.jsonl')",
+    (".feather",): "Give .parquet or .jsonl instead; pandas writes both",
     (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
 }
 """Endings of files whose format is not read, and what the user can do instead."""
+
+
+@contextmanager
+def of_option(option: str) -> Iterator[None]:
+    """A ConfigError about the data that leaves this context says which option named them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{option} {error}") from error.__cause__
 
 
 class NotTextError(Exception):
@@ -50,10 +61,12 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
     others: list[tuple[Path, str]] = []
     for path in paths:
         kind = _kind(path)
-        if kind == "directory":
+        if kind == "directory" and is_saved_dataset(path):
+            files.append(path)
+        elif kind == "directory":
             found = list(_walk(path, set()))
             if not found:
-                raise ConfigError(f"--data {printable(path)}: the directory has no files")
+                raise ConfigError(f"{printable(path)}: the directory has no files")
             readable = [file for file in found if not _kind(file) and not _other_format(file)]
             if not readable:  # a dataset in another format, then
                 for file in found:
@@ -61,34 +74,38 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
             files += readable
             others += [(file, _kind(file) or _other_format(file)) for file in found if file not in readable]
         elif kind:
-            raise ConfigError(f"--data {printable(path)}: {kind}")
+            raise ConfigError(f"{printable(path)}: {kind}")
         elif not path.stat().st_size:
-            raise ConfigError(f"--data {printable(path)}: the file is empty")
+            raise ConfigError(f"{printable(path)}: the file is empty")
         else:
             _require_format(path)
             files.append(path)
     return files, others
 
 
-def documents(path: Path, tokenizer: Any) -> Iterator[Document]:
-    """The documents of a file: the whole file, or each line of a .jsonl file.
+def documents(path: Path, tokenizer: Any, loss_on: LossOn = "answers") -> Iterator[Document]:
+    """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as records.py
+    has it.
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may have been given already.
-        ConfigError: the file cannot be read; a line of a .jsonl is no JSON with a `text` or `messages` (names
-            file:line).
+        ConfigError: the file cannot be read; a row has another shape (names file:line).
     """
+    if path.suffix.lower() in TABLES or path.is_dir():
+        for number, record in enumerate(rows_of(path), 1):
+            yield _document(record, f"{printable(path)}:{number}", tokenizer, loss_on)
+        return
     try:
         empty = not path.stat().st_size
     except OSError as error:
         raise _unreadable(path, error) from error
     if path.suffix.lower() in _LINES:
-        yield from () if empty else _jsonl_documents(path, tokenizer)
+        yield from () if empty else _jsonl_documents(path, tokenizer, loss_on)
     else:  # an empty file may be one of /proc, whose reader may wait for ever
         yield iter(()) if empty else _text_pieces(path)
 
 
-def pieces(read: Callable[[int], str]) -> Document:
+def pieces(read: Callable[[int], str]) -> Text:
     """A text in pieces of PIECE_CHARS at most.
 
     Args:
@@ -151,7 +168,7 @@ def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--data {printable(path)}: cannot be read: {error.strerror or error}")
+    return ConfigError(f"{printable(path)}: cannot be read: {error.strerror or error}")
 
 
 def _other_format(path: Path) -> str:
@@ -163,10 +180,10 @@ def _other_format(path: Path) -> str:
 def _require_format(path: Path) -> None:
     for endings, advice in _OTHER_FORMATS.items():
         if path.suffix.lower() in endings:
-            raise ConfigError(f"--data {printable(path)}: {_other_format(path)}. {advice}.")
+            raise ConfigError(f"{printable(path)}: {_other_format(path)}. {advice}.")
 
 
-def _text_pieces(path: Path) -> Document:
+def _text_pieces(path: Path) -> Text:
     try:
         with path.open(encoding="utf-8-sig") as file:
             for piece in pieces(file.read):
@@ -179,16 +196,19 @@ def _text_pieces(path: Path) -> Document:
         raise _unreadable(path, error) from error
 
 
-def _jsonl_documents(path: Path, tokenizer: Any) -> Iterator[Document]:
+def _document(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> Document:
+    found = text_or_example(record, where, tokenizer, loss_on)
+    return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
+
+
+def _jsonl_documents(path: Path, tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
     for number, line in enumerate(_lines(path), 1):
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
-            raise ConfigError(
-                f"--data {where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several"
-            )
+            raise ConfigError(f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several")
         record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
         if record is not None:
-            yield pieces(io.StringIO(_record_text(record, where, tokenizer)).read)
+            yield _document(record, where, tokenizer, loss_on)
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -207,7 +227,7 @@ def _parse(line: bytes, where: str) -> Any:
         text = line.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--data {where}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the file, with "
+            f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the file, with "
             "`iconv -t UTF-8 -f` and its encoding"
         ) from None
     if not text.strip():
@@ -215,67 +235,9 @@ def _parse(line: bytes, where: str) -> Any:
     try:
         record = json.loads(text)
     except RecursionError:
-        raise ConfigError(f"--data {where}: not usable: lists or objects in each other, too many to read") from None
+        raise ConfigError(f"{where}: not usable: lists or objects in each other, too many to read") from None
     except ValueError as error:
-        raise ConfigError(f"--data {where}: not valid JSON: {error}") from None
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if record is None:
-        raise ConfigError(f"--data {where}: null instead of an object with a 'text' string or a 'messages' list")
+        raise ConfigError(f"{where}: null instead of an object with a 'text' string or a 'messages' list")
     return record
-
-
-def _record_text(record: Any, where: str, tokenizer: Any) -> str:
-    """Raises ConfigError unless it is {"text": str} or {"messages": [...]}, with any other keys."""
-    given = [key for key in ("text", "messages") if isinstance(record, dict) and key in record]
-    if len(given) == 2:
-        raise ConfigError(f"--data {where}: the line has both 'text' and 'messages'; leave one of them")
-    if given == ["text"] and isinstance(record["text"], str):
-        return _unicode(record["text"], where)
-    if given == ["messages"] and isinstance(record["messages"], list):
-        return _chat_text(record["messages"], where, tokenizer)
-    hint = ""
-    if isinstance(record, dict) and "conversations" in record:
-        hint = "; 'conversations' is to be named 'messages', its 'from' and 'value' to be 'role' and 'content'"
-    raise ConfigError(f"--data {where}: a line needs a 'text' string or a 'messages' list{hint}")
-
-
-def _chat_text(messages: list[Any], where: str, tokenizer: Any) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            f"--data {where}: has messages, but the model's tokenizer has no chat template; use a text field"
-        )
-    if not messages:
-        raise ConfigError(f"--data {where}: 'messages' is empty")
-    for index, message in enumerate(messages):
-        _require_message(message, f"{where}: messages[{index}]")
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # a template is a program that came with the model
-        raise ConfigError(f"--data {where}: the model's chat template refuses it: {raised(error)}") from error
-    contents = [message["content"].strip() for message in messages]
-    if any(contents) and not any(content and content in text for content in contents):
-        roles = ", ".join(sorted({printable(message["role"]) for message in messages}))
-        raise ConfigError(
-            f"--data {where}: the model's chat template leaves out the content of every message; does it know these "
-            f"roles: {roles}?"
-        )
-    return _unicode(text, where)
-
-
-def _require_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict):
-        raise ConfigError(f"--data {where} is no object with a 'role' and a 'content', both strings")
-    for key, other in (("role", "from"), ("content", "value")):
-        if isinstance(message.get(key), str):
-            continue
-        if key not in message and isinstance(message.get(other), str):
-            raise ConfigError(f"--data {where} has '{other}' where a '{key}' is needed; rename it")
-        what = "none" if key not in message else "null" if message[key] is None else f"a {type(message[key]).__name__}"
-        raise ConfigError(f"--data {where} needs a '{key}' that is a string; it has {what}")
-
-
-def _unicode(text: str, where: str) -> str:
-    """Returns `text`. Raises ConfigError for half of a surrogate pair, which JSON can express and which is no
-    character."""
-    if re.search("[\ud800-\udfff]", text):
-        raise ConfigError(f"--data {where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
-    return text

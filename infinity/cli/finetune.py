@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import torch
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli import job, limits, tracing
+from infinity.cli.batches import Batch, Batches
 from infinity.cli.command import command
-from infinity.cli.data import PackedData
-from infinity.cli.documents import find_files
+from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.loop import Run
-from infinity.cli.optimizers import DTYPES
+from infinity.cli.optimizers import DTYPES, moments_of
+from infinity.cli.options import require_alone
 from infinity.cli.output import Output, require_apart
+from infinity.cli.reading import Data, read
 from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, write_report
 from infinity.cli.stopping import stop_when_asked
@@ -62,7 +64,7 @@ class _Begun:
     resuming: bool
     output: Output | None
     tokenizer: Any
-    data: PackedData
+    data: Data
 
 
 def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStack) -> _Begun | None:
@@ -81,8 +83,10 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     torch.manual_seed((options.seed + world.rank) % 2**64)
     if options.threads:
         torch.set_num_threads(options.threads)
-    data = held.enter_context(closing(_read_data(options, tokenizer, disk)))
-    _say_what_was_read(data)
+    data = read(options, tokenizer, disk, held)
+    for note in data.notes:
+        print(note)
+    print(data.summary, flush=True)
     limits.require_fit(options.model, options.sequence_length, data.largest_token)
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
@@ -102,7 +106,7 @@ def _carry_out(begun: _Begun, tell: Tell) -> int:
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
         report = run.report()
-        batch = next(data.batches(1, options.seed)) if options.verify_output else None
+        batch = next(Batches(data.trained, 1, options.seed)) if options.verify_output else None
         if begun.output is None:
             return _follow(model, batch, tell, stopped)
         logits, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
@@ -120,7 +124,7 @@ def _carry_out(begun: _Begun, tell: Tell) -> int:
     return int(max(tell("the end", late or stopped)))
 
 
-def _follow(model: Any, batch: torch.Tensor | None, tell: Tell, stopped: int) -> int:
+def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
     """What rank 0 needs of the others until its result is complete. Returns 0, or the exit code if a signal came.
 
     Raises:
@@ -190,7 +194,7 @@ def _save(
     config: SwapConfig,
     tokenizer: Any,
     report: Report,
-    batch: torch.Tensor | None,
+    batch: Batch | None,
     tell: Tell,
 ) -> tuple[torch.Tensor | None, int]:
     """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
@@ -267,23 +271,6 @@ def _require_model(name: str, *, resuming: bool) -> None:
         raise ModelError(f"--model: {error}{'. Where is it now? Give --model' if resuming else ''}") from None
 
 
-def _read_data(options: argparse.Namespace, tokenizer: Any, disk: Path) -> PackedData:
-    """The data of --data; their tokens are written to a file on the output's disk."""
-    try:
-        return PackedData(options.data, tokenizer, options.sequence_length, disk)
-    except OSError as error:
-        raise ConfigError(
-            f"--output {printable(options.output)}: cannot write the tokens of --data to {printable(disk)}: "
-            f"{error.strerror or error}"
-        ) from error
-
-
-def _say_what_was_read(data: PackedData) -> None:
-    for note in data.notes():
-        print(note)
-    print(f"{data.tokens} tokens in {data.sequences} sequences of {data.sequence_length}", flush=True)
-
-
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     """End a run that was asked to stop, so that it can be resumed from here."""
     commit(model)
@@ -292,7 +279,7 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("batch_size", "gradient_accumulation", "sequence_length", "steps", "threads"):
+    for name in ("batch_size", "gradient_accumulation", "sequence_length", "steps", "epochs", "threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
@@ -300,25 +287,32 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
     if not options.lr > 0:
         raise ConfigError(f"--lr must be positive, not {options.lr}")
+    if options.min_lr > options.lr:
+        raise ConfigError(f"--min-lr is {options.min_lr:g}, and --lr {options.lr:g}, from which the rate falls")
+    moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
     if options.max_grad_norm < 0 or options.warmup_steps < 0:
         raise ConfigError("--max-grad-norm and --warmup-steps cannot be negative")
-    find_files(options.data)
+    for option, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
+        with of_option(option):
+            find_files(paths or ())
+    held_out = options.eval_data or options.eval_split
+    require_alone("--eval-steps", options.eval_steps, "--eval-data or --eval-split", held_out)
     tracing.check(options)
 
 
-def _logits(model: Any, batch: torch.Tensor) -> torch.Tensor:
+def _logits(model: Any, batch: Batch) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=batch).logits
+        logits: torch.Tensor = model(**batch.inputs()).logits
     return logits
 
 
-def _verify(output: Path, batch: torch.Tensor, logits: torch.Tensor) -> None:
+def _verify(output: Path, batch: Batch, logits: torch.Tensor) -> None:
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(output).eval()
-    with torch.no_grad():
-        again = plain(input_ids=batch).logits
+    plain = AutoModelForCausalLM.from_pretrained(output)
+    plain.config.use_cache = False
+    again = _logits(plain, batch)
     if not torch.equal(again, logits):
         difference = (again.float() - logits.float()).abs().max().item()
         raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")

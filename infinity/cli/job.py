@@ -35,17 +35,26 @@ _FREE: dict[str, Any] = {
     "trace_steps": None,
 }
 """Options that decide nothing of the result, with their defaults. A run keeps only whether its store stays."""
-_PLACES: tuple[str, ...] = ("model", "data", "output")
+_PLACES: tuple[str, ...] = ("model", "data", "eval_data", "output")
 """Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
 layout."""
 _TRAINING: dict[str, Any] = {
     "steps": None,
+    "epochs": None,
     "batch_size": 1,
     "gradient_accumulation": 1,
     "sequence_length": 1024,
+    "loss_on": "answers",
+    "no_packing": False,
+    "eval_split": None,
+    "eval_steps": None,
     "dtype": "bf16",
     "optimizer": "adamw",
     "lr": 1e-5,
+    "min_lr": 0.0,
+    "beta1": None,
+    "beta2": None,
+    "eps": None,
     "schedule": "cosine",
     "warmup_steps": 0,
     "weight_decay": 0.01,
@@ -54,6 +63,19 @@ _TRAINING: dict[str, Any] = {
     "seed": 0,
 }
 """Options that decide the bits of the result, with their defaults."""
+_BEFORE: dict[str, Any] = {
+    "epochs": None,
+    "loss_on": "all",
+    "no_packing": False,
+    "eval_data": None,
+    "eval_split": None,
+    "eval_steps": None,
+    "min_lr": 0.0,
+    "beta1": None,
+    "beta2": None,
+    "eps": None,
+}
+"""What runs did that have no such options."""
 
 
 class Job:
@@ -150,7 +172,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past, 
     for name in _TRAINING:
         given = _plain(getattr(options, name, None))
         if name == "steps" and given is not None:
-            _extend(values["steps"], given, past.steps)
+            _extend(values["steps"], values["epochs"], given, past.steps)
             continue
         if given is not None and given != values[name]:
             raise ConfigError(
@@ -164,12 +186,13 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past, 
             setattr(options, name, _as_paths(values[name]) if name != "model" else values[name])
 
 
-def _extend(planned: int | None, steps: int, done: int) -> None:
+def _extend(planned: int | None, epochs: int | None, steps: int, done: int) -> None:
     """Another end of the run than it was begun with. Raises ConfigError where it is past that."""
     if steps < done:
         raise ConfigError(f"--steps is {steps}, and the run that is resumed has done {done}: give as many, or more")
     if steps != planned:
-        was = "one pass over the data" if planned is None else f"{planned} steps"
+        passes = "one pass" if epochs is None else f"{epochs} passes"
+        was = f"{passes} over the data" if planned is None else f"{planned} steps"
         print(
             f"the run was begun for {was} and now ends after {steps}: from here on --schedule is that of {steps} steps",
             flush=True,
@@ -188,6 +211,8 @@ def _make_absolute(options: argparse.Namespace) -> None:
         options.output = options.output.expanduser().absolute()
     if options.data is not None:
         options.data = [path.expanduser().absolute() for path in options.data]
+    if options.eval_data is not None:
+        options.eval_data = [path.expanduser().absolute() for path in options.eval_data]
     if options.model is not None and Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser().absolute())
 
@@ -197,6 +222,8 @@ def _absolute(paths: Sequence[Path]) -> list[Path]:
 
 
 def _as_paths(value: Any) -> Any:
+    if value is None:
+        return None
     return [Path(path) for path in value] if isinstance(value, list) else Path(value)
 
 
@@ -275,9 +302,9 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     """What a run tracked, with its options. Raises ResumeError when it was not made by `infinity finetune`."""
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
-    if not known or saved is None or set(saved["options"]) != {*_TRAINING, *_PLACES}:
+    if not known or saved is None or set(_BEFORE | saved["options"]) != {*_TRAINING, *_PLACES}:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
-    return tracked
+    return tracked | {NAME: saved | {"options": _BEFORE | saved["options"]}}
 
 
 def model_of(tracked: dict[str, Any]) -> str | None:

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from infinity.cli import job, limits, tracing
-from infinity.cli.data import PackedData
-from infinity.cli.optimizers import make_optimizer, make_scaler, say_if_slow
+from infinity.cli.batches import Batch, Batches
+from infinity.cli.evaluation import Evaluated, Evaluation
+from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of, say_if_slow
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
-from infinity.cli.report import Report, make_report
+from infinity.cli.reading import Data
+from infinity.cli.report import Report, make_report, without
+from infinity.cli.separate import require_separates
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.world import World, told
 from infinity.config import SwapConfig
@@ -27,13 +30,15 @@ from infinity.runtime.track import finish_commit, track
 
 
 class _History:
-    """The facts of all steps of a run, which generations keep as a table."""
+    """The facts of all steps of a run, and its evaluations, which generations keep as tables."""
 
     def __init__(self) -> None:
         self.facts: list[StepFacts] = []
+        self.evaluations: list[Evaluated] = []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": torch.tensor([astuple(fact) for fact in self.facts], dtype=torch.float64)}
+        tables = {"steps": [astuple(fact) for fact in self.facts], "evaluations": self.evaluations}
+        return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in tables.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         whole = {"step", "tokens", "read_bytes", "written_bytes"}
@@ -41,6 +46,8 @@ class _History:
         for row in state["steps"].tolist():
             values = {name: int(value) if name in whole else value for name, value in zip(names, row, strict=True)}
             self.facts.append(StepFacts(**values))
+        for step, loss in state["evaluations"].tolist() if "evaluations" in state else ():
+            self.evaluations.append(Evaluated(int(step), loss))
 
 
 class Run:
@@ -49,13 +56,11 @@ class Run:
     Attributes:
         model: the model that is trained.
         durable: whether generations are kept.
-        facts: of every step, including those before a resume.
+        facts, evaluations: of every step, including those before a resume.
         done: number of optimizer steps, including those before a resume.
     """
 
-    def __init__(
-        self, model: Any, data: PackedData, options: argparse.Namespace, config: SwapConfig, world: World
-    ) -> None:
+    def __init__(self, model: Any, data: Data, options: argparse.Namespace, config: SwapConfig, world: World) -> None:
         self.model = model
         self._world = world
         self.durable = statistics(model).plan.placement.commit_every > 0
@@ -66,24 +71,33 @@ class Run:
             else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
         )
         model.config.use_cache = False
-        self._batches = data.batches(options.batch_size, options.seed, world)
+        self._data = data
+        self._batches = Batches(data.trained, options.batch_size, options.seed, world)
         self._optim = make_optimizer(
             options.optimizer,
             model.parameters(),
             lr=options.lr,
             weight_decay=options.weight_decay,
+            **moments_of(options.optimizer, options.beta1, options.beta2, options.eps),
             max_grad_norm=options.max_grad_norm or None,
             seed=options.seed,
             accumulation_steps=options.gradient_accumulation,
         )
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        if data.shares_sequences:
+            require_separates(model)
         per_step = options.batch_size * options.gradient_accumulation * world.count
-        self._steps = options.steps or max(data.sequences // per_step, 1)
+        self._steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
+        self._evaluation = (
+            None
+            if data.held_out is None
+            else Evaluation(data.held_out, options.batch_size, options.eval_steps, self._steps, world)
+        )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         say_if_slow(model)
         history = _History()
-        self.facts = history.facts
+        self.facts, self.evaluations = history.facts, history.evaluations
         self.done = track(
             model=model,
             scheduler=self._scheduler,
@@ -113,11 +127,11 @@ class Run:
         warmup = self._options.warmup_steps
         if step < warmup:
             return float((step + 1) / (warmup + 1))
-        progress = (step - warmup) / max(self._steps - warmup, 1)
+        progress, falls_to = (step - warmup) / max(self._steps - warmup, 1), self._options.min_lr / self._options.lr
         if self._options.schedule == "linear":
-            return float(1.0 - progress)
+            return float(falls_to + (1.0 - falls_to) * (1.0 - progress))
         if self._options.schedule == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
+            return float(falls_to + (1.0 - falls_to) * 0.5 * (1.0 + math.cos(math.pi * progress)))
         return 1.0
 
     def train(self) -> int:
@@ -128,6 +142,8 @@ class Run:
             open_progress(self._steps) as progress,
             stop_when_asked(progress.say, f"stopping after this step; {self._promise}") as stop,
         ):
+            if self.done and not (self.evaluations and self.evaluations[-1].step == self.done):
+                self._evaluate(progress)  # which an interruption has prevented
             for step in range(self.done + 1, self._steps + 1):
                 self._traced.before(step)
                 self._step(step, progress)
@@ -139,6 +155,8 @@ class Run:
                     self._measured = time.perf_counter()  # writing the trace is no part of a step
                 if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
+                if not stopping:
+                    self._evaluate(progress)
                 if stopping:
                     return stopping
         return 0
@@ -146,12 +164,13 @@ class Run:
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:
         learning_rate = float(self._optim.param_groups[0]["lr"])
         parts, tokens = list[float](), 0
-        for _ in range(self._options.gradient_accumulation):
-            batch = next(self._batches)
-            part = self._loss(batch) / self._options.gradient_accumulation
+        batches = [next(self._batches) for _ in range(self._options.gradient_accumulation)]
+        for batch, share in zip(batches, self._shares(batches), strict=True):
+            loss_of_batch = self._loss(batch)
+            part = loss_of_batch / len(batches) if share is None else loss_of_batch * share
             self._scaler.scale(part).backward()
             parts.append(part.item())
-            tokens += batch.numel() * self._world.count
+            tokens += batch.ids.numel() * self._world.count
         loss = self._mean(told(self.model, "the loss", parts))
         self._update(step, loss, progress)
         self._optim.zero_grad()
@@ -173,21 +192,44 @@ class Run:
         finish_commit(self.model)  # a step that is shown is durable
         progress.update(facts)
 
+    def _evaluate(self, progress: PlainProgress | RichProgress) -> None:
+        """The loss on held-out data after the last step, if it is due. It is no part of a step."""
+        if self._evaluation is None or not self._evaluation.due(self.done):
+            return
+        synchronize(self.model)
+        before, began = statistics(self.model), time.perf_counter()
+        found = Evaluated(self.done, self._evaluation.loss_of(self.model))
+        self.evaluations.append(found)
+        progress.say(f"step {found.step}: held-out loss {found.loss:.4f}")
+        after = statistics(self.model)
+        self._measured += time.perf_counter() - began
+        self._began, self._first, self._now = (
+            without(each, before, after) for each in (self._began, self._first, self._now)
+        )
+
+    def _shares(self, batches: Sequence[Batch]) -> Sequence[float | None]:
+        """What the mean loss of each batch counts for in the step: each token that is learned counts the same,
+        whichever batch of whichever rank it is in. None where all batches have as many."""
+        if not self._data.has_examples:
+            return [None] * len(batches)
+        learned = [batch.learned for batch in batches]
+        of_step = sum(map(sum, told(self.model, "the tokens", learned)))
+        return [count * self._world.count / of_step for count in learned]  # the ranks' gradients are averaged
+
     def _mean(self, parts: Sequence[Sequence[float]]) -> float:
         """The loss of a step, from the parts of all ranks: as one process with all their batches adds it up."""
         return sum((sum(of_ranks) / self._world.count for of_ranks in zip(*parts, strict=True)), 0.0)
 
-    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+    def _loss(self, batch: Batch) -> torch.Tensor:
         try:
-            loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+            return batch.loss_of(self.model)
         except InfinityError:
             raise
         except (IndexError, RuntimeError) as error:  # sequences too long, or too many: only the model knows
             raise ModelError(
-                f"the model cannot take sequences of {batch.shape[1]} tokens, {batch.shape[0]} at a time "
+                f"the model cannot take sequences of {batch.ids.shape[1]} tokens, {batch.ids.shape[0]} at a time "
                 f"({raised(error)}): give a smaller --sequence-length or --batch-size"
             ) from error
-        return loss
 
     def _update(self, step: int, loss: float, progress: PlainProgress | RichProgress) -> None:
         """The optimizer's step. It is skipped when the loss or a gradient is not finite. If the loss is scaled and a
@@ -217,4 +259,14 @@ class Run:
             self._now = statistics(self.model)
         measured, before = (mine, self._began) if alone else (mine[1:], self._first)
         losses = [fact.loss for fact in self.facts]
-        return make_report(measured, before, self._now, self._optim.skipped_steps, losses, warm_up=alone)
+        return make_report(
+            measured,
+            before,
+            self._now,
+            self._optim.skipped_steps,
+            losses,
+            warm_up=alone,
+            data=self._data.summary,
+            notes=self._data.notes,
+            evaluations=self.evaluations,
+        )

@@ -51,7 +51,24 @@ def build_parser() -> Parser:
     where = tune.add_argument_group("what and where")
     where.add_argument("--model", type=name, help="directory of a Hugging Face checkpoint, or a hub id")
     where.add_argument(
-        "--data", nargs="+", type=path, help="text files, .jsonl files (text or messages), directories of such files"
+        "--data",
+        nargs="+",
+        type=path,
+        help="text files; .jsonl, .parquet and .csv files whose rows have text, messages, conversations, or prompt and "
+        "completion; directories of such files, or those that `datasets` saved",
+    )
+    apart = where.add_mutually_exclusive_group()
+    apart.add_argument(
+        "--eval-data", nargs="+", type=path, help="data as --data, for the loss on what is not trained on"
+    )
+    apart.add_argument(
+        "--eval-split",
+        type=number(1e-6, 0.9),
+        metavar="SHARE",
+        help="hold a share of the sequences of --data out for that, such as 0.05",
+    )
+    where.add_argument(
+        "--eval-steps", type=whole(1, STEPS_MAX), metavar="N", help="every N steps; by default after the last step only"
     )
     where.add_argument("--config", type=path, help="swap config: where states live (YAML or JSON)")
     where.add_argument("--output", type=path, help="directory for the trained model and the report")
@@ -101,10 +118,25 @@ def build_parser() -> Parser:
 
 def _add_training(tune: argparse.ArgumentParser) -> None:
     job = tune.add_argument_group("training")
-    job.add_argument("--steps", type=whole(1, STEPS_MAX), help="optimizer steps; default: one pass over the data")
+    length = job.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=whole(1, STEPS_MAX), help="optimizer steps; default: one pass over the data")
+    length.add_argument("--epochs", type=whole(1, STEPS_MAX), help="passes over the data, in place of --steps")
     job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per backward pass (default 1)")
     job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
     job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
+    job.add_argument(
+        "--loss-on",
+        type=word,
+        choices=("answers", "all"),
+        help="of rows with a prompt or messages: learn the completion, or what the assistant says (answers, the "
+        "default), or everything (all)",
+    )
+    job.add_argument(
+        "--no-packing",
+        action="store_true",
+        default=None,
+        help="one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
+    )
     job.add_argument(
         "--dtype",
         type=word,
@@ -119,6 +151,12 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
         help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
     )
     job.add_argument("--lr", type=number(1e-12, 1e6), help="peak learning rate (default 1e-5)")
+    job.add_argument(
+        "--min-lr", type=number(0, 1e6), help="rate that the schedules linear and cosine fall to (default 0)"
+    )
+    job.add_argument("--beta1", type=number(0, 1 - 1e-9), help="of Adam, AdamW and Lion (default 0.9)")
+    job.add_argument("--beta2", type=number(0, 1 - 1e-9), help="of the same (default 0.999; Lion: 0.99)")
+    job.add_argument("--eps", type=number(1e-30, 1), help="of Adam and AdamW (default 1e-8), and Adagrad (1e-10)")
     job.add_argument(
         "--schedule",
         type=word,

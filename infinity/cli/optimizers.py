@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.cli.options import SGD_MOMENTUM
+from infinity.errors import ConfigError
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.lion import Lion
@@ -26,6 +27,26 @@ _MAKE: dict[str, Callable[..., OffloadedOptimizer]] = {
     "adagrad": Adagrad,
     "sgd": lambda params, **options: SGD(params, momentum=SGD_MOMENTUM, **options),
 }
+
+
+_BETAS = {"adamw": (0.9, 0.999), "adam": (0.9, 0.999), "lion": (0.9, 0.99)}
+_HAVE_EPS = ("adamw", "adam", "adagrad")
+
+
+def moments_of(name: str, beta1: float | None, beta2: float | None, eps: float | None) -> dict[str, Any]:
+    """Options of an optimizer: its own, but for those that are given. Raises ConfigError for one that it has not."""
+    options: dict[str, Any] = {}
+    for option, value in (("--beta1", beta1), ("--beta2", beta2)):
+        if value is not None and name not in _BETAS:
+            raise ConfigError(f"{option} does nothing with --optimizer {name}; {', '.join(_BETAS)} have it")
+    if name in _BETAS:
+        default = _BETAS[name]
+        options["betas"] = (default[0] if beta1 is None else beta1, default[1] if beta2 is None else beta2)
+    if eps is not None:
+        if name not in _HAVE_EPS:
+            raise ConfigError(f"--eps does nothing with --optimizer {name}; {', '.join(_HAVE_EPS)} have it")
+        options["eps"] = eps
+    return options
 
 
 def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -> OffloadedOptimizer:

@@ -8,10 +8,11 @@ import math
 import operator
 import resource
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
+from infinity.cli.evaluation import Evaluated
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics
 from infinity.sizes import format_bytes
@@ -20,6 +21,9 @@ from infinity.units.speculation import Counts
 _LAST = 10
 """The last loss is the mean of so many steps, because the loss of one step says little. The first step is not among
 them."""
+
+_SMOOTH = 0.9
+"""What the smoothed loss keeps of the steps before."""
 
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
@@ -56,6 +60,8 @@ class Report:
         peak_rss_bytes: of the whole process.
         state_bytes: weights, master and moments of the model.
         cached_bytes: the share of these that rests in RAM.
+        data, notes: what was trained on; and what was left out of it, and why.
+        evaluations: losses on held-out data.
     """
 
     steps: int
@@ -86,6 +92,9 @@ class Report:
     engine: str
     device: str
     warm_up: bool
+    data: str
+    notes: list[str]
+    evaluations: list[Evaluated]
 
     def _idle_row(self) -> list[tuple[str, str]]:
         """With a GPU, the line that adds up with compute to the step; the stalls are those of the host."""
@@ -93,6 +102,19 @@ class Report:
             return []
         idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
         return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
+
+    def _evaluation_row(self) -> list[tuple[str, str]]:
+        finite = [each for each in self.evaluations if math.isfinite(each.loss)]
+        if not finite:
+            return []
+        first, last, best = finite[0], finite[-1], min(finite, key=lambda each: each.loss)
+        return [
+            (
+                "held-out loss",
+                f"{first.loss:.4f} after step {first.step} → {last.loss:.4f} after step {last.step}; the lowest is "
+                f"{best.loss:.4f}, after step {best.step}",
+            )
+        ]
 
     def text(self) -> str:
         clipped = self.updates.clipped
@@ -108,6 +130,9 @@ class Report:
                 f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
                 + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
             ),
+            *self._evaluation_row(),
+            ("data", self.data),
+            *(("", note) for note in self.notes),
             ("  compute", f"{self.compute_s:.3f} s"),
             *self._idle_row(),
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
@@ -144,6 +169,9 @@ def make_report(
     losses: Sequence[float],
     *,
     warm_up: bool,
+    data: str = "",
+    notes: Sequence[str] = (),
+    evaluations: Sequence[Evaluated] = (),
 ) -> Report:
     """Figures of the steps between two snapshots of the counters.
 
@@ -151,6 +179,7 @@ def make_report(
         facts: the steps between `before` and `after`.
         losses: of all steps of the run.
         warm_up: whether the first step of the process is among `facts`.
+        data, notes, evaluations: as Report has them.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -192,7 +221,18 @@ def make_report(
         engine=after.engine,
         device=after.device,
         warm_up=warm_up,
+        data=data,
+        notes=list(notes),
+        evaluations=list(evaluations),
     )
+
+
+def without(earlier: Statistics, before: Statistics, after: Statistics) -> Statistics:
+    """Counters that, subtracted from later ones, leave out what was counted between `before` and `after`."""
+    summed = ("read_bytes", "written_bytes", "weight_bytes_read", "io_busy_s", "device_idle_s", "adam_s")
+    moved = {name: getattr(earlier, name) + getattr(after, name) - getattr(before, name) for name in summed}
+    stalls = {cause: earlier.stall_s[cause] + after.stall_s[cause] - before.stall_s[cause] for cause in earlier.stall_s}
+    return replace(earlier, stall_s=stalls, **moved)
 
 
 def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
@@ -206,10 +246,15 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:
-    """Write report.json, report.txt, loss.csv and loss.png. JSON has null in place of nan. Raises OSError."""
+    """Write report.json, report.txt, loss.csv and loss.png; evaluation.csv where there were evaluations. JSON has null
+    in place of nan. Raises OSError."""
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(report).items()
+    } | {
+        "evaluations": [
+            {"step": step, "loss": loss if math.isfinite(loss) else None} for step, loss in report.evaluations
+        ]
     }
     (directory / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
     (directory / "report.txt").write_text(report.text() + "\n")
@@ -217,20 +262,40 @@ def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) ->
         writer = csv.writer(file)
         writer.writerow(["step", "loss", "learning_rate", "grad_norm", "seconds"])
         writer.writerows((f.step, f.loss, f.learning_rate, f.grad_norm, f.seconds) for f in facts)
-    _plot(facts, directory / "loss.png")
+    if report.evaluations:
+        with (directory / "evaluation.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["step", "loss"])
+            writer.writerows(report.evaluations)
+    _plot(facts, report.evaluations, directory / "loss.png")
 
 
-def _plot(facts: Sequence[StepFacts], path: Path) -> None:
+def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot([fact.step for fact in facts], [fact.loss for fact in facts], linewidth=1)
+    steps, losses = [fact.step for fact in facts], [fact.loss for fact in facts]
+    axes.plot(steps, losses, linewidth=0.8, alpha=0.4, color="tab:blue", label="training")
+    axes.plot(steps, _smoothed(losses), linewidth=1.5, color="tab:blue", label="training, smoothed")
+    if evaluations:
+        axes.plot(*zip(*evaluations, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
+    axes.legend()
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """An exponential mean without the bias of its first steps; losses that are not finite are passed over."""
+    mean, weight, smoothed = 0.0, 0.0, []
+    for loss in losses:
+        if math.isfinite(loss):
+            mean, weight = _SMOOTH * mean + (1 - _SMOOTH) * loss, _SMOOTH * weight + (1 - _SMOOTH)
+        smoothed.append(mean / weight if weight else math.nan)
+    return smoothed

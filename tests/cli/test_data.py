@@ -12,7 +12,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from infinity.cli.batches import Batches
 from infinity.cli.data import PackedData
+from infinity.cli.records import LossOn
 from infinity.errors import ConfigError
 from tests.cli.test_finetune import TEXT, tokenizer
 
@@ -25,11 +27,11 @@ def pack(tmp_path: Path) -> Iterator[Pack]:
     """PackedData of paths, by default for a tokenizer with a chat template; closed at the end."""
     opened: list[PackedData] = []
 
-    def make(*paths: Path, by: Any = None, length: int = 1) -> PackedData:
+    def make(*paths: Path, by: Any = None, length: int = 1, loss_on: LossOn = "all") -> PackedData:
         if by is None:
             by = tokenizer()
             by.chat_template = CHAT
-        opened.append(PackedData(list(paths), by, length, tmp_path))
+        opened.append(PackedData(list(paths), by, length, tmp_path, loss_on=loss_on))
         return opened[-1]
 
     yield make
@@ -38,7 +40,7 @@ def pack(tmp_path: Path) -> Iterator[Pack]:
 
 
 def tokens_of(data: PackedData) -> list[int]:
-    return data.rows(range(data.sequences)).flatten().tolist()
+    return data.rows(range(data.sequences)).ids.flatten().tolist()
 
 
 def text_of(data: PackedData) -> str:
@@ -82,24 +84,24 @@ def test_jsonl_and_directories_are_read_in_a_fixed_order(pack: Pack, tmp_path: P
     (tmp_path / "docs" / "b.txt").write_text("the hen\n")
     (tmp_path / "docs" / "sub" / "a.jsonl").write_text('{"text": "the fox"}\n\n{"text": "the dog"}\n')
     (tmp_path / "docs" / "image.bin").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "slow red hen"}]}\n')
-    decoded = text_of(pack(tmp_path / "docs", tmp_path / "chat.jsonl"))
+    (tmp_path / "last.jsonl").write_text('{"text": "slow red hen"}\n')
+    decoded = text_of(pack(tmp_path / "docs", tmp_path / "last.jsonl"))
     order = [decoded.index(word) for word in ("the hen", "the fox", "the dog", "slow red hen")]
     assert order == sorted(order)
     assert decoded.count("<eos>") == 4
-    assert sorted(os.listdir(tmp_path)) == ["chat.jsonl", "docs"]
+    assert sorted(os.listdir(tmp_path)) == ["docs", "last.jsonl"]
 
 
 def test_batches_cover_every_sequence_each_pass_in_another_order(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     data = pack(tmp_path / "text.txt", length=32)
-    batches = data.batches(1, seed=0)
-    passes = [[next(batches)[0] for _ in range(data.sequences)] for _ in range(2)]
+    batches = Batches(data, 1, seed=0)
+    passes = [[next(batches).ids[0] for _ in range(data.sequences)] for _ in range(2)]
     keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
     assert sorted(keys[0]) == sorted(keys[1])
     assert keys[0] != keys[1]
-    again = data.batches(1, seed=0)
-    assert keys[0][0] == tuple(next(again)[0].tolist())
+    again = Batches(data, 1, seed=0)
+    assert keys[0][0] == tuple(next(again).ids[0].tolist())
 
 
 def test_too_little_data_is_named(pack: Pack, tmp_path: Path) -> None:
@@ -115,7 +117,20 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"conversations": [{"from": "human", "value": "fox"}]}, "'conversations' is to be named 'messages'"),
+        (
+            {"conversations": [{"from": "nobody", "value": "fox"}]},
+            r"'from' is nobody, and none of human",
+        ),
+        ({"conversations": [{"from": "human"}]}, r"conversations\[0\] needs a 'content' that is a string"),
+        ({"conversations": []}, "conversations is empty"),
+        ({"instruction": "fox", "output": "hen"}, "'instruction' need to become rows with a 'prompt'"),
+        ({"prompt": "fox"}, "'completion' is null; it must be a string or a list of messages"),
+        ({"completion": "fox"}, "'prompt' is null; it must be a string or a list of messages"),
+        ({"prompt": "fox", "completion": 3}, "'completion' is a int"),
+        ({"prompt": "fox", "completion": []}, "must both be strings, or both lists of messages"),
+        ({"prompt": [], "completion": []}, "prompt is empty"),
+        ({**messages("fox"), "tools": 3}, "'tools' is a int; it must be a list"),
+        ({**messages("fox"), "tools": "{"}, "'tools' is not valid JSON"),
         ({"messages": [{"from": "human", "value": "fox"}]}, r"messages\[0\] has 'from' where a 'role' is needed"),
         ({"messages": [{"role": "user", "value": "fox"}]}, r"messages\[0\] has 'value' where a 'content' is needed"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a 'content' that is a string; it has none"),
@@ -124,17 +139,17 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         (messages({"text": "fox"}), "needs a 'content' that is a string; it has a dict"),
         (messages(7), "needs a 'content' that is a string; it has a int"),
         (messages("fox", role=3), "needs a 'role' that is a string; it has a int"),
-        ({"messages": []}, "'messages' is empty"),
+        ({"messages": []}, "messages is empty"),
         ({"messages": ["hi"]}, r"messages\[0\] is no object with a 'role' and a 'content'"),
-        ({"messages": "hi"}, "a line needs a 'text' string or a 'messages' list"),
-        ({"messages": None}, "a line needs a 'text' string or a 'messages' list"),
-        ({"text": None}, "a line needs a 'text' string or a 'messages' list"),
-        ({"text": ["fox"]}, "a line needs a 'text' string or a 'messages' list"),
+        ({"messages": "hi"}, "a row needs a 'text' string, a 'messages' list"),
+        ({"messages": None}, "a row needs a 'text' string, a 'messages' list"),
+        ({"text": None}, "a row needs a 'text' string, a 'messages' list"),
+        ({"text": ["fox"]}, "a row needs a 'text' string, a 'messages' list"),
         ({"text": "fox", **messages("hen")}, "both 'text' and 'messages'"),
         ({"text": "a \ud800 fox"}, "half of a surrogate pair"),
         (messages("a \udfff fox"), "half of a surrogate pair"),
-        (["fox"], "a line needs a 'text' string or a 'messages' list"),
-        ("fox", "a line needs a 'text' string or a 'messages' list"),
+        (["fox"], "a row needs a 'text' string, a 'messages' list"),
+        ("fox", "a row needs a 'text' string, a 'messages' list"),
         (None, "null instead of an object"),
     ],
 )
@@ -228,7 +243,7 @@ def test_blank_documents_are_counted(pack: Pack, tmp_path: Path) -> None:
         pack(tmp_path / "b.txt")
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.parquet", "a.CSV", "a.tsv", "a.arrow", "a.jsonl.gz", "a.zip"])
+@pytest.mark.parametrize("name", ["a.json", "a.feather", "a.jsonl.gz", "a.zip"])
 def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_path: Path) -> None:
     """Alone, or where a directory has nothing else; beside text they are left out, and said to be."""
     (tmp_path / "docs").mkdir()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +24,7 @@ import infinity
 from infinity.base.timeline import CAUSES
 from infinity.cli import loop
 from infinity.cli.main import main
-from infinity.cli.optimizers import DTYPES
+from infinity.cli.optimizers import DTYPES, make_optimizer
 from infinity.cli.report import make_report, processors_alone
 from tests.models import VOCABULARY, bert, llama
 
@@ -229,13 +231,59 @@ def test_gradient_accumulation_schedules_and_epochs_run(job: dict[str, Any], tmp
     assert run(job, *options) == 0
 
 
+def test_the_rate_falls_to_the_one_that_is_given_and_moments_have_what_is_given(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[str, Any] = {}
+
+    def noted(name: str, params: Any, **options: Any) -> Any:
+        made.update(options)
+        return make_optimizer(name, params, **options)
+
+    monkeypatch.setattr(loop, "make_optimizer", noted)
+    assert run(job, "--min-lr", "1e-3", "--beta2", "0.95", "--eps", "1e-6") == 0
+    assert made["betas"] == (0.9, 0.95)
+    assert made["eps"] == 1e-6
+    with (tmp_path / "out" / "loss.csv").open() as file:
+        rates = [float(row["learning_rate"]) for row in csv.DictReader(file)]
+    assert rates == pytest.approx([1e-3 + 2e-3 * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--optimizer", "sgd", "--beta1", "0.8"],
+            "--beta1 does nothing with --optimizer sgd; adamw, adam, lion have it",
+        ),
+        (["--optimizer", "lion", "--eps", "1e-6"], "--eps does nothing with --optimizer lion"),
+        (["--min-lr", "1"], "--min-lr is 1, and --lr 0.003, from which the rate falls"),
+        (["--epochs", "2"], "not allowed with argument"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    options: list[str], says: str, job: dict[str, Any], capsys: Any
+) -> None:
+    assert run(job, *options) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_epochs_are_passes_over_the_data(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    del job["--steps"]
+    (tmp_path / "text.txt").write_text(TEXT[:1500])
+    assert run(job, "--epochs", "1") == 0
+    one = len((tmp_path / "out" / "loss.csv").read_text().splitlines()) - 1
+    assert run(job | {"--output": tmp_path / "more"}, "--epochs", "3") == 0
+    assert len((tmp_path / "more" / "loss.csv").read_text().splitlines()) - 1 in (3 * one, 3 * one + 1, 3 * one + 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"--data": "nowhere.txt"}, "no such file or directory"),
         ({"--data": "empty.txt"}, "the file is empty"),
         ({"--data": "short.txt"}, "less than one sequence"),
-        ({"--data": "bad.jsonl"}, "bad.jsonl:2: a line needs a 'text' string or a 'messages' list"),
+        ({"--data": "bad.jsonl"}, "bad.jsonl:2: a row needs a 'text' string, a 'messages' list"),
         ({"--data": "broken.jsonl"}, "broken.jsonl:1: not valid JSON"),
         ({"--data": "chat.jsonl"}, "no chat template"),
         ({"--data": "binary.txt"}, "not UTF-8 text"),

@@ -4,6 +4,7 @@ all of them; whatever one of them cannot do ends all."""
 from __future__ import annotations
 
 import csv
+import json
 import os
 import shutil
 import signal
@@ -137,14 +138,14 @@ def cannot_close() -> None:
 
 
 def reads_other_text() -> None:
-    read = finetune._read_data
+    read = finetune.read
 
     def other(*arguments: Any) -> Any:
         data = read(*arguments)
-        data.digest = "another"
+        data.trained.digest = "another"
         return data
 
-    finetune._read_data = other
+    finetune.read = other
 
 
 def is_killed_before_the_stores_go() -> None:
@@ -339,3 +340,22 @@ def test_torchrun_ends_the_others_when_a_rank_is_killed_and_the_run_goes_on(job:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 6/6") == 1, "rank 0 speaks for all"
     require_same(tmp_path, "all")
+
+
+def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(job: Job, tmp_path: Path) -> None:
+    """Answers of other lengths on each rank, and fewer batches of held-out rows than ranks."""
+    rows = [{"prompt": "the lazy", "completion": "fox jumps " * (1 + index % 7)} for index in range(24)]
+    for name, those in (("rows", rows), ("apart", rows[2:5])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in those))
+    options = {"--data": tmp_path / "rows.jsonl", "--eval-data": tmp_path / "apart.jsonl", "--eval-steps": 2}
+    assert run(job | options, "--no-packing") == 0
+    expected = losses_and_evaluations(tmp_path / "out-one")
+    for ranks in (2, 4):
+        given = arguments_of(named(tmp_path, f"of{ranks}", ranks) | options, "--no-packing")
+        assert workers.run(ranks, on_rank, given) == [0] * ranks
+        assert losses_and_evaluations(tmp_path / f"out-of{ranks}") == pytest.approx(expected, rel=1e-5)
+
+
+def losses_and_evaluations(folder: Path) -> list[float]:
+    report = json.loads((folder / "report.json").read_text())
+    return [float(loss) for _, loss, *_ in curve(folder)[1:]] + [each["loss"] for each in report["evaluations"]]

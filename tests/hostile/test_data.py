@@ -56,7 +56,7 @@ def _try(numbers: list[int], seed: int, directory: Path) -> None:
         kind, paths = make(number, seed, place)
         signal.alarm(DEADLINE_S)
         try:
-            data = PackedData(paths, by, 4, directory)
+            data = PackedData(paths, by, 4, directory, loss_on="all")
             end, problem = "data", _problem_of_data(data, by)
             data.close()
         except BaseException as error:
@@ -79,7 +79,7 @@ def _problem_of_data(data: Any, by: Any) -> str:
     """Why a dataset should not have been made of it; '' where it should."""
     words: set[int] = set()
     for first in range(0, data.sequences, 10_000):
-        words.update(data.rows(range(first, min(first + 10_000, data.sequences))).unique().tolist())
+        words.update(data.rows(range(first, min(first + 10_000, data.sequences))).ids.unique().tolist())
     if words <= {by.eos_token_id, by.unk_token_id}:
         return "there is nothing to learn in it"
     if data.largest_token >= len(by) or max(words) > data.largest_token:

@@ -1,0 +1,30 @@
+"""Putting examples into sequences of one length, so that little of them is padding."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """The indices of the examples of each sequence. The longest come first, each into the sequence with the least room
+    that it fits into (best fit decreasing, as in TRL): the result depends on the lengths alone.
+
+    Args:
+        lengths: tokens of each example, `room` at most.
+        room: tokens of a sequence.
+    """
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # room that is left, sequence; ascending
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        at = bisect_left(free, (lengths[index], -1))
+        if at == len(free):
+            bins.append([index])
+            left, bin_index = room - lengths[index], len(bins) - 1
+        else:
+            left, bin_index = free.pop(at)
+            left -= lengths[index]
+            bins[bin_index].append(index)
+        if left:
+            insort(free, (left, bin_index))
+    return bins

@@ -1,0 +1,88 @@
+"""What --data and the options about evaluation name: read, checked and divided."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.data import PackedData, Sequences, split
+from infinity.errors import ConfigError, printable
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on, and is evaluated on.
+
+    Attributes:
+        trained, held_out: sequences; `held_out` None where there is no evaluation.
+        summary, notes: what was read, and what was left out of it and why.
+        has_examples: whether not every token is learned, or there is padding.
+        shares_sequences: whether some sequence has more than one example.
+    """
+
+    trained: Sequences
+    held_out: Sequences | None
+    summary: str
+    notes: list[str]
+    has_examples: bool
+    shares_sequences: bool
+    largest_token: int
+
+    @property
+    def digest(self) -> str:
+        return self.trained.digest + ("" if self.held_out is None else self.held_out.digest)
+
+
+def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStack) -> Data:
+    """Read everything. The tokens are written to files without a name on `disk`.
+
+    Args:
+        held: closes the files.
+
+    Raises:
+        ConfigError: as PackedData, and where `disk` cannot be written.
+    """
+
+    def packed(option: str, paths: Sequence[Path]) -> PackedData:
+        try:
+            made = PackedData(
+                paths,
+                tokenizer,
+                options.sequence_length,
+                disk,
+                loss_on=options.loss_on,
+                packing=not options.no_packing,
+                option=option,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"--output {printable(options.output)}: cannot write the tokens of {option} to {printable(disk)}: "
+                f"{error.strerror or error}"
+            ) from error
+        return held.enter_context(closing(made))
+
+    data = packed("--data", options.data)
+    trained: Sequences = data
+    held_out: Sequences | None = None
+    read = [data]
+    if options.eval_data is not None:
+        apart = packed("--eval-data", options.eval_data)
+        read, held_out = [data, apart], apart
+    elif options.eval_split is not None:
+        trained, held_out = split(data, options.eval_split, options.seed)
+    summary = data.summary()
+    if held_out is not None:
+        summary += f"; {held_out.sequences} sequences are held out"
+    return Data(
+        trained,
+        held_out,
+        summary,
+        [note for each in read for note in each.notes()],
+        any(each.has_examples for each in read),
+        any(each.shares_sequences for each in read),
+        max(each.largest_token for each in read),
+    )

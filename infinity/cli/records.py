@@ -1,0 +1,236 @@
+"""A row of --data becomes text, or an example of which only answers are learned.
+
+| a row has                         | what is learned                                                           |
+|---|---|
+| `text`                            | all of it                                                                 |
+| `prompt`, `completion`            | the completion, and that it ends there. Strings, or lists of messages     |
+| `messages`                        | what the model's chat template marks as the assistant's                   |
+| `conversations` (ShareGPT)        | as `messages`: `from` and `value` are taken for `role` and `content`      |
+
+[Note: what the assistant said]
+Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
+and `{% endgeneration %}`. transformers returns a mask of nothing for a template without these marks, which trains
+nothing at all and says so in one line of a log; here such a template is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from infinity.echo import raised
+from infinity.errors import ConfigError, printable
+
+LossOn = Literal["answers", "all"]
+"""Of rows with prompts or messages: which tokens are learned."""
+
+_SHAPES = "a 'text' string, a 'messages' list, or a 'prompt' and a 'completion'"
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "system": "system",
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+}
+"""Who speaks in ShareGPT's conversations."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A document of which not everything is learned.
+
+    Attributes:
+        ids: tokens, with those that begin and end it.
+        learned: for each token, whether it is.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+
+
+def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
+    """What a row says.
+
+    Args:
+        record: a row, with any keys beside those that are read.
+        where: names the row in messages.
+
+    Raises:
+        ConfigError: it has another shape, or the tokenizer's chat template refuses it or does not say what is the
+            assistant's.
+    """
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: a row needs {_SHAPES}")
+    given = [key for key in ("text", "messages", "conversations", "prompt") if record.get(key) is not None]
+    if len(given) > 1:
+        both = " and ".join(f"'{key}'" for key in given[:2])
+        raise ConfigError(f"{where}: the row has both {both}; leave one of them")
+    shape = given[0] if given else ""
+    if shape == "text" and isinstance(record["text"], str):
+        return unicode(record["text"], where)
+    if shape == "prompt" or record.get("completion") is not None:
+        return _answered(record, where, tokenizer, loss_on)
+    if shape in ("messages", "conversations") and isinstance(record[shape], list):
+        messages = _messages(record[shape], f"{where}: {shape}", shape == "conversations")
+        return _chat(messages, where, tokenizer, loss_on, _tools(record, where))
+    hint = ""
+    if "instruction" in record:
+        hint = "; rows with an 'instruction' need to become rows with a 'prompt' and a 'completion'"
+    raise ConfigError(f"{where}: a row needs {_SHAPES}{hint}")
+
+
+def unicode(text: str, where: str) -> str:
+    """Returns `text`. Raises ConfigError for half of a surrogate pair, which JSON can express and which is no
+    character."""
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
+    return text
+
+
+# -- prompts and completions -------------------------------------------------------------------------------------------
+
+
+def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossOn) -> Example:
+    prompt, completion = record.get("prompt"), record.get("completion")
+    for name, value in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(value, str | list):
+            raise ConfigError(f"{where}: '{name}' is {_kind(value)}; it must be a string or a list of messages")
+    if isinstance(prompt, list) != isinstance(completion, list):
+        raise ConfigError(f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages")
+    if isinstance(prompt, list):
+        tools = _tools(record, where)
+        first = _messages(prompt, f"{where}: prompt", conversations=False)
+        both = [*first, *_messages(completion or [], f"{where}: completion", conversations=False)]
+        asked = _rendered(first, where, tokenizer, tools, add_generation_prompt=True)["input_ids"]
+        ids = _rendered(both, where, tokenizer, tools)["input_ids"]
+        _require_contents(both, ids, where, tokenizer)
+    else:
+        end = tokenizer.eos_token or ""
+        answer = unicode(str(completion), where)
+        answer = answer if answer.endswith(end) else answer + end
+        asked = _ids(tokenizer, unicode(str(prompt), where))
+        ids = _ids(tokenizer, str(prompt) + answer)
+    common = 0  # a token may span the end of the prompt: what differs is the completion's
+    while common < min(len(asked), len(ids)) and asked[common] == ids[common]:
+        common += 1
+    return Example(ids, [loss_on == "all" or index >= common for index in range(len(ids))])
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    """With what the tokenizer puts before a text, and without a second token for its end."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids[:-1] if end is not None and ids[-2:] == [end, end] else ids
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+
+
+def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: LossOn, tools: Any) -> Example:
+    marked = loss_on == "answers"
+    if marked and not re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer, where)):
+        raise ConfigError(
+            f"{where}: the model's chat template does not say which tokens are the assistant's: it has no "
+            "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template in the model's "
+            "directory (tokenizer_config.json or chat_template.jinja), or give --loss-on all to learn whole "
+            "conversations, what users said included."
+        )
+    made = _rendered(messages, where, tokenizer, tools, marked=marked)
+    ids = list(made["input_ids"])
+    _require_contents(messages, ids, where, tokenizer)
+    return Example(ids, [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids))
+
+
+def _template(tokenizer: Any, where: str) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        raise ConfigError(
+            f"{where}: has messages, but the model's tokenizer has no chat template; use 'prompt' and "
+            "'completion', or 'text'"
+        )
+    return str(template)
+
+
+def _rendered(
+    messages: list[dict[str, Any]],
+    where: str,
+    tokenizer: Any,
+    tools: Any,
+    *,
+    marked: bool = False,
+    add_generation_prompt: bool = False,
+) -> Any:
+    _template(tokenizer, where)
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=marked,
+            add_generation_prompt=add_generation_prompt,
+        )
+    except Exception as error:  # a template is a program that came with the model
+        raise ConfigError(f"{where}: the model's chat template refuses it: {raised(error)}") from error
+
+
+def _require_contents(messages: Sequence[dict[str, Any]], ids: list[int], where: str, tokenizer: Any) -> None:
+    """Raises ConfigError where the template leaves everything out that was said."""
+    contents = [message["content"].strip() for message in messages]
+    if not any(contents):
+        return
+    bare = tokenizer(" ".join(contents), add_special_tokens=False, verbose=False)["input_ids"]
+    if set(bare).isdisjoint(ids):
+        roles = ", ".join(sorted({printable(message["role"]) for message in messages}))
+        raise ConfigError(
+            f"{where}: the model's chat template leaves out the content of every message; does it know these "
+            f"roles: {roles}?"
+        )
+
+
+def _messages(given: list[Any], where: str, conversations: bool) -> list[dict[str, Any]]:
+    if not given:
+        raise ConfigError(f"{where} is empty")
+    return [_message(each, f"{where}[{index}]", conversations) for index, each in enumerate(given)]
+
+
+def _message(given: Any, where: str, conversations: bool) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is no object with a 'role' and a 'content', both strings")
+    message = {key: value for key, value in given.items() if value is not None}
+    if conversations and "from" in message and "role" not in message:
+        speaker = message.pop("from")
+        if not isinstance(speaker, str) or speaker not in _ROLES:
+            known = ", ".join(_ROLES)
+            raise ConfigError(f"{where}: 'from' is {printable(str(speaker))[:40]}, and none of {known}")
+        message["role"] = _ROLES[speaker]
+        if "value" in message:
+            message["content"] = message.pop("value")
+    for key, other in (("role", "from"), ("content", "value")):
+        if isinstance(message.get(key), str):
+            continue
+        if key not in given and isinstance(given.get(other), str):
+            raise ConfigError(f"{where} has '{other}' where a '{key}' is needed; rename it")
+        what = "none" if key not in given else _kind(given[key])
+        raise ConfigError(f"{where} needs a '{key}' that is a string; it has {what}")
+    unicode(message["content"], where)
+    return message
+
+
+def _tools(record: dict[str, Any], where: str) -> Any:
+    """What the template is told of tools: a list, or JSON of one."""
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError(f"{where}: 'tools' is not valid JSON: {error}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(f"{where}: 'tools' is {_kind(tools)}; it must be a list")
+    return tools or None
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"

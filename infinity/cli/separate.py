@@ -1,0 +1,40 @@
+"""Whether a model keeps the examples of one sequence apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from infinity.cli.batches import Batch
+from infinity.errors import ModelError
+
+_LENGTHS = 6, 9
+_SHARE_MAX = 0.1
+
+
+def require_separates(model: Any) -> None:
+    """Compare the logits of two examples in one sequence with those of the same two apart; what they differ by without
+    any separation is the measure. All ranks call.
+
+    Raises:
+        ModelError: an example sees those before it.
+    """
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = (torch.arange(sum(_LENGTHS)) * 7919 + 11) % vocabulary
+    examples = ids.split(_LENGTHS)
+    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        apart = torch.cat([model(**Batch(each[None]).inputs()).logits[0] for each in examples])
+        packed = model(**Batch(ids[None], positions=positions[None]).inputs()).logits[0]
+        joined = model(**Batch(ids[None]).inputs()).logits[0]
+    model.train(training)
+    seen, without = ((each.float() - apart.float()).abs().max().item() for each in (packed, joined))
+    if seen > _SHARE_MAX * without:
+        raise ModelError(
+            f"{type(model).__name__} does not keep the examples of one sequence apart: the logits of an example differ "
+            f"by up to {seen:.3g} with another one before it, and by {without:.3g} where nothing parts them. Give "
+            "--no-packing: each sequence has one example then, and padding."
+        )

@@ -1,0 +1,65 @@
+"""Rows of tables: parquet, CSV and arrow files, and directories that `datasets` has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infinity.echo import raised
+from infinity.errors import ConfigError, printable
+
+TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+"""Endings of files whose rows are read, and what `datasets` calls their format."""
+_SAVED = ("state.json", "dataset_dict.json")
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Whether the directory was written by `Dataset.save_to_disk`."""
+    return any((directory / name).is_file() for name in _SAVED)
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a table, or of a directory that `save_to_disk` wrote; cells without a value are left out.
+
+    Raises:
+        ConfigError: `datasets` is not installed; the file cannot be read, or the directory has no split 'train'.
+    """
+    datasets = _library(path)
+    try:
+        table = _saved(datasets, path) if path.is_dir() else _streamed(datasets, path)
+        for row in table:
+            yield {key: value for key, value in row.items() if value is not None}
+    except ConfigError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise ConfigError(f"{printable(path)}: cannot be read: {raised(error)}") from error
+
+
+def _library(path: Path) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"{printable(path)}: Hugging Face's `datasets` reads such files, and it is not installed: "
+            'pip install "infinity-offload[hf]"'
+        ) from None
+    return datasets
+
+
+def _streamed(datasets: Any, path: Path) -> Any:
+    options = {"sep": "\t"} if path.suffix.lower() == ".tsv" else {}
+    kind = TABLES[path.suffix.lower()]
+    return datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
+
+
+def _saved(datasets: Any, path: Path) -> Any:
+    found = datasets.load_from_disk(str(path))
+    if not isinstance(found, datasets.DatasetDict):
+        return found
+    if "train" not in found:
+        raise ConfigError(
+            f"{printable(path)}: it has no split 'train' but {', '.join(map(printable, found))}: name the "
+            "directory of one of them"
+        )
+    return found["train"]

@@ -1,0 +1,158 @@
+"""The loss on held-out data: what it is, when it comes, and that it changes nothing of the training."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from infinity.cli.batches import Batch
+from infinity.cli.data import Part, split
+from infinity.cli.evaluation import Evaluation
+from infinity.cli.main import main
+from infinity.cli.world import ALONE
+from infinity.errors import ConfigError
+from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.cli.test_resume import _job, _losses, _same, _stop_after
+from tests.models import llama
+
+APART = "a red fox and the lazy hen run over the brown dog\n" * 9
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, Any]:
+    llama(attention_dropout=0.1)[0].bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "apart.txt").write_text(APART)
+    return evaluated(tmp_path, "a")
+
+
+def evaluated(tmp_path: Path, name: str) -> dict[str, Any]:
+    return _job(tmp_path, name) | {"--eval-data": tmp_path / "apart.txt", "--eval-steps": 5}
+
+
+def evaluations(output: Path) -> list[tuple[int, float]]:
+    with (output / "evaluation.csv").open() as file:
+        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+
+
+def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job) == 0
+    out = capsys.readouterr().out
+    found = evaluations(tmp_path / "out-a")
+    assert [step for step, _ in found] == [5, 10, 12]
+    assert f"step 5: held-out loss {found[0][1]:.4f}" in out
+    assert f"held-out loss         {found[0][1]:.4f} after step 5 → {found[2][1]:.4f} after step 12" in out
+    report = json.loads((tmp_path / "out-a" / "report.json").read_text())
+    assert [(each["step"], each["loss"]) for each in report["evaluations"]] == found
+    assert "sequences are held out" in report["data"]
+    assert run(_job(tmp_path, "b")) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert _same(tmp_path / "out-a", tmp_path / "out-b")
+    other = json.loads((tmp_path / "out-b" / "report.json").read_text())
+    assert report["bytes_per_parameter"] == pytest.approx(other["bytes_per_parameter"], rel=0.1)
+
+
+def test_the_loss_is_the_mean_over_the_held_out_tokens(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job | {"--dtype": "fp32"}) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out-a").eval()
+    ids = torch.tensor(tokenizer()(APART)["input_ids"] + [tokenizer().eos_token_id])
+    rows = ids[: len(ids) // 16 * 16].view(-1, 16)
+    assert len(rows) % 2, "the last batch is smaller"
+    with torch.no_grad():
+        expected = model(input_ids=rows, labels=rows).loss.item()
+    assert evaluations(tmp_path / "out-a")[-1][1] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_has_the_evaluations_of_one_that_was_not(
+    number: int, job: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run(job | {"--eval-steps": 1}) == 0
+    other = evaluated(tmp_path, "b") | {"--eval-steps": 1}
+    assert _stop_after(other, number).returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    assert evaluations(tmp_path / "out-b") == evaluations(tmp_path / "out-a")
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+
+
+class Numbers:
+    """Sequences of one token each, their own number."""
+
+    sequences, digest = 20, "numbers"
+
+    def rows(self, indices: Any) -> Batch:
+        return Batch(torch.tensor([[index] for index in indices]))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.25, 0.9])
+def test_what_is_held_out_is_not_trained_on(share: float) -> None:
+    trained, held_out = split(Numbers(), share, seed=3)
+    parts = [part.rows(range(part.sequences)).ids.flatten().tolist() for part in (trained, held_out)]
+    assert sorted(parts[0] + parts[1]) == list(range(20))
+    assert held_out.sequences == max(round(20 * share), 1)
+    assert trained.digest != split(Numbers(), share, seed=4)[0].digest
+    with pytest.raises(ConfigError, match="has one only"):
+        split(Part(Numbers(), [0]), share, 0)
+
+
+def test_a_split_is_evaluated_too(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    given = {name: value for name, value in job.items() if not name.startswith("--eval")}
+    assert run(given | {"--eval-split": 0.1}) == 0
+    assert len(evaluations(tmp_path / "out-a")) == 1
+    assert "sequences are held out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"--eval-steps": 3}, "--eval-steps does nothing without --eval-data or --eval-split"),
+        ({"--eval-split": 0.1, "--eval-data": "x"}, "not allowed with argument"),
+        ({"--eval-data": "missing.txt"}, "missing.txt: no such file or directory"),
+        ({"--eval-split": 1}, "must be between 1e-06 and 0.9"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said(options: dict[str, Any], says: str, job: dict[str, Any], capsys: Any) -> None:
+    given = {name: value for name, value in job.items() if not name.startswith("--eval")}
+    assert run(given | options) == 2
+    assert says in capsys.readouterr().err
+
+
+class Constant:
+    """A model whose loss of a sequence is its number."""
+
+    training = True
+
+    def train(self, mode: bool = True) -> None:
+        self.training = mode
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def __call__(self, *, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        assert not self.training
+
+        class Output:
+            loss = input_ids[:, 0].float().mean()
+
+        return Output
+
+
+def test_batches_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pairs(Numbers):
+        def rows(self, indices: Any) -> Batch:
+            return Batch(torch.tensor([[index, index] for index in indices]))
+
+    monkeypatch.setattr("infinity.cli.evaluation.told", lambda _, __, mine: [mine])
+    model = Constant()
+    assert Evaluation(Pairs(), 3, None, 1, ALONE).loss_of(model) == pytest.approx(9.5)
+    assert model.training

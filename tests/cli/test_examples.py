@@ -1,0 +1,253 @@
+"""Rows with prompts, messages and conversations: which tokens are learned, and that the examples of one sequence are
+apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from tokenizers import decoders
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from infinity.cli.batches import Batch
+from infinity.cli.data import PackedData
+from infinity.cli.packing import pack
+from infinity.cli.separate import require_separates
+from infinity.errors import ConfigError, ModelError
+from tests.cli.test_data import byte_level as bytes_of_text
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content | trim }}<|eot|>{% endgeneration %}{% else %}{{ m.content | trim }}<|eot|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+ZEPHYR = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}<eos>{% elif m.role == 'assistant' %}"
+    "<|assistant|>\n{% generation %}{{ m.content }}<eos>{% endgeneration %}{% else %}<|system|>\n{{ m.content }}<eos>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+ENDS = {CHATML: "<|im_end|>", LLAMA3: "<|eot|>", ZEPHYR: "<eos>"}
+TALK = [
+    ("system", "be kind"),
+    ("user", "who is there"),
+    ("assistant", "the fox"),
+    ("user", "and"),
+    ("assistant", "a hen"),
+]
+Read = Callable[..., PackedData]
+
+
+def byte_level() -> Any:
+    by = bytes_of_text()
+    by.backend_tokenizer.decoder = decoders.ByteLevel()
+    return by
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Iterator[Read]:
+    """PackedData of rows that are written to a .jsonl file, or of a path; closed at the end."""
+    opened: list[PackedData] = []
+
+    def make(rows: Any, template: str | None = CHATML, length: int = 192, **options: Any) -> PackedData:
+        path = rows
+        if not isinstance(rows, Path):
+            path = tmp_path / f"rows{len(opened)}.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        by = byte_level()
+        by.chat_template = template
+        opened.append(PackedData([path], by, length, tmp_path, **options))
+        return opened[-1]
+
+    yield make
+    for data in opened:
+        data.close()
+
+
+def learned(data: PackedData) -> list[str]:
+    """The text that is learned, by example."""
+    batch, by = data.rows(range(data.sequences)), byte_level()
+    assert batch.labels is not None
+    assert batch.positions is not None
+    found: list[list[int]] = []
+    for labels, positions in zip(batch.labels.tolist(), batch.positions.tolist(), strict=True):
+        for label, position in zip(labels, positions, strict=True):
+            if not position:
+                assert label == Batch.NOTHING
+                found.append([])
+            elif label != Batch.NOTHING:
+                found[-1].append(label)
+    return [by.decode(each) for each in found if each]
+
+
+def spoken(talk: list[tuple[str, str]], role: str = "role", content: str = "content") -> list[dict[str, str]]:
+    return [{role: who, content: what} for who, what in talk]
+
+
+@pytest.mark.parametrize("template", ENDS, ids=["ChatML", "Llama 3", "Zephyr"])
+def test_what_the_assistant_says_is_learned_in_every_shape_of_a_row(template: str, read: Read) -> None:
+    end = ENDS[template]
+    named = {"system": "system", "user": "human", "assistant": "gpt"}
+    chats = [
+        {"messages": spoken(TALK)},
+        {"conversations": spoken([(named[who], what) for who, what in TALK], "from", "value")},
+        {"conversations": spoken(TALK)},
+    ]
+    assert learned(read(chats, template)) == [f"the fox{end}a hen{end}"] * 3
+    answers = [{"prompt": spoken(TALK[:-1]), "completion": spoken(TALK[-1:])}]
+    assert learned(read(answers, template)) == [f"a hen{end}"]
+
+
+def test_a_completion_and_its_end_are_learned(read: Read) -> None:
+    """The space before the fox is in one token with it."""
+    rows = [{"prompt": "who is there? ", "completion": "the fox"}, {"prompt": "and?", "completion": " a hen<eos>"}]
+    assert sorted(learned(read(rows))) == [" a hen<eos>", " the fox<eos>"]
+
+
+def test_all_is_learned_where_that_is_asked_for(read: Read) -> None:
+    rows = [{"prompt": "who is there? ", "completion": "the fox"}]
+    whole = byte_level()("who is there? the fox<eos>")["input_ids"]
+    data = read(rows, loss_on="all")
+    assert data.rows([0]).ids[0, : len(whole)].tolist() == whole
+    assert learned(data) == [byte_level().decode(whole[1:])]
+    unmarked = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert learned(read([{"messages": spoken(TALK)}], unmarked, loss_on="all"))
+
+
+def test_text_among_examples_is_learned_all_of_it(read: Read) -> None:
+    text = "the quick fox " * 40
+    data = read([{"text": text}, {"prompt": "a", "completion": "hen"}], length=32)
+    begun = [part for part in learned(data) if part != "hen<eos>"]
+    tokens = len(byte_level()(text)["input_ids"]) + 1
+    assert sum(len(byte_level()(part)["input_ids"]) for part in begun) >= tokens - 2 * len(begun)
+    assert not data.notes()
+
+
+def test_a_template_without_marks_is_refused(read: Read) -> None:
+    with pytest.raises(ConfigError, match=r"rows0.jsonl:1: .*no \{% generation %\} .*--loss-on all"):
+        read([{"messages": spoken(TALK)}], "{% for m in messages %}{{ m.content }} {% endfor %}")
+
+
+def test_examples_without_an_answer_are_counted(read: Read) -> None:
+    rows = [{"messages": spoken(TALK[:2])}, {"messages": spoken(TALK)}]
+    data = read(rows)
+    assert len(learned(data)) == 1
+    assert data.notes()[0].startswith("examples left out, because nothing of them would be learned: 1")
+    with pytest.raises(ConfigError, match="none of its 1 examples has an answer"):
+        read(rows[:1])
+
+
+def test_an_example_that_is_too_long_is_cut_and_said(read: Read) -> None:
+    data = read(
+        [{"prompt": "who?", "completion": "the fox " * 50}, {"prompt": "who? " * 50, "completion": "a"}], length=32
+    )
+    assert data.sequences == 1
+    assert data.notes() == [
+        "examples left out, because nothing of them would be learned: 1 (no answer in the first 32 tokens)",
+        "examples cut, because they are longer than --sequence-length 32: 1",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv", "tsv", "arrow", "saved", "saved splits"])
+def test_tables_are_read_as_lines_are(kind: str, read: Read, tmp_path: Path) -> None:
+    rows = [{"prompt": f"who is {index}? ", "completion": f"fox {index}"} for index in range(5)]
+    expected = learned(read(rows))
+    table = datasets.Dataset.from_list(rows)
+    path = tmp_path / f"table.{kind}"
+    if kind == "parquet":
+        table.to_parquet(path)
+    elif kind in ("csv", "tsv"):
+        table.to_csv(path, sep="," if kind == "csv" else "\t")
+    elif kind == "arrow":
+        table.save_to_disk(tmp_path / "folder")
+        next((tmp_path / "folder").glob("*.arrow")).rename(path)
+    else:
+        (table if kind == "saved" else datasets.DatasetDict(train=table)).save_to_disk(path)
+    assert learned(read(path)) == expected
+
+
+def test_a_table_without_rows_for_training_and_a_broken_one_are_named(read: Read, tmp_path: Path) -> None:
+    datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "fox"}])).save_to_disk(tmp_path / "splits")
+    with pytest.raises(ConfigError, match=r"splits: it has no split 'train' but test"):
+        read(tmp_path / "splits")
+    (tmp_path / "broken.parquet").write_bytes(b"no parquet")
+    with pytest.raises(ConfigError, match=r"broken\.parquet: cannot be read: "):
+        read(tmp_path / "broken.parquet")
+    (tmp_path / "other.csv").write_text("question,answer\na,b\n")
+    with pytest.raises(ConfigError, match=r"other\.csv:1: a row needs a 'text' string"):
+        read(tmp_path / "other.csv")
+
+
+def test_every_example_is_in_one_sequence_and_few_are_more_than_needed() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        room = int(torch.randint(1, 100, (), generator=drawn))
+        lengths = torch.randint(
+            1, room + 1, (int(torch.randint(1, 200, (), generator=drawn)),), generator=drawn
+        ).tolist()
+        bins = pack(lengths, room)
+        assert sorted(index for each in bins for index in each) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in each) <= room for each in bins)
+        assert len(bins) <= 11 * -(-sum(lengths) // room) / 9 + sum(length > room / 2 for length in lengths)
+    assert pack([3, 5, 2, 7, 4], 7) == [[3], [1, 2], [4, 0]]
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 500,
+}
+
+
+def models() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "llama": LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8)),
+        "gpt2": GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=500)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_examples_have_the_loss_of_the_same_apart(name: str, attention: str, read: Read) -> None:
+    model = models()[name].eval()
+    model.set_attn_implementation(attention)
+    model.config.use_cache = False
+    require_separates(model)
+    rows = [{"prompt": f"who is {index}? ", "completion": "the fox " * (1 + index % 3)} for index in range(12)]
+    packed, apart = read(rows, length=48), read(rows, length=48, packing=False)
+    assert packed.shares_sequences
+    assert not apart.shares_sequences
+    assert (packed.sequences, apart.sequences) == (packed.sequences, 12)
+    together = packed.rows(range(packed.sequences))
+    singly = [apart.rows([index]) for index in range(12)]
+    assert together.learned == sum(each.learned for each in singly)
+    with torch.no_grad():
+        expected = sum(each.loss_of(model).double() * each.learned for each in singly) / together.learned
+        torch.testing.assert_close(together.loss_of(model).double(), expected, rtol=1e-6, atol=0)
+
+
+class Leaky(LlamaForCausalLM):
+    def forward(self, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_cannot_keep_examples_apart_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Leaky(LlamaConfig(**SMALL)).train()
+    model.config.use_cache = False
+    with pytest.raises(ModelError, match="Leaky does not keep the examples of one sequence apart.*--no-packing"):
+        require_separates(model)
+    assert model.training
