@@ -11,6 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,28 +88,24 @@ def load_pretrained(
         others: as infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
-    folder: str | Path | None = None
-    if resume == "auto":
-        resume = bool(resolved.nvme.paths) and _has_generations(resolved)
-    elif not isinstance(resume, bool):
-        folder = resume
-        copied = generation_of(folder, resolved).portable
-        if copied is not None:
-            path, from_checkpoint, resume = Path(folder).expanduser() / copied, True, False
+    place = _Place.of(path, resolved, resume, from_checkpoint=from_checkpoint)
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     if defer:
-        return _deferred(_class_for(str(path), model_class, kwargs), str(path), dtype, resolved, device, kwargs)
+        if place.is_copy:
+            Portable(Path(place.path).expanduser()).verify()
+        model_class = _class_for(place.path, model_class, kwargs)
+        return _deferred(model_class, place.path, dtype, resolved, device, kwargs)
     with ExitStack() as held:
         with meeting(resolved.nvme.deadline_s) as tell:
-            copy = Portable(Path(path).expanduser()) if from_checkpoint and not resume else None
+            copy = Portable(Path(place.path).expanduser()) if place.is_copy else None
             if copy is not None:
                 copy.verify()
-            model_class = _class_for(str(path), model_class, kwargs)
+            model_class = _class_for(place.path, model_class, kwargs)
             scratch = held.enter_context(scratch_directory(resolved))
-            model, source = on_meta(model_class, str(path), dtype, scratch, kwargs)
+            model, source = on_meta(model_class, place.path, dtype, scratch, kwargs)
             tell("loading the model", None)
-        if resume:
-            continue_run(model, resolved, folder=folder, **how)
+        if place.resumes:
+            continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
             carry_on(model, copy, source, resolved, **how)
         else:
@@ -116,6 +113,35 @@ def load_pretrained(
             remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})
     model.train()
     return model
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a model and its states come from.
+
+    Attributes:
+        path: of the model.
+        resumes: the states are those of a run in the swap directory.
+        folder: the checkpoint folder that pins them, where one was named.
+        is_copy: `path` is a portable copy, whose states are taken.
+    """
+
+    path: str
+    resumes: bool
+    folder: str | Path | None
+    is_copy: bool
+
+    @classmethod
+    def of(cls, path: str | Path, config: SwapConfig, resume: bool | str | Path, *, from_checkpoint: bool) -> _Place:
+        """All ranks call. Arguments and errors as of load_pretrained."""
+        if resume == "auto":
+            resume = bool(config.nvme.paths) and _has_generations(config)
+        if isinstance(resume, bool):
+            return cls(str(path), resume, None, from_checkpoint and not resume)
+        copied = generation_of(resume, config).portable
+        if copied is None:
+            return cls(str(path), True, resume, False)
+        return cls(str(Path(resume).expanduser() / copied), False, resume, True)
 
 
 def _has_generations(config: SwapConfig) -> bool:

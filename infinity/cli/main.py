@@ -47,29 +47,17 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_finetune(commands)
+    _add_run(commands)
+    _add_checkpoint(commands)
+    return parser
+
+
+def _add_finetune(commands: Any) -> None:
     tune = commands.add_parser("finetune", help="fine-tune a causal language model on text")
     where = tune.add_argument_group("what and where")
     where.add_argument("--model", type=name, help="directory of a Hugging Face checkpoint, or a hub id")
-    where.add_argument(
-        "--data",
-        nargs="+",
-        type=path,
-        help="text files; .jsonl, .parquet and .csv files whose rows have text, messages, conversations, or prompt and "
-        "completion; directories of such files, or those that `datasets` saved",
-    )
-    apart = where.add_mutually_exclusive_group()
-    apart.add_argument(
-        "--eval-data", nargs="+", type=path, help="data as --data, for the loss on what is not trained on"
-    )
-    apart.add_argument(
-        "--eval-split",
-        type=number(1e-6, 0.9),
-        metavar="SHARE",
-        help="hold a share of the sequences of --data out for that, such as 0.05",
-    )
-    where.add_argument(
-        "--eval-steps", type=whole(1, STEPS_MAX), metavar="N", help="every N steps; by default after the last step only"
-    )
+    _add_data(where)
     where.add_argument("--config", type=path, help="swap config: where states live (YAML or JSON)")
     where.add_argument("--output", type=path, help="directory for the trained model and the report")
     past = where.add_mutually_exclusive_group()
@@ -111,9 +99,29 @@ def build_parser() -> Parser:
         metavar="A:B",
         help="trace steps A to B (default: the second to the sixth); each step of a large model takes megabytes",
     )
-    _add_run(commands)
-    _add_checkpoint(commands)
-    return parser
+
+
+def _add_data(where: Any) -> None:
+    where.add_argument(
+        "--data",
+        nargs="+",
+        type=path,
+        help="text files; .jsonl, .parquet and .csv files whose rows have text, messages, conversations, or prompt and "
+        "completion; directories of such files, or those that `datasets` saved",
+    )
+    apart = where.add_mutually_exclusive_group()
+    apart.add_argument(
+        "--eval-data", nargs="+", type=path, help="data as --data, for the loss on what is not trained on"
+    )
+    apart.add_argument(
+        "--eval-split",
+        type=number(1e-6, 0.9),
+        metavar="SHARE",
+        help="hold a share of the sequences of --data out for that, such as 0.05",
+    )
+    where.add_argument(
+        "--eval-steps", type=whole(1, STEPS_MAX), metavar="N", help="every N steps; by default after the last step only"
+    )
 
 
 def _add_training(tune: argparse.ArgumentParser) -> None:

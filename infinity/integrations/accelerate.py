@@ -45,7 +45,7 @@ def replace_preparing(run: Run, patches: Patches) -> None:
 def _init(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        run.reads_random_states = True
+        run.made_accelerator()
         run.computes_in(self.mixed_precision)
         limit = self.project_configuration.total_limit
         run.wish(

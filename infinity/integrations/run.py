@@ -105,6 +105,10 @@ class Run:
         """Where models compute."""
         return current_device() if self.wishes.device is None else self.wishes.device
 
+    def made_accelerator(self) -> None:
+        """The script has an Accelerator."""
+        self.reads_random_states = True
+
     def scratch(self) -> str:
         """A directory on the swap disk that is gone when the run ends."""
         return self._scratch.enter_context(scratch_directory(self.config))

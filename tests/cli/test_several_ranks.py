@@ -127,7 +127,7 @@ def cannot_save() -> None:
     def full(*_: Any) -> None:
         raise InfinityError("no space left")
 
-    save._write = full
+    save._write_into = full
 
 
 def cannot_close() -> None:

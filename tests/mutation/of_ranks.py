@@ -194,8 +194,8 @@ OF_RANKS = [
     Mutant(
         "what a rank tells is taken in by those that are at the same",
         "infinity/ranks/exchange.py",
-        '        subject = zlib.crc32(name.partition("/")[0].encode())\n',
-        "        subject = 0\n",
+        '        return self.all_gather(zlib.crc32(name.partition("/")[0].encode()), name, payload)\n',
+        "        return self.all_gather(0, name, payload)\n",
         ("tests/ranks/test_exchange.py", "-k", "different_things"),
     ),
     Mutant(

@@ -110,7 +110,7 @@ class Exchange:
         self.tickets.append(Ticket(self.world.join(self.rank, operation.collective), self.failure))
         return self.tickets[-1]
 
-    def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
+    def all_gather_at(self, name: str, payload: bytes) -> list[bytes]:
         found = self.world.join(self.rank, payload)()
         return [found[rank] for rank in sorted(found)]
 
