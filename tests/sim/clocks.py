@@ -13,13 +13,15 @@ them.
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import infinity
 
@@ -27,6 +29,7 @@ Snapshot: TypeAlias = Mapping[int, int]
 """How far each actor had got."""
 Place: TypeAlias = tuple[str, int]
 """A file, and a line of it."""
+Result = TypeVar("Result")
 
 
 class Unordered(AssertionError):  # noqa: N818 (the name says what is wrong with the two uses)
@@ -85,16 +88,34 @@ class _Segment:
     readers: dict[int, Access]
 
 
+def _uncollected(method: Callable[..., Result]) -> Callable[..., Result]:
+    """The method runs without the collector, and so without the finalizers of what hangs in cycles."""
+
+    @functools.wraps(method)
+    def run(*args: Any) -> Result:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return method(*args)
+        finally:
+            if enabled:
+                gc.enable()
+
+    return run
+
+
 class Memory:
     """The last write and the reads since, of every byte that was used.
 
-    Invariant: `_segments` are disjoint and sorted; `_begins` are their begins.
+    Invariant: `_segments` are disjoint and sorted; `_begins` are their begins. The collector does not run while they
+    change: a finalizer of a model that was closed forgets its memory.
     """
 
     def __init__(self) -> None:
         self._begins: list[int] = []
         self._segments: list[_Segment] = []
 
+    @_uncollected
     def use(self, begin: int, end: int, access: Access, clock: Snapshot) -> tuple[Access, int, int] | None:
         """Note an access, and return None; or return what it is not ordered with, and where that is."""
         if begin == end:
@@ -110,6 +131,7 @@ class Memory:
             self._read(low, high, begin, end, access)
         return None
 
+    @_uncollected
     def forget(self, begin: int, end: int) -> None:
         """The bytes are given to, or taken from, somebody else, who orders this by other means."""
         self._replace(*self._cut(begin, end), [])

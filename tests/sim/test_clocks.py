@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 
@@ -163,3 +164,34 @@ def test_segments_are_disjoint_and_have_bytes_whatever_is_used(seed: int) -> Non
         assert all(first < last for first, last in segments)
         assert all(last <= first for (_, last), (first, _) in itertools.pairwise(segments))
         assert memory._begins == [first for first, _ in segments]
+
+
+def test_a_finalizer_that_forgets_memory_does_not_disturb_a_use_under_way() -> None:
+    """The collector runs where an object is made, also amid a use, and finds an arena of a model that was closed."""
+    memory, order = Memory(), Order()
+    actor, threshold = order.actor("the host"), gc.get_threshold()
+
+    class Arena:
+        def __init__(self, begin: int) -> None:
+            self.begin, self.itself = begin, self
+
+        def __del__(self) -> None:
+            memory.forget(self.begin, self.begin + 8)
+
+    try:
+        for turn in range(400):
+            at = turn * 40 % 4096
+            access = Access("the host", actor.index, actor.now, turn % 3 == 0, "use", HERE)
+            gc.disable()
+            Arena(at // 2)
+            gc.set_threshold(gc.get_count()[0] + turn % 5)
+            gc.enable()
+            memory.use(at, at + 100, access, actor.clock)
+            gc.disable()
+            begins = [(segment.begin, segment.end) for segment in memory._segments]
+            assert begins == sorted(begins)
+            assert all(one[1] <= other[0] for one, other in itertools.pairwise(begins))
+            assert memory._begins == [begin for begin, _ in begins]
+    finally:
+        gc.enable()
+        gc.set_threshold(*threshold)
