@@ -10,6 +10,8 @@ _STORES = "tests/io/test_rank_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
 _GROUPS = "tests/runtime/test_gather_groups.py"
+_BEGIN = "tests/runtime/test_ranks_begin.py"
+_WRITES = "tests/runtime/test_rank_writes.py"
 
 OF_RANKS = [
     Mutant(
@@ -204,5 +206,61 @@ OF_RANKS = [
         "lambda: kept.unpin(folder))\n        raise\n",
         "lambda: None)\n        raise\n",
         (_PINS, "-k", "pinned_again"),
+    ),
+    Mutant(
+        "values that ranks made in memory are those of rank 0",
+        "infinity/coordinator/same_values.py",
+        "            values[name] = self.of_rank_0(name, values[name])\n",
+        "            pass\n",
+        (_BEGIN, "-k", "not_seeded"),
+    ),
+    Mutant(
+        "ranks train on the files of one checkpoint",
+        "infinity/coordinator/same_values.py",
+        "            if not in_memory(name):\n",
+        "            if False:\n",
+        (_BEGIN, "-k", "different_checkpoints"),
+    ),
+    Mutant(
+        "whether there are generations to go on from is decided by all ranks",
+        "infinity/checkpoint/load.py",
+        "bool(set.intersection(*(set(steps) for steps, _ in told)))\n",
+        "bool(mine)\n",
+        (_BEGIN, "-k", "begins_anew"),
+    ),
+    Mutant(
+        "ranks write the same values",
+        "infinity/coordinator/gathering.py",
+        "        if theirs == told[0]:\n",
+        "        if True:\n",
+        (_WRITES, "-k", "different_things"),
+    ),
+    Mutant(
+        "a generation that ranks made is not made again after a write",
+        "infinity/durable/commits.py",
+        "        return self._touched and self._resources.exchange is not None\n",
+        "        return False\n",
+        (_WRITES, "-k", "stays_as_it_was"),
+    ),
+    Mutant(
+        "a gradient that one rank has dropped is named",
+        "infinity/units/shared.py",
+        "            if facts and rank:\n",
+        "            if False:\n",
+        ("tests/runtime/test_ranks_together.py", "-k", "does_otherwise"),
+    ),
+    Mutant(
+        "a rank commits by what all have heard",
+        "infinity/durable/pace.py",
+        "            if not self._led:\n",
+        "            if True:\n",
+        ("tests/durable/test_pace.py", "-k", "agreed_on"),
+    ),
+    Mutant(
+        "a rank without slices gathers as the others do",
+        "infinity/tiers/gathered.py",
+        "        if near is not None:  # the same on all ranks, of which some may have a slice of nothing\n",
+        "        if near is not None and resources.plan.layout.arena.secondary:\n",
+        (_GROUPS, "-k", "no_slice_of_anything"),
     ),
 ]
