@@ -56,6 +56,12 @@ def test_ranks_train_the_bits_of_one_process(
     require_equal(tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
 
 
+@pytest.mark.parametrize("master", ["split16", "fp32", "none"])
+def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Path, master: str) -> None:
+    config = TIERS[3] | {"master": master, "overlap": "during_backward"}
+    require_equal(tmp_path, config, 2, 3, dtype="bfloat16", max_grad_norm=0.01)
+
+
 def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) -> tuple[list[str], list[int], int]:
     """The weights, the updates that had begun before each step, and how many were undone. The backward of rank `late`
     takes longer. It begins when all ranks have committed the step before."""
