@@ -6,7 +6,6 @@ those of rank 0, as with DistributedDataParallel. Values of files may not: no ra
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 
@@ -29,8 +28,8 @@ read all of it."""
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
     """Differs, nearly always, where a value differs."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return 0 if tensor.is_meta else int(tensor.detach().contiguous().view(bits).sum())
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
+    return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())
 
 
 class SameOnAllRanks:
@@ -67,9 +66,9 @@ class SameOnAllRanks:
 
     def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
         """Names of what is not the same everywhere, each with a rank that differs from rank 0; on all ranks alike."""
-        told = self._exchange.tell(what, json.dumps(marks))
-        first, found = json.loads(told[0]), dict[str, int]()
-        for rank, each in enumerate(map(json.loads, told)):
+        told = self._exchange.tell(what, marks)
+        first, found = told[0], dict[str, int]()
+        for rank, each in enumerate(told):
             if each.keys() != first.keys():
                 raise PeerError(
                     f"rank {rank} has other tensors than rank 0 while {what}: "

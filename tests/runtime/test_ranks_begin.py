@@ -61,19 +61,20 @@ class Normed(nn.Module):
         torch.manual_seed(0)
         self.lines = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
         self.register_buffer("scale", torch.full((3,), float(rank)))
+        self.register_buffer("complex", torch.tensor(1j * rank, dtype=torch.complex128))
         self.register_buffer("unsaved", torch.arange(4) + rank, persistent=False)
 
 
 def buffered(folder: str) -> list[list[float]]:
     config = {**TIERS[3], **MEMORY, "commit_every": 0, "nvme": {"paths": [folder]}}
     model = infinity.offload(Normed(dist.get_rank()), config, device="cpu")
-    found = [model.scale.tolist(), model.unsaved.tolist()]
+    found = [model.scale.tolist(), model.unsaved.tolist(), [model.complex.imag.item()]]
     infinity.close(model)
     return found
 
 
 def test_buffers_are_those_of_rank_0(tmp_path: Path) -> None:
-    assert run(2, buffered, str(tmp_path)) == [[[0.0] * 3, [0, 1, 2, 3]]] * 2
+    assert run(2, buffered, str(tmp_path)) == [[[0.0] * 3, [0, 1, 2, 3], [0.0]]] * 2
 
 
 def loaded(paths: list[str], folder: str) -> tuple[str, str]:
