@@ -46,6 +46,7 @@ class _Content:
         largest: the highest token; -1 before the first.
         documents: number of documents.
         examples: those of them that have a prompt or messages.
+        chats: those of them that the chat template made.
         blank: number of blank documents, which were left out.
         cut: number of examples that were longer than a sequence.
         unlearned: number of examples of which nothing would be learned, which were left out.
@@ -57,6 +58,7 @@ class _Content:
     largest: int = -1
     documents: int = 0
     examples: int = 0
+    chats: int = 0
     blank: int = 0
     cut: int = 0
     unlearned: int = 0
@@ -130,6 +132,7 @@ class PackedData:
         largest_token: the highest token.
         sequences: number of sequences, of `sequence_length` tokens each.
         has_examples: whether the documents are examples, or one row.
+        has_chats: whether the chat template made some of them.
         shares_sequences: whether some sequence has more than one example.
         left_out: files that hold no text, each with the reason.
 
@@ -168,6 +171,7 @@ class PackedData:
         self._spill.flush()
         self.tokens, self.largest_token = self._content.tokens, self._content.largest
         self.has_examples = self._content.examples > 0
+        self.has_chats = self._content.chats > 0
         self._spans: list[_Span] = list(self._spans_of_documents()) if self.has_examples else []
         self._parts: list[list[int]] = self._packed(packing)
         self.shares_sequences = any(len(each) > 1 for each in self._parts)
@@ -254,6 +258,7 @@ class PackedData:
         self._content.cut += numel < len(example.ids)
         self._write(example.ids[:numel], example.learned[:numel])
         self._content.examples += 1
+        self._content.chats += example.is_chat
         self._end_document(is_example=True)
 
     def _end_document(self, *, is_example: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,12 @@ class Evaluated(NamedTuple):
 
     step: int
     loss: float
+
+
+def best_of(evaluations: Sequence[Evaluated]) -> Evaluated | None:
+    """The first with the lowest loss; None where none is finite."""
+    finite = [each for each in evaluations if math.isfinite(each.loss)]
+    return min(finite, key=lambda each: each.loss, default=None)
 
 
 class Evaluation:

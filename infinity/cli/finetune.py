@@ -10,20 +10,21 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.load import load_pretrained, require_directory_or_id
+from infinity.checkpoint.load import require_directory_or_id
 from infinity.checkpoint.save import save_pretrained
-from infinity.cli import job, limits, tracing
+from infinity.cli import job, limits, loggers, models, saved_steps, tracing
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.command import command
 from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.loop import Run
-from infinity.cli.optimizers import DTYPES, moments_of
+from infinity.cli.optimizers import moments_of
 from infinity.cli.options import require_alone
 from infinity.cli.output import Output, require_apart
 from infinity.cli.reading import Data, read
 from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, write_report
+from infinity.cli.run_file import write_again
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.cli.world import World, follow, joined, lead, meeting, told
@@ -54,14 +55,14 @@ class _Begun:
     """A job whose files were looked at.
 
     Attributes:
-        resuming: whether it goes on with a run.
+        past: the run that it goes on with.
         output: on rank 0.
     """
 
     world: World
     options: argparse.Namespace
     config: SwapConfig
-    resuming: bool
+    past: job.Past | None
     output: Output | None
     tokenizer: Any
     data: Data
@@ -75,11 +76,15 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
         return None
     options, config, past = job.resolve(options, world, tell)
     _check(options)
+    if world.speaks and past is None:
+        saved_steps.require_new(options)
+        loggers.require_new(options)
     output = _output(options, config, past) if world.speaks else None
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
     require_ready(config)
     _require_model(options.model, resuming=past is not None)
-    tokenizer = load_tokenizer(options.model)
+    named = models.named(options)
+    tokenizer = load_tokenizer(options.model, **named)
     torch.manual_seed((options.seed + world.rank) % 2**64)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -87,21 +92,22 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     for note in data.notes:
         print(note)
     print(data.summary, flush=True)
-    limits.require_fit(options.model, options.sequence_length, data.largest_token)
+    limits.require_fit(options.model, options.sequence_length, data.largest_token, **named)
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
-    return _Begun(world, options, config, past is not None, output, tokenizer, data)
+    return _Begun(world, options, config, past, output, tokenizer, data)
 
 
 def _carry_out(begun: _Begun, tell: Tell) -> int:
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
-    model = _load_model(options, config, resuming=begun.resuming)
+    model = models.load(options, config, resuming=begun.past is not None)
     try:
-        weight_bytes = sum(told(model, "the size", statistics(model).plan.layout.weight_bytes))
-        if begun.output is not None:
-            begun.output.require_room(weight_bytes)
+        model_bytes = sum(told(model, "the size", models.output_bytes(model)))
         store = _store_of(model, config, world)
-        run = Run(model, data, options, config, world)
+        run = Run(model, data, begun.tokenizer, options, config, world, begun.past, store)
+        if begun.output is not None:
+            begun.output.require_room(model_bytes)
+            run.saved.require_room(model_bytes, run.done)
         stopped = run.train()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
@@ -113,14 +119,16 @@ def _carry_out(begun: _Begun, tell: Tell) -> int:
     finally:
         close(model)
     print(report.text())
-    print(printable(f"model, report and loss curve: {options.output}"))
+    print(printable(f"{'adapters' if options.lora else 'model'}, report and loss curve: {options.output}"))
+    for line in run.saved.conclude(run.history.evaluations):
+        print(line)
     if batch is not None and logits is not None:
-        _verify(options.output, batch, logits)
+        models.verify(options.output, options, batch, logits)
     if store is not None and options.keep_store:
         swap = config.nvme.paths[0]
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     elif store is not None:
-        finish(config.nvme.paths, store, options.output, run.done)
+        finish(config.nvme.paths, store, options.output, run.done, options.epochs)
     return int(max(tell("the end", late or stopped)))
 
 
@@ -141,7 +149,7 @@ def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
 
     def compute() -> None:
         if batch is not None:
-            _logits(model, batch)
+            models.logits_of(model, batch)
 
     with stop_when_asked(print, "") as stop:
         follow(model, {"save": save, "commit": lambda: commit(model), "logits": compute})
@@ -225,12 +233,13 @@ def _save(
         nonlocal logits
         if batch is not None:
             lead(model, "logits")
-            logits = _logits(model, batch)
+            logits = models.logits_of(model, batch)
         lead(model, "end")
         close(model)
         tell("closing the model", None)  # then nobody uses the stores
         tokenizer.save_pretrained(directory)
-        write_report(report, run.facts, directory)
+        write_report(report, run.history.facts, run.history.samples, directory)
+        write_again(run.options, config, directory)
 
     with stop_when_asked(print, promise) as stop:
         try:
@@ -245,17 +254,6 @@ def _save(
             raise InfinityError(f"{error} Step {run.done} is committed, and can be saved with: {again}") from error
         output.publish(saved, write_rest)
     return logits, stop.asked
-
-
-def _load_model(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
-    made: dict[str, Any] = {
-        "dtype": DTYPES[options.dtype],
-        "optimizer": options.optimizer,
-        "accumulation_steps": options.gradient_accumulation,
-    }
-    if options.from_checkpoint is not None:
-        return load_pretrained(options.from_checkpoint.expanduser(), config, from_checkpoint=True, **made)
-    return load_pretrained(options.model, config, resume=resuming, **made)
 
 
 def _require_model(name: str, *, resuming: bool) -> None:
@@ -298,22 +296,8 @@ def _check(options: argparse.Namespace) -> None:
     held_out = options.eval_data or options.eval_split
     require_alone("--eval-steps", options.eval_steps, "--eval-data or --eval-split", held_out)
     tracing.check(options)
-
-
-def _logits(model: Any, batch: Batch) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        logits: torch.Tensor = model(**batch.inputs()).logits
-    return logits
-
-
-def _verify(output: Path, batch: Batch, logits: torch.Tensor) -> None:
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(output)
-    plain.config.use_cache = False
-    again = _logits(plain, batch)
-    if not torch.equal(again, logits):
-        difference = (again.float() - logits.float()).abs().max().item()
-        raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")
-    print("verified: the saved model, loaded by plain transformers, gives the trained model's logits, bit for bit")
+    models.check(options)
+    saved_steps.check(options)
+    loggers.check(options)
+    require_alone("--sample", options.sample, "--eval-data or --eval-split", held_out)
+    require_alone("--sample-tokens", options.sample_tokens, "--sample", options.sample)

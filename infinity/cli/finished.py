@@ -41,19 +41,21 @@ class Finished(Record):
         output: directory of the complete output.
         steps: optimizer steps that were done.
         ended: date, ISO 8601.
+        epochs: passes over the data, where these were given.
     """
 
     run: Name
     output: Name
     steps: Count
     ended: Name
+    epochs: Count | None = None
 
 
-def finish(paths: Sequence[Path], run: str, output: Path, steps: int) -> None:
+def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: int | None) -> None:
     """Note that the output of a run is complete, and remove the run's store, or those of its ranks. What fails is said
     on stderr: the run and its output are all right."""
     first = paths[0].expanduser()
-    note = Finished(run=run, output=str(output), steps=steps, ended=now())
+    note = Finished(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
     try:
         durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
         freed = _remove(run, paths)
@@ -88,7 +90,8 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
     if note is None:
         return False
     left = stores_of(directory, note.run)
-    more = options.steps is not None and options.steps > note.steps
+    longer = options.epochs is not None and note.epochs is not None and options.epochs > note.epochs
+    more = longer or (options.steps is not None and options.steps > note.steps)
     elsewhere = options.output is not None and options.output.expanduser().absolute() != Path(note.output)
     if more or elsewhere:
         if options.resume and not left:

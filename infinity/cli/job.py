@@ -29,12 +29,25 @@ _FREE: dict[str, Any] = {
     "config": None,
     "threads": None,
     "verify_output": False,
-    "keep_store": False,
     "verbose": False,
     "trace": None,
     "trace_steps": None,
 }
-"""Options that decide nothing of the result, with their defaults. A run keeps only whether its store stays."""
+"""Options of one process, which a run does not keep, with their defaults."""
+_KEPT: dict[str, Any] = {
+    "keep_store": False,
+    "save_every": None,
+    "save_limit": None,
+    "save_best": False,
+    "sample": None,
+    "sample_tokens": None,
+    "logger": None,
+    "log_dir": None,
+    "log_every": None,
+}
+"""Options that decide nothing of the trained model, with their defaults. A run keeps them, and they may change."""
+_PATHS = ("data", "eval_data", "output", "log_dir")
+_LENGTH = ("steps", "epochs")
 _PLACES: tuple[str, ...] = ("model", "data", "eval_data", "output")
 """Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
 layout."""
@@ -48,9 +61,16 @@ _TRAINING: dict[str, Any] = {
     "no_packing": False,
     "eval_split": None,
     "eval_steps": None,
+    "revision": None,
+    "trust_remote_code": False,
+    "lora": None,
+    "lora_alpha": None,
+    "lora_dropout": None,
+    "lora_targets": None,
+    "freeze": None,
     "dtype": "bf16",
     "optimizer": "adamw",
-    "lr": 1e-5,
+    "lr": None,
     "min_lr": 0.0,
     "beta1": None,
     "beta2": None,
@@ -63,6 +83,7 @@ _TRAINING: dict[str, Any] = {
     "seed": 0,
 }
 """Options that decide the bits of the result, with their defaults."""
+_LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
 _BEFORE: dict[str, Any] = {
     "epochs": None,
     "loss_on": "all",
@@ -74,29 +95,46 @@ _BEFORE: dict[str, Any] = {
     "beta1": None,
     "beta2": None,
     "eps": None,
+    "revision": None,
+    "trust_remote_code": False,
+    "lora": None,
+    "lora_alpha": None,
+    "lora_dropout": None,
+    "lora_targets": None,
+    "freeze": None,
+    **_KEPT,
 }
 """What runs did that have no such options."""
 
 
 class Job:
-    """A run's options, as generations keep them."""
+    """A run's options, as generations keep them.
 
-    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World) -> None:
-        self._values = {name: _plain(getattr(options, name)) for name in (*_TRAINING, *_PLACES)}
+    Args:
+        extended: whether it was begun for another number of steps.
+    """
+
+    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World, *, extended: bool) -> None:
+        self._values = values_of(options)
         self._config = config.model_dump(mode="json")
-        self._keep_store = bool(options.keep_store)
         self._ranks = world.count
+        self._extended = extended
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "options": self._values,
             "config": self._config,
-            "keep_store": self._keep_store,
             "ranks": self._ranks,
+            "extended": self._extended,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to do: resolve() took the options over, and compared them, before the model was made."""
+
+
+def values_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that a run keeps, as JSON has them."""
+    return {name: _plain(getattr(options, name)) for name in (*_PLACES, *_TRAINING, *_KEPT)}
 
 
 @dataclass(frozen=True)
@@ -106,10 +144,12 @@ class Past:
     Attributes:
         saved: its options (Job.state_dict).
         steps: the number of optimizer steps that the run has done.
+        extended: whether it was begun for another number of steps.
     """
 
     saved: dict[str, Any]
     steps: int
+    extended: bool
 
 
 def resolve(
@@ -127,31 +167,32 @@ def resolve(
     """
     config = load_config(options.config) if options.config is not None else None
     found = tell("the run to go on with", _past(options, config) if world.speaks else None)[0]
-    past = None if found is None else Past(*found)
-    if past is None:
+    _make_absolute(options)
+    if found is None:
         _require(options)
-        for name, default in (_FREE | _TRAINING).items():
-            if getattr(options, name, None) is None:
-                setattr(options, name, default)
-        _make_absolute(options)
+        _fill(options, _FREE | _KEPT | _TRAINING)
+        if options.lr is None:
+            options.lr = _LR if options.lora is None else _LR_OF_ADAPTERS
         if config is None:
             raise AssertionError("a job without a config")
         return options, config, None
-    _make_absolute(options)
-    if options.from_checkpoint is not None and options.model is None:
+    saved, steps = found
+    adapters = saved["options"]["lora"] is not None  # whose base is not in the copy
+    if options.from_checkpoint is not None and options.model is None and not adapters:
         copy = options.from_checkpoint.expanduser().absolute()
         options.model = str(copy) if has_tokenizer(copy) else None
-    saved = past.saved
     ranks = saved.get("ranks", 1)
     had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
-    _take_over(_shared(saved, world), options, past, as_shared)
-    if options.keep_store is None and saved.get("keep_store") is True:
-        options.keep_store = True
-    for name, default in _FREE.items():
+    extended = _take_over(_shared(saved, world), options, steps, as_shared) or saved.get("extended") is True
+    _fill(options, _FREE)
+    return options, config or _saved_config(saved, options), Past(saved, steps, extended)
+
+
+def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    for name, default in defaults.items():
         if getattr(options, name, None) is None:
             setattr(options, name, default)
-    return options, config or _saved_config(saved, options), past
 
 
 def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
@@ -167,36 +208,52 @@ def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
     return values | {"gradient_accumulation": batches // world.count}
 
 
-def _take_over(values: dict[str, Any], options: argparse.Namespace, past: Past, shared: str) -> None:
-    """The run's options where none are given. Raises ConfigError for one that is given and would change the run."""
+def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, shared: str) -> bool:
+    """The run's options where none are given. Returns whether its end is another one now. Raises ConfigError for an
+    option that is given and would change the run."""
+    length = {name: getattr(options, name) for name in _LENGTH}
+    extended = length != dict.fromkeys(_LENGTH) and _end_of(length) != _end_of(values)
+    if extended:
+        _extend(values, length, done)
+        values = values | length
     for name in _TRAINING:
-        given = _plain(getattr(options, name, None))
-        if name == "steps" and given is not None:
-            _extend(values["steps"], values["epochs"], given, past.steps)
-            continue
+        given = None if name in _LENGTH else _plain(getattr(options, name, None))
         if given is not None and given != values[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {given}, and the run that is resumed has {values[name]}"
+                f"--{name.replace('_', '-')} is {_said(given)}, and the run that is resumed has {_said(values[name])}"
                 + (shared if name == "gradient_accumulation" else "")
                 + ": leave it out, or begin a new run"
             )
         setattr(options, name, values[name])
-    for name in _PLACES:
+    for name in (*_PLACES, *_KEPT):
         if getattr(options, name, None) is None:
-            setattr(options, name, _as_paths(values[name]) if name != "model" else values[name])
+            setattr(options, name, _as_paths(values[name]) if name in _PATHS else values[name])
+    return extended
 
 
-def _extend(planned: int | None, epochs: int | None, steps: int, done: int) -> None:
+def _said(value: Any) -> str:
+    if value is None:
+        return "none"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
     """Another end of the run than it was begun with. Raises ConfigError where it is past that."""
-    if steps < done:
+    steps = length["steps"]
+    if steps is not None and steps < done:
         raise ConfigError(f"--steps is {steps}, and the run that is resumed has done {done}: give as many, or more")
-    if steps != planned:
-        passes = "one pass" if epochs is None else f"{epochs} passes"
-        was = f"{passes} over the data" if planned is None else f"{planned} steps"
-        print(
-            f"the run was begun for {was} and now ends after {steps}: from here on --schedule is that of {steps} steps",
-            flush=True,
-        )
+    was, now = _end_of(values), _end_of(length)
+    print(
+        f"the run was begun for {was} and now ends after {now}: from here on --schedule is that of {now}",
+        flush=True,
+    )
+
+
+def _end_of(values: dict[str, Any]) -> str:
+    if values["steps"] is not None:
+        return f"{values['steps']} steps"
+    passes = "one pass" if (values["epochs"] or 1) == 1 else f"{values['epochs']} passes"
+    return f"{passes} over the data"
 
 
 def _require(options: argparse.Namespace) -> None:
@@ -213,6 +270,8 @@ def _make_absolute(options: argparse.Namespace) -> None:
         options.data = [path.expanduser().absolute() for path in options.data]
     if options.eval_data is not None:
         options.eval_data = [path.expanduser().absolute() for path in options.eval_data]
+    if options.log_dir is not None:
+        options.log_dir = options.log_dir.expanduser().absolute()
     if options.model is not None and Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser().absolute())
 
@@ -302,9 +361,10 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     """What a run tracked, with its options. Raises ResumeError when it was not made by `infinity finetune`."""
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
-    if not known or saved is None or set(_BEFORE | saved["options"]) != {*_TRAINING, *_PLACES}:
+    if not known or saved is None or set(_BEFORE | saved["options"]) != {*_TRAINING, *_PLACES, *_KEPT}:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
-    return tracked | {NAME: saved | {"options": _BEFORE | saved["options"]}}
+    before = _BEFORE | {"keep_store": saved.get("keep_store", False)}  # which was not among the options once
+    return tracked | {NAME: saved | {"options": before | saved["options"]}}
 
 
 def model_of(tracked: dict[str, Any]) -> str | None:

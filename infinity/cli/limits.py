@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from infinity.checkpoint.load import load_config_of
 from infinity.errors import ConfigError, ModelError
 
 
-def require_fit(model: str, sequence_length: int, largest_token: int) -> None:
+def require_fit(model: str, sequence_length: int, largest_token: int, **options: Any) -> None:
     """Check the data against the model's config, before the model is loaded.
+
+    Args:
+        options: of transformers' from_pretrained.
 
     Raises:
         ConfigError: the sequences are longer than the model's positions.
         ModelError: its vocabulary does not have the data's tokens.
     """
-    config = load_config_of(model)
+    config = load_config_of(model, **options)
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if isinstance(positions, int) and sequence_length > positions:

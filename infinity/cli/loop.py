@@ -6,65 +6,65 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from infinity.cli import job, limits, tracing
 from infinity.cli.batches import Batch, Batches
-from infinity.cli.evaluation import Evaluated, Evaluation
+from infinity.cli.loggers import Loggers
+from infinity.cli.meanwhile import History, Meanwhile
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of, say_if_slow
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.reading import Data
 from infinity.cli.report import Report, make_report, without
+from infinity.cli.run_file import again
 from infinity.cli.separate import require_separates
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.echo import raised
-from infinity.errors import InfinityError, ModelError
+from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import finish_commit, track
 
 
-class _History:
-    """The facts of all steps of a run, and its evaluations, which generations keep as tables."""
-
-    def __init__(self) -> None:
-        self.facts: list[StepFacts] = []
-        self.evaluations: list[Evaluated] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        tables = {"steps": [astuple(fact) for fact in self.facts], "evaluations": self.evaluations}
-        return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in tables.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        whole = {"step", "tokens", "read_bytes", "written_bytes"}
-        names = [field.name for field in fields(StepFacts)]
-        for row in state["steps"].tolist():
-            values = {name: int(value) if name in whole else value for name, value in zip(names, row, strict=True)}
-            self.facts.append(StepFacts(**values))
-        for step, loss in state["evaluations"].tolist() if "evaluations" in state else ():
-            self.evaluations.append(Evaluated(int(step), loss))
-
-
 class Run:
     """The training loop and what it records.
 
+    Args:
+        past: the run that is resumed.
+        store: the run of the store that keeps the generations.
+
     Attributes:
         model: the model that is trained.
+        options: those of the run.
         durable: whether generations are kept.
-        facts, evaluations: of every step, including those before a resume.
+        history: of every step, including those before a resume.
         done: number of optimizer steps, including those before a resume.
+        saved: models of steps that were saved.
     """
 
-    def __init__(self, model: Any, data: Data, options: argparse.Namespace, config: SwapConfig, world: World) -> None:
+    def __init__(
+        self,
+        model: Any,
+        data: Data,
+        tokenizer: Any,
+        options: argparse.Namespace,
+        config: SwapConfig,
+        world: World,
+        past: job.Past | None,
+        store: str | None,
+    ) -> None:
         self.model = model
         self._world = world
+        self._store = store
+        self._extended = past is not None and past.extended
         self.durable = statistics(model).plan.placement.commit_every > 0
-        self._options = options
+        self.options = options
         self._promise = (
             "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
             if self.durable
@@ -88,83 +88,94 @@ class Run:
             require_separates(model)
         per_step = options.batch_size * options.gradient_accumulation * world.count
         self._steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
-        self._evaluation = (
-            None
-            if data.held_out is None
-            else Evaluation(data.held_out, options.batch_size, options.eval_steps, self._steps, world)
-        )
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         say_if_slow(model)
-        history = _History()
-        self.facts, self.evaluations = history.facts, history.evaluations
+        self.history = History()
+        self._meanwhile = Meanwhile(data, tokenizer, options, world, self._steps, self.history)
+        self.saved = self._meanwhile.saved
         self.done = track(
             model=model,
             scheduler=self._scheduler,
             batches=self._batches,
-            history=history,
+            history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
-            **{job.NAME: job.Job(options, config, world)},
+            **{job.NAME: job.Job(options, config, world, extended=self._extended)},
         )
+        if self.done > self._steps:
+            raise ConfigError(
+                f"--epochs {options.epochs} are {self._steps} steps, and the run that is resumed has done {self.done}: "
+                "give more epochs"
+            )
         self._before = self.done
         for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
         if self.done:
             print(f"resumed after step {self.done} of {self._steps}", flush=True)
-        if options.warmup_steps >= self._steps:
-            print(
-                f"--warmup-steps {options.warmup_steps} are as many as the {self._steps} steps of the run, or more: "
-                "the learning rate never reaches --lr",
-                flush=True,
-            )
+        self._say_if_never_warm()
         self._now: Statistics = statistics(model)
         self._began = self._first = self._now
         self._measured = time.perf_counter()  # the time of `_now`
         trace = options.trace if world.speaks else None
         self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self._steps)
 
+    def _say_if_never_warm(self) -> None:
+        if self.options.warmup_steps >= self._steps:
+            print(
+                f"--warmup-steps {self.options.warmup_steps} are as many as the {self._steps} steps of the run, or "
+                "more: the learning rate never reaches --lr",
+                flush=True,
+            )
+
     def _factor(self, step: int) -> float:
-        warmup = self._options.warmup_steps
+        warmup = self.options.warmup_steps
         if step < warmup:
             return float((step + 1) / (warmup + 1))
-        progress, falls_to = (step - warmup) / max(self._steps - warmup, 1), self._options.min_lr / self._options.lr
-        if self._options.schedule == "linear":
+        progress, falls_to = (step - warmup) / max(self._steps - warmup, 1), self.options.min_lr / self.options.lr
+        if self.options.schedule == "linear":
             return float(falls_to + (1.0 - falls_to) * (1.0 - progress))
-        if self._options.schedule == "cosine":
+        if self.options.schedule == "cosine":
             return float(falls_to + (1.0 - falls_to) * 0.5 * (1.0 + math.cos(math.pi * progress)))
         return 1.0
 
     def train(self) -> int:
         """Do all steps. Returns 0, or the exit code if a signal ended the run early."""
-        self._measured = time.perf_counter()
         with (
             self._traced,
-            open_progress(self._steps) as progress,
+            open_progress(self._steps, self.options.log_every) as progress,
             stop_when_asked(progress.say, f"stopping after this step; {self._promise}") as stop,
+            ExitStack() as ending,
         ):
-            if self.done and not (self.evaluations and self.evaluations[-1].step == self.done):
-                self._evaluate(progress)  # which an interruption has prevented
+            loggers = self._loggers()
+            ending.callback(loggers.close)
+            self._measured = time.perf_counter()
+            self._between_steps(progress, loggers)  # which an interruption has prevented
             for step in range(self.done + 1, self._steps + 1):
                 self._traced.before(step)
-                self._step(step, progress)
+                loggers.step(self._step(step, progress))
                 self.done = step
                 # A signal that comes from here on ends the next step.
                 stopping: int = max(told(self.model, "whether to stop", stop.asked))
                 if self._traced.after(step, stopping=bool(stopping)):
-                    progress.say(f"trace of the steps until {step}: {self._options.trace} (open it in ui.perfetto.dev)")
+                    progress.say(f"trace of the steps until {step}: {self.options.trace} (open it in ui.perfetto.dev)")
                     self._measured = time.perf_counter()  # writing the trace is no part of a step
                 if step == self._before + 1:
                     self._first = self._now  # the first step learns the order of units
-                if not stopping:
-                    self._evaluate(progress)
                 if stopping:
                     return stopping
+                self._between_steps(progress, loggers)
         return 0
 
-    def _step(self, step: int, progress: PlainProgress | RichProgress) -> None:
+    def _loggers(self) -> Loggers:
+        options, history = self.options, self.history
+        wanted = options if self._world.speaks else argparse.Namespace(logger=None, log_every=None)
+        written = [history.written(each.step) for each in history.evaluations]
+        return Loggers(wanted, job.values_of(options), history.facts, history.evaluations, written, self._store)
+
+    def _step(self, step: int, progress: PlainProgress | RichProgress) -> StepFacts:
         learning_rate = float(self._optim.param_groups[0]["lr"])
         parts, tokens = list[float](), 0
-        batches = [next(self._batches) for _ in range(self._options.gradient_accumulation)]
+        batches = [next(self._batches) for _ in range(self.options.gradient_accumulation)]
         for batch, share in zip(batches, self._shares(batches), strict=True):
             loss_of_batch = self._loss(batch)
             part = loss_of_batch / len(batches) if share is None else loss_of_batch * share
@@ -188,19 +199,18 @@ class Run:
             written_bytes=now.written_bytes - self._now.written_bytes,
         )
         self._now = now
-        self.facts.append(facts)
+        self.history.facts.append(facts)
         finish_commit(self.model)  # a step that is shown is durable
         progress.update(facts)
+        return facts
 
-    def _evaluate(self, progress: PlainProgress | RichProgress) -> None:
-        """The loss on held-out data after the last step, if it is due. It is no part of a step."""
-        if self._evaluation is None or not self._evaluation.due(self.done):
+    def _between_steps(self, progress: PlainProgress | RichProgress, loggers: Loggers) -> None:
+        """What is due after the last step. It is no part of a step."""
+        if not self._meanwhile.due(self.done):
             return
         synchronize(self.model)
         before, began = statistics(self.model), time.perf_counter()
-        found = Evaluated(self.done, self._evaluation.loss_of(self.model))
-        self.evaluations.append(found)
-        progress.say(f"step {found.step}: held-out loss {found.loss:.4f}")
+        self._meanwhile.after(self.model, self.done, progress.say, loggers)
         after = statistics(self.model)
         self._measured += time.perf_counter() - began
         self._began, self._first, self._now = (
@@ -250,7 +260,7 @@ class Run:
     def report(self) -> Report:
         """The report on the steps of this process. The first step is left out. If there is only one, it is reported,
         and its update is waited for first; other updates may run beside the next step, and are counted there."""
-        mine = self.facts[self._before :]
+        mine = self.history.facts[self._before :]
         alone = len(mine) == 1
         if alone:
             began = time.perf_counter()
@@ -258,7 +268,7 @@ class Run:
             mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
             self._now = statistics(self.model)
         measured, before = (mine, self._began) if alone else (mine[1:], self._first)
-        losses = [fact.loss for fact in self.facts]
+        losses = [fact.loss for fact in self.history.facts]
         return make_report(
             measured,
             before,
@@ -268,5 +278,6 @@ class Run:
             warm_up=alone,
             data=self._data.summary,
             notes=self._data.notes,
-            evaluations=self.evaluations,
+            evaluations=self.history.evaluations,
+            again=again(self.options, extended=self._extended),
         )

@@ -25,6 +25,7 @@ from infinity.state.moments import OptimizerName
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 SGD_MOMENTUM = 0.9
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+LOGGERS = ("tensorboard", "wandb", "csv", "jsonl")
 
 STEPS_MAX = 10**12 - 1
 """A generation's number has twelve digits."""
@@ -33,6 +34,7 @@ TOKENS_MAX = 1 << 24
 """The most tokens in one backward pass, over all its sequences: more fit no memory."""
 
 _MESSAGE_MAX = 400
+_TEXT_MAX = 1 << 20
 
 
 class Parser(argparse.ArgumentParser):
@@ -131,10 +133,23 @@ def path(text: str) -> Path:
 
 
 def word(text: str) -> str:
-    """A word that argparse compares with the choices of its option."""
-    if len(text) > 80:
+    """A word that argparse may compare with the choices of its option."""
+    if not 0 < len(text) <= 80:
         raise argparse.ArgumentTypeError(f"invalid choice: {quoted(text)}")
     return text
+
+
+def text(given: str) -> str:
+    """Any text in UTF-8, such as a prompt."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError("is empty")
+    if len(given) > _TEXT_MAX:
+        raise argparse.ArgumentTypeError(f"has {len(given)} characters; at most {_TEXT_MAX} are possible")
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{quoted(given)} is not UTF-8") from None
+    return given
 
 
 def steps(text: str) -> tuple[int, int]:

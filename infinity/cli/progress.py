@@ -46,11 +46,16 @@ class StepFacts:
 
 
 class PlainProgress:
-    """A line at the first and last step and every few seconds between."""
+    """A line at the first and last step, and every few seconds between, or every so many steps.
 
-    def __init__(self, total: int, stream: TextIO, every_s: float = 10.0) -> None:
+    Args:
+        every: steps between lines; None: seconds count.
+    """
+
+    def __init__(self, total: int, stream: TextIO, every: int | None = None, every_s: float = 10.0) -> None:
         self._total = total
         self._stream = stream
+        self._every = every
         self._every_s = every_s
         self._last = float("-inf")
         self._began = time.monotonic()
@@ -65,7 +70,8 @@ class PlainProgress:
 
     def update(self, facts: StepFacts) -> None:
         now = time.monotonic()
-        if facts.step not in (1, self._total) and now - self._last < self._every_s:
+        due = now - self._last >= self._every_s if self._every is None else facts.step % self._every == 0
+        if not due and facts.step not in (1, self._total):
             return
         self._last = now
         left = (now - self._began) / facts.step * (self._total - facts.step)
@@ -85,9 +91,11 @@ class PlainProgress:
 
 
 class RichProgress:
-    """One live line with a bar."""
+    """One live line with a bar. Args: every: also leave a line every so many steps."""
 
-    def __init__(self, total: int, console: Console) -> None:
+    def __init__(self, total: int, console: Console, every: int | None = None) -> None:
+        self._total = total
+        self._every = every
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
@@ -105,15 +113,18 @@ class RichProgress:
         self._progress.stop()
 
     def update(self, facts: StepFacts) -> None:
-        self._progress.update(self._task, completed=facts.step, facts=facts.line())
+        line = facts.line()
+        self._progress.update(self._task, completed=facts.step, facts=line)
+        if self._every is not None and facts.step % self._every == 0:
+            self.say(f"step {facts.step}/{self._total}  {line}")
 
     def say(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
 
-def open_progress(total: int) -> PlainProgress | RichProgress:
+def open_progress(total: int, every: int | None) -> PlainProgress | RichProgress:
     """The live line if stdout is a terminal, else plain lines. FORCE_COLOR and the like, which rich obeys, do not
     matter: a pipe never gets carriage returns."""
     if not sys.stdout.isatty():
-        return PlainProgress(total, sys.stdout)
-    return RichProgress(total, Console(file=sys.stdout))
+        return PlainProgress(total, sys.stdout, every)
+    return RichProgress(total, Console(file=sys.stdout), every)

@@ -22,6 +22,7 @@ class Data:
         summary, notes: what was read, and what was left out of it and why.
         has_examples: whether not every token is learned, or there is padding.
         shares_sequences: whether some sequence has more than one example.
+        has_chats: whether some example is a conversation.
     """
 
     trained: Sequences
@@ -30,6 +31,7 @@ class Data:
     notes: list[str]
     has_examples: bool
     shares_sequences: bool
+    has_chats: bool
     largest_token: int
 
     @property
@@ -84,5 +86,6 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
         [note for each in read for note in each.notes()],
         any(each.has_examples for each in read),
         any(each.shares_sequences for each in read),
+        any(each.has_chats for each in read),
         max(each.largest_token for each in read),
     )

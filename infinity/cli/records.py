@@ -44,10 +44,12 @@ class Example:
     Attributes:
         ids: tokens, with those that begin and end it.
         learned: for each token, whether it is.
+        is_chat: whether the chat template made it.
     """
 
     ids: list[int]
     learned: list[bool]
+    is_chat: bool = False
 
 
 def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
@@ -115,7 +117,8 @@ def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossO
     common = 0  # a token may span the end of the prompt: what differs is the completion's
     while common < min(len(asked), len(ids)) and asked[common] == ids[common]:
         common += 1
-    return Example(ids, [loss_on == "all" or index >= common for index in range(len(ids))])
+    learned = [loss_on == "all" or index >= common for index in range(len(ids))]
+    return Example(ids, learned, is_chat=isinstance(prompt, list))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -140,7 +143,8 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: L
     made = _rendered(messages, where, tokenizer, tools, marked=marked)
     ids = list(made["input_ids"])
     _require_contents(messages, ids, where, tokenizer)
-    return Example(ids, [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids))
+    learned = [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids)
+    return Example(ids, learned, is_chat=True)
 
 
 def _template(tokenizer: Any, where: str) -> str:

@@ -12,7 +12,8 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
-from infinity.cli.evaluation import Evaluated
+from infinity.cli.evaluation import Evaluated, best_of
+from infinity.cli.meanwhile import Sample
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics
 from infinity.sizes import format_bytes
@@ -52,7 +53,7 @@ class Report:
         device_idle_s: seconds in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
         fetch_wait_s, gradient_s, update_s: sums of stalls: fetch and room; gradient; step and update.
         adam_s: the update's arithmetic, whether or not compute ran at the same time.
-        bytes_per_parameter: bytes that the engine moved per step and trained parameter, counted.
+        bytes_per_parameter: bytes that the engine moved per step and parameter of the model, trained or not, counted.
         planned_bytes_per_parameter: the same by the design's formula for this placement.
         io_bound_s: the I/O alone: seconds in which the engine was busy.
         compute_bound_s: the processors alone, see processors_alone.
@@ -60,8 +61,10 @@ class Report:
         peak_rss_bytes: of the whole process.
         state_bytes: weights, master and moments of the model.
         cached_bytes: the share of these that rests in RAM.
+        parameters, trained_parameters: how many the model has, and trains; of this rank's slices.
         data, notes: what was trained on; and what was left out of it, and why.
         evaluations: losses on held-out data.
+        again: the command that does the run again.
     """
 
     steps: int
@@ -92,9 +95,12 @@ class Report:
     engine: str
     device: str
     warm_up: bool
+    parameters: int
+    trained_parameters: int
     data: str
     notes: list[str]
     evaluations: list[Evaluated]
+    again: str
 
     def _idle_row(self) -> list[tuple[str, str]]:
         """With a GPU, the line that adds up with compute to the step; the stalls are those of the host."""
@@ -103,11 +109,16 @@ class Report:
         idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
         return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
 
-    def _evaluation_row(self) -> list[tuple[str, str]]:
-        finite = [each for each in self.evaluations if math.isfinite(each.loss)]
-        if not finite:
+    def _trained_row(self) -> list[tuple[str, str]]:
+        if self.trained_parameters == self.parameters:
             return []
-        first, last, best = finite[0], finite[-1], min(finite, key=lambda each: each.loss)
+        return [("trained", f"{self.trained_parameters:,} of {self.parameters:,} parameters")]
+
+    def _evaluation_row(self) -> list[tuple[str, str]]:
+        best, finite = best_of(self.evaluations), [each for each in self.evaluations if math.isfinite(each.loss)]
+        if best is None:
+            return []
+        first, last = finite[0], finite[-1]
         return [
             (
                 "held-out loss",
@@ -131,6 +142,7 @@ class Report:
                 + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
             ),
             *self._evaluation_row(),
+            *self._trained_row(),
             ("data", self.data),
             *(("", note) for note in self.notes),
             ("  compute", f"{self.compute_s:.3f} s"),
@@ -157,6 +169,7 @@ class Report:
                 f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute and "
                 f"Adam {self.compute_bound_s:.3f} s",
             ),
+            *([("the same run again", self.again)] if self.again else []),
         ]
         return "\n".join(f"{name:<22}{value}" for name, value in rows)
 
@@ -172,6 +185,7 @@ def make_report(
     data: str = "",
     notes: Sequence[str] = (),
     evaluations: Sequence[Evaluated] = (),
+    again: str = "",
 ) -> Report:
     """Figures of the steps between two snapshots of the counters.
 
@@ -179,7 +193,7 @@ def make_report(
         facts: the steps between `before` and `after`.
         losses: of all steps of the run.
         warm_up: whether the first step of the process is among `facts`.
-        data, notes, evaluations: as Report has them.
+        data, notes, evaluations, again: as Report has them.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -207,8 +221,8 @@ def make_report(
         fetch_wait_s=stalls["fetch"] + stalls["room"],
         gradient_s=stalls["gradient"],
         update_s=stalls["step"] + stalls["update"],
-        bytes_per_parameter=moved / max(after.trainable_numel, 1),
-        planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.trainable_numel, 1),
+        bytes_per_parameter=moved / max(after.numel, 1),
+        planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.numel, 1),
         read_bytes=after.read_bytes,
         written_bytes=after.written_bytes,
         io_bound_s=busy,
@@ -221,9 +235,12 @@ def make_report(
         engine=after.engine,
         device=after.device,
         warm_up=warm_up,
+        parameters=after.numel,
+        trained_parameters=after.trainable_numel,
         data=data,
         notes=list(notes),
         evaluations=list(evaluations),
+        again=again,
     )
 
 
@@ -245,9 +262,9 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
     return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
-def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) -> None:
-    """Write report.json, report.txt, loss.csv and loss.png; evaluation.csv where there were evaluations. JSON has null
-    in place of nan. Raises OSError."""
+def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
+    """Write report.json, report.txt, loss.csv and loss.png; where there were evaluations, evaluation.csv; and where
+    there were samples, samples.jsonl. JSON has null in place of nan. Raises OSError."""
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(report).items()
@@ -267,6 +284,9 @@ def write_report(report: Report, facts: Sequence[StepFacts], directory: Path) ->
             writer = csv.writer(file)
             writer.writerow(["step", "loss"])
             writer.writerows(report.evaluations)
+    if samples:
+        lines = [json.dumps(sample._asdict(), ensure_ascii=False) + "\n" for sample in samples]
+        (directory / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
     _plot(facts, report.evaluations, directory / "loss.png")
 
 

@@ -14,8 +14,11 @@ TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.mode
 """Matches a file name of every tokenizer of transformers."""
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str, **options: Any) -> Any:
     """The tokenizer in a directory, or of a hub id.
+
+    Args:
+        options: of transformers' from_pretrained.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be loaded.
@@ -29,7 +32,7 @@ def load_tokenizer(name: str) -> Any:
     if Path(name).is_dir() and not any(TOKENIZER_FILE.search(entry.name) for entry in Path(name).iterdir()):
         raise ModelError(absent)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # each kind of tokenizer raises errors of its own
         raise ModelError(f"cannot load the tokenizer of '{name}': {raised(error)}") from error
     # Without files transformers makes an empty tokenizer, which gives no tokens for any text.

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from infinity.cli import finetune, loop
+from infinity.cli import loop, models
 from infinity.cli.finished import finish
 from infinity.cli.main import main
 from infinity.errors import InfinityError
@@ -101,7 +101,7 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
     def differs(*_: Any) -> None:
         raise InfinityError("the saved model's logits differ")
 
-    monkeypatch.setattr(finetune, "_verify", differs)
+    monkeypatch.setattr(models, "verify", differs)
     assert run(short, "--verify-output") == 1
     assert list(generations_in(tmp_path / "swap")) == [2]
 
@@ -109,9 +109,10 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
 def test_an_interrupted_run_keeps_its_store(short: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = loop.Run._step
 
-    def step(self: Any, number: int, progress: Any) -> None:
-        made(self, number, progress)
+    def step(self: Any, number: int, progress: Any) -> Any:
+        facts = made(self, number, progress)
         os.kill(os.getpid(), signal.SIGINT)
+        return facts
 
     with monkeypatch.context() as patched:
         patched.setattr(loop.Run, "_step", step)
@@ -187,7 +188,7 @@ def _finish_and_die(paths: list[Path], run_id: str, output: Path, number: int) -
             os.kill(os.getpid(), signal.SIGKILL)
 
     with durable.observed(observe):
-        finish(paths, run_id, output, 2)
+        finish(paths, run_id, output, 2, None)
 
 
 def test_a_kill_while_the_store_is_removed_loses_nothing(short: Job, tmp_path: Path, capsys: Any) -> None:
@@ -227,7 +228,7 @@ def test_a_kill_while_the_store_is_removed_loses_nothing(short: Job, tmp_path: P
 def test_the_store_of_another_run_stays(short: Job, tmp_path: Path) -> None:
     """Another process may have begun a run there since the output was written."""
     assert run(short, "--keep-store") == 0
-    finish([tmp_path / "swap", tmp_path / "swap2"], "another", short["--output"], 2)
+    finish([tmp_path / "swap", tmp_path / "swap2"], "another", short["--output"], 2, None)
     assert main(["checkpoint", "verify", str(tmp_path / "swap")]) == 0
 
 

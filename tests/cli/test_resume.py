@@ -55,9 +55,9 @@ def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def _stop_after(job: dict[str, Any], number: int) -> subprocess.CompletedProcess[str]:
+def _stop_after(job: dict[str, Any], number: int, *flags: str) -> subprocess.CompletedProcess[str]:
     """Start the job in a process of its own and send it a signal after its first step."""
-    command = ["finetune", *(str(part) for item in job.items() for part in item)]
+    command = ["finetune", *(str(part) for item in job.items() for part in item), *flags]
     process = Forked(main, command)
     seen = ""
     for line in process.stdout:

@@ -1,0 +1,154 @@
+"""`infinity generate`: a model goes on from a prompt, with its weights where the swap config says."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.load import load_config_of, load_pretrained, require_directory_or_id
+from infinity.cli import models
+from infinity.cli.optimizers import DTYPES, say_if_slow
+from infinity.cli.options import require_alone
+from infinity.cli.ready import require_ready
+from infinity.cli.streams import Outlet
+from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
+from infinity.cli.writing import Drawing, prompt_ids, write
+from infinity.config import SwapConfig, load_config
+from infinity.errors import ConfigError, printable
+from infinity.runtime.offload import close, offload
+from infinity.runtime.statistics import statistics
+from infinity.sizes import format_bytes
+
+_DIRECTORY = "generate"
+"""Below each of nvme.paths, so that the store of a run in these stays as it is."""
+_PROMPT_BYTES_MAX = 16 << 20
+
+
+def generate(options: argparse.Namespace, out: Outlet) -> int:
+    """Print what the model writes to stdout, and everything else to stderr. Returns the exit code.
+
+    Raises:
+        InfinityError: nothing of the model's store stays.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("infinity generate runs in one process: start it without torchrun")
+    for name in ("model", "config"):
+        if getattr(options, name) is None:
+            raise ConfigError(f"the following arguments are required: --{name}")
+    for name in ("top_p", "top_k", "seed"):
+        require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--temperature", options.temperature)
+    config = load_config(options.config)
+    require_ready(config)
+    base, revision = models.adapted(options.model)
+    require_directory_or_id(base)
+    how = models.named(options) | ({} if base == options.model else {"revision": revision})
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    of_adapters = base != options.model and has_tokenizer(Path(options.model).expanduser())
+    tokenizer = load_tokenizer(options.model if of_adapters else base, **how)
+    ids = _prompt(options, tokenizer)
+    most = _most(base, ids.shape[1], options.max_tokens, how)
+    began = time.monotonic()
+    with _offloaded(base, options, config, how) as model:
+        say_if_slow(model)
+        _say(f"the weights are in place after {time.monotonic() - began:.1f} s")
+        began, before = time.monotonic(), statistics(model).read_bytes
+        written = write(
+            model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
+        )
+        took, read = max(time.monotonic() - began, 1e-9), statistics(model).read_bytes - before
+        _say(
+            f"{len(written)} tokens after {ids.shape[1]} of the prompt in {took:.1f} s, {len(written) / took:.2f} "
+            f"tokens/s; {format_bytes(read)} read from the disks"
+        )
+    out.flush()
+    return int(_lost(out) and not isinstance(out.failure, BrokenPipeError))
+
+
+def _lost(out: Outlet) -> bool:
+    """Whether nobody can read the text any more."""
+    return out.failure is not None
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def _drawing(options: argparse.Namespace) -> Drawing | None:
+    if not options.temperature:
+        return None
+    return Drawing(options.temperature, options.top_p, options.top_k, options.seed or 0)
+
+
+def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
+    prompt = options.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            raise ConfigError("give a --prompt, or the prompt on stdin")
+        given = sys.stdin.buffer.read(_PROMPT_BYTES_MAX + 1)
+        if len(given) > _PROMPT_BYTES_MAX:
+            raise ConfigError(f"the prompt on stdin is larger than {format_bytes(_PROMPT_BYTES_MAX)}")
+        try:
+            prompt = given.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the prompt on stdin is not UTF-8 text ({error.reason})") from error
+        if not prompt.strip():
+            raise ConfigError("the prompt on stdin is empty")
+    chat = bool(getattr(tokenizer, "chat_template", None)) and not options.raw
+    if options.system is not None and not chat:
+        why = "--raw gives the prompt as it is" if options.raw else "the tokenizer has no chat template"
+        raise ConfigError(f"--system: there is no place for a system's message, as {why}")
+    if chat:
+        _say("the prompt is a user's message, by the model's chat template (--raw gives it as it is)")
+    return prompt_ids(tokenizer, prompt, chat=chat, system=options.system)
+
+
+def _most(model: str, prompt: int, wanted: int, how: dict[str, Any]) -> int:
+    """How many tokens there is room for. Raises ConfigError where the prompt alone is too long."""
+    positions = getattr(load_config_of(model, **how).get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or prompt + wanted <= positions:
+        return wanted
+    if prompt >= positions:
+        raise ConfigError(f"the prompt has {prompt} tokens, and the model {positions} positions: shorten it")
+    _say(f"at most {positions - prompt} tokens: the model has {positions} positions, and the prompt {prompt} tokens")
+    return positions - prompt
+
+
+def _streamer(tokenizer: Any) -> Any:
+    from transformers import TextStreamer
+
+    return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: dict[str, Any]) -> Iterator[Any]:
+    """The model, which is not trained and so has no states; its store goes with the block."""
+    below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
+    made = [path.parent for path in below if not path.parent.exists()]
+    nvme = config.nvme.model_copy(update={"paths": below})
+    mine = config.model_copy(update={"commit_every": 0, "pins": 0, "nvme": nvme})
+    model = load_pretrained(base, mine, dtype=DTYPES[options.dtype], defer=True, **how)
+    if base != options.model:
+        model = models.with_saved_adapters(model, options.model)
+    model.requires_grad_(False)
+    try:
+        for path in made:
+            path.mkdir(mode=0o700, parents=False, exist_ok=True)
+        offload(model, mine)
+        try:
+            model.eval()
+            yield model
+        finally:
+            close(model, discard=True)
+    finally:
+        for path in made:
+            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+                path.rmdir()

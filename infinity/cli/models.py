@@ -1,0 +1,178 @@
+"""The model of `infinity finetune`: all of it trained, or without what --freeze names, or with --lora beside it."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.adapters import is_peft_model
+from infinity.checkpoint.carry_on import offload_from_checkpoint
+from infinity.checkpoint.load import load_pretrained
+from infinity.checkpoint.other_ranks import resume
+from infinity.cli.optimizers import DTYPES
+from infinity.cli.options import require_alone
+from infinity.config import SwapConfig
+from infinity.echo import quoted, raised
+from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.runtime.offload import offload
+from infinity.runtime.statistics import statistics
+
+_ALL_LINEAR = "all-linear"
+"""What PEFT calls every linear layer but the head."""
+_NAMED_MAX = 5
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options about parts of the model that do not go together, or need what is not there."""
+    for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+        require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--lora", options.lora)
+    if options.lora is None:
+        return
+    if options.freeze:
+        raise ConfigError("--freeze does nothing with --lora, which trains the adapters only")
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError('--lora needs PEFT: pip install "infinity-offload[hf]"')
+
+
+def named(options: argparse.Namespace) -> dict[str, Any]:
+    """What transformers is told of a model besides its name."""
+    return {
+        **({} if options.revision is None else {"revision": options.revision}),
+        **({"trust_remote_code": True} if options.trust_remote_code else {}),
+    }
+
+
+def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
+    """The offloaded model, with the states of the run that is resumed.
+
+    Raises:
+        ConfigError: a pattern or a name of --freeze or --lora-targets is of nothing in the model.
+        InfinityError: as load_pretrained.
+    """
+    made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": options.gradient_accumulation}
+    how: dict[str, Any] = {"dtype": DTYPES[options.dtype], **named(options)}
+    copy = None if options.from_checkpoint is None else options.from_checkpoint.expanduser()
+    if options.lora is None and not options.freeze:
+        if copy is not None:
+            return load_pretrained(copy, config, from_checkpoint=True, **made, **how)
+        return load_pretrained(options.model, config, resume=resuming, **made, **how)
+    model = load_pretrained(options.model, config, defer=True, **how)
+    if options.lora is not None:
+        model = _with_adapters(model, options)
+    else:
+        _freeze(model, options.freeze)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    print(f"trained: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    if copy is not None:
+        return offload_from_checkpoint(model, copy, config, **made)
+    return (resume if resuming else offload)(model, config, **made)
+
+
+def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    targets = options.lora_targets or _ALL_LINEAR
+    lora = LoraConfig(
+        r=options.lora,
+        lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
+        lora_dropout=options.lora_dropout or 0.0,
+        target_modules=_ALL_LINEAR if targets == [_ALL_LINEAR] else targets,
+        task_type="CAUSAL_LM",
+        revision=options.revision,
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
+            # The adapters are in the dtype of the weights, with an fp32 master as these have.
+            return get_peft_model(model, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        has = f"its linear layers are called {', '.join(sorted(linear))}" if linear else "it has no linear layers"
+        raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error
+
+
+def _freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Raises ConfigError for a pattern that matches no parameter, and where all are frozen."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        found = fnmatch.filter(parameters, pattern)
+        if not found:
+            near = max(parameters, key=lambda name: len(os.path.commonprefix([name, pattern])))
+            raise ConfigError(
+                f"--freeze {quoted(pattern)}: the model has no such parameter; one is called {near}, and "
+                f"'{near.rpartition('.')[0]}.*' names all beside it"
+            )
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError(f"--freeze {' '.join(map(quoted, patterns[:_NAMED_MAX]))}: nothing is left to be trained")
+
+
+def output_bytes(model: nn.Module) -> int:
+    """Of the output's weights; of this rank's slices of them, where there are several."""
+    layout = statistics(model).plan.layout
+    if not is_peft_model(model):
+        return layout.weight_bytes
+    return layout.trainable_numel * max(p.element_size() for p in model.parameters() if p.requires_grad)
+
+
+def load_plainly(directory: Path, options: argparse.Namespace) -> Any:
+    """A model that `infinity finetune` has written, without infinity."""
+    from transformers import AutoModelForCausalLM
+
+    if options.lora is None:
+        trusted = named(options) if options.trust_remote_code else {}
+        return AutoModelForCausalLM.from_pretrained(directory, **(trusted | {"revision": None}))
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype], **named(options))
+    return with_saved_adapters(base, directory)
+
+
+def with_saved_adapters(base: Any, directory: str | Path) -> Any:
+    """A model with the adapters that a directory holds, in the dtype of its weights."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # as in _with_adapters
+        return PeftModel.from_pretrained(base, str(Path(directory).expanduser()), autocast_adapter_dtype=False)
+
+
+def verify(directory: Path, options: argparse.Namespace, batch: Any, logits: torch.Tensor) -> None:
+    """Raises InfinityError where what was written does not compute what was trained."""
+    plain = load_plainly(directory, options)
+    plain.config.use_cache = False
+    again = logits_of(plain, batch)
+    if not torch.equal(again, logits):
+        difference = (again.float() - logits.float()).abs().max().item()
+        raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")
+    loaded = "model, loaded by plain transformers, gives" if options.lora is None else "adapters, loaded by PEFT, give"
+    print(f"verified: the saved {loaded} the trained model's logits, bit for bit")
+
+
+def logits_of(model: Any, batch: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(**batch.inputs()).logits
+    return logits
+
+
+def adapted(directory: str) -> tuple[str, str | None]:
+    """The model that a directory's adapters are of, and its revision; of any other model the name itself. Raises
+    ModelError."""
+    if not (Path(directory).expanduser() / "adapter_config.json").is_file():
+        return directory, None
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(f'{directory} holds adapters, which need PEFT: pip install "infinity-offload[hf]"')
+    from peft import PeftConfig
+
+    found = PeftConfig.from_pretrained(str(Path(directory).expanduser()))
+    if not found.base_model_name_or_path:
+        raise ModelError(f"{directory}/adapter_config.json does not say which model the adapters are of")
+    return str(found.base_model_name_or_path), found.revision

@@ -1,0 +1,111 @@
+"""What a model writes after a prompt, token by token."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.echo import raised
+from infinity.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn by their probability. None is what the model's generation_config.json says, or else
+    transformers.
+
+    Attributes:
+        temperature: positive.
+        top_p, top_k: draw from the likeliest tokens only: as many as have this probability together; so many.
+        seed: of torch's generator.
+    """
+
+    temperature: float
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
+
+
+def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = None) -> torch.Tensor:
+    """The tokens of a prompt, int64 [1, tokens].
+
+    Args:
+        chat: as a user's message, by the tokenizer's chat template, behind which the assistant's answer begins.
+        system: a system's message before it; with `chat` only.
+
+    Raises:
+        ConfigError: the template refuses it, or there are no tokens in it.
+    """
+    if not chat:
+        ids = list(tokenizer(prompt, verbose=False)["input_ids"])
+        end = tokenizer.eos_token_id  # which some tokenizers put behind every text
+        ids = ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids
+    else:
+        said = [] if system is None else [{"role": "system", "content": system}]
+        said.append({"role": "user", "content": prompt})
+        try:
+            ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # a template is a program that came with the model
+            raise ConfigError(f"the model's chat template refuses the prompt: {raised(error)}") from error
+    if not ids:
+        raise ConfigError("the prompt has no tokens: the tokenizer makes nothing of it")
+    return torch.tensor([ids])
+
+
+def write(
+    model: Any,
+    ids: torch.Tensor,
+    tokenizer: Any,
+    most: int,
+    drawing: Drawing | None = None,
+    *,
+    streamer: Any = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[int]:
+    """The tokens that a model of transformers writes after a prompt, until the one that ends a text: those of its own
+    `generate`.
+
+    Args:
+        ids: [1, tokens], of the prompt.
+        most: tokens at most.
+        drawing: None: each is the likeliest one, and no random number is drawn.
+        streamer: is given each token once it is there.
+        stop: asked after each token.
+    """
+    settings = copy.deepcopy(model.generation_config)
+    settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
+    if settings.pad_token_id is None:
+        ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+        settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
+    if settings.eos_token_id is None:
+        settings.eos_token_id = tokenizer.eos_token_id
+    if drawing is None:
+        settings.update(temperature=None, top_p=None, top_k=None)
+    else:
+        settings.temperature = drawing.temperature
+        settings.top_p = settings.top_p if drawing.top_p is None else drawing.top_p
+        settings.top_k = settings.top_k if drawing.top_k is None else drawing.top_k
+        torch.manual_seed(drawing.seed % 2**64)
+    found = model.generate(
+        ids.to(model.device),
+        attention_mask=torch.ones_like(ids, device=model.device),
+        generation_config=settings,
+        streamer=streamer,
+        stopping_criteria=[_Stop(stop)],
+    )
+    written: list[int] = found[0, ids.shape[1] :].tolist()
+    return written
+
+
+class _Stop:
+    """A stopping criterion of transformers."""
+
+    def __init__(self, stop: Callable[[], bool]) -> None:
+        self._stop = stop
+
+    def __call__(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.full((ids.shape[0],), self._stop(), device=ids.device)

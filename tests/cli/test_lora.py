@@ -1,0 +1,146 @@
+"""`--lora` trains what PEFT would train, and `--freeze` leaves out what it names."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from infinity.cli.main import main
+from tests.cli.test_finetune import run
+from tests.cli.test_resume import _job, _losses, _stop_after
+from tests.cli.test_resume import job as job  # with dropout in the model
+
+LORA = ["--lora", "4"]
+ADAPTERS = "adapter_model.safetensors"
+
+
+def same_adapters(one: Path, other: Path) -> bool:
+    mine, others = load_file(one / ADAPTERS), load_file(other / ADAPTERS)
+    return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
+
+
+def plain_losses(job: dict[str, Any], **of_lora: Any) -> list[float]:
+    """Of PEFT and torch.optim.AdamW, on the first batches of the run."""
+    from infinity.cli.batches import Batches
+    from infinity.cli.data import PackedData
+
+    tokenizer = AutoTokenizer.from_pretrained(job["--model"])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(job["--model"], dtype=torch.float32)
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **({"lora_alpha": 8, "target_modules": "all-linear"} | of_lora))
+    model = get_peft_model(model, lora).train()
+    data = PackedData([job["--data"]], tokenizer, job["--sequence-length"], job["--data"].parent)
+    batches = Batches(data, job["--batch-size"], 0)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optim = torch.optim.AdamW(trained, lr=job["--lr"], weight_decay=0.01)
+    losses = []
+    for _ in range(job["--steps"]):
+        loss = next(batches).loss_of(model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_lora"),
+    [
+        ([], {}),
+        (
+            ["--lora-alpha", "3", "--lora-targets", "q_proj", "down_proj"],
+            {"lora_alpha": 3, "target_modules": ["q_proj", "down_proj"]},
+        ),
+    ],
+)
+def test_losses_are_those_of_peft(
+    flags: list[str], of_lora: dict[str, Any], job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    fp32 = _job(tmp_path, "a", activations="keep") | {"--steps": 6, "--warmup-steps": 0}
+    assert run(fp32, *LORA, *flags, "--dtype", "fp32", "--schedule", "constant", "--verify-output") == 0
+    expected = plain_losses(fp32, **of_lora)
+    assert [float(loss) for loss in _losses(tmp_path / "out-a")] == pytest.approx(expected, rel=1e-6)
+    out = capsys.readouterr().out
+    assert "verified: the saved adapters, loaded by PEFT, give the trained model's logits, bit for bit" in out
+    report = json.loads((tmp_path / "out-a" / "report.json").read_text())
+    assert 0 < report["trained_parameters"] < report["parameters"] / 4
+    assert f"trained: {report['trained_parameters']:,} of {report['parameters']:,} parameters" in out
+    assert not (tmp_path / "out-a" / "model.safetensors").exists()
+
+
+def test_what_is_written_is_loaded_by_peft(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job, *LORA, "--lora-dropout", "0.1") == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model = PeftModel.from_pretrained(base, str(tmp_path / "out-a"))
+    assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "model")
+    assert model.peft_config["default"].lora_dropout == 0.1
+    assert any(value.abs().sum() > 0 for name, value in model.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_ends_in_the_same_adapters(number: int, job: dict[str, Any], tmp_path: Path) -> None:
+    flags = [*LORA, "--lora-dropout", "0.1", "--save-every", "5"]
+    assert run(job, *flags) == 0
+    _stop_after(_job(tmp_path, "b"), number, *flags)
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b"), "--lora", "8"]) == 2
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
+    assert same_adapters(*(tmp_path / f"out-{name}-steps" / "step-10" for name in "ab"))
+
+
+def test_a_run_goes_on_from_a_portable_copy(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job, *LORA) == 0
+    _stop_after(_job(tmp_path, "b"), signal.SIGINT, *LORA)
+    copy = ["checkpoint", "export", str(tmp_path / "swap-b"), "--output", str(tmp_path / "copy")]
+    assert main(copy) == 0
+    _job(tmp_path, "c", weights="host")
+    config, output = str(tmp_path / "c.yaml"), str(tmp_path / "out-c")
+    goes_on = ["finetune", "--from-checkpoint", str(tmp_path / "copy"), "--config", config, "--output", output]
+    assert main(goes_on) == 0
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-c")
+
+
+def test_what_is_frozen_stays_and_the_rest_is_trained(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    patterns = ["--freeze", "model.embed_tokens.*", "model.layers.[0-1].*"]
+    assert run(job, *patterns, "--verify-output") == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out-a"))
+    frozen = {name for name in before if torch.equal(before[name], after[name])}
+    assert frozen == {
+        name for name in before if name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1."))
+    }
+    assert len(frozen) < len(before)
+    assert "bit for bit" in capsys.readouterr().out
+    _stop_after(_job(tmp_path, "b"), signal.SIGKILL, *patterns)
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    again = load_file(tmp_path / "out-b" / "model.safetensors")
+    assert all(torch.equal(again[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--freeze", "model.layer.*"], "the model has no such parameter; one is called model.layers."),
+        (["--freeze", "*"], "nothing is left to be trained"),
+        (["--freeze", "*", "--lora", "2"], "--freeze does nothing with --lora"),
+        (["--lora-alpha", "2"], "--lora-alpha does nothing without --lora"),
+        (["--lora", "0"], "must be at least 1"),
+        (["--lora", "2", "--lora-targets", "qproj"], "its linear layers are called down_proj, "),
+    ],
+)
+def test_what_does_not_fit_the_model_is_an_error(
+    flags: list[str], says: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job, *flags) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out-a").exists()
+    assert not (tmp_path / "swap-a").exists()

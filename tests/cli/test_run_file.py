@@ -1,0 +1,114 @@
+"""--options takes options from a file; a run leaves the file, and the command, with which it is done again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infinity.cli.arguments import build_parser
+from infinity.cli.main import main
+from infinity.cli.run_file import with_file
+from infinity.errors import ConfigError
+from tests.cli.test_evaluation import job as job
+from tests.cli.test_finetune import run
+from tests.cli.test_resume import _job, _losses, _same
+
+
+def parsed(tmp_path: Path, values: Any, *flags: str) -> Any:
+    text = values if isinstance(values, str) else yaml.safe_dump(values)
+    (tmp_path / "run.yaml").write_text(text)
+    return with_file(build_parser().parse_args(["finetune", "--options", str(tmp_path / "run.yaml"), *flags]))
+
+
+def test_a_file_has_every_option_with_a_dash_or_an_underscore(tmp_path: Path) -> None:
+    options = parsed(
+        tmp_path,
+        "model: m\ndata: [a.txt, b.txt]\neval-data: c.txt\nlr: 1e-3\nbatch_size: 2\nlora: 8\nsave-best: true\n"
+        "no-packing: false\nlogger: tensorboard\nrevision: '12345'\nseed:\n",
+    )
+    assert (options.model, options.data, options.eval_data) == ("m", [Path("a.txt"), Path("b.txt")], [Path("c.txt")])
+    assert (options.lr, options.batch_size, options.lora, options.save_best) == (1e-3, 2, 8, True)
+    assert (options.no_packing, options.logger, options.revision, options.seed) == (
+        None,
+        ["tensorboard"],
+        "12345",
+        None,
+    )
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = {"lr": 1e-3, "steps": 5, "data": ["a.txt"], "verbose": True, "eval-split": 0.1}
+    options = parsed(tmp_path, file, "--lr", "0.5", "--epochs", "2", "--data", "b.txt")
+    assert (options.lr, options.epochs, options.steps) == (0.5, 2, None)
+    assert (options.data, options.verbose, options.eval_split) == ([Path("b.txt")], True, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ("learning-rate: 1\n", "'learning-rate' is no option of infinity finetune"),
+        ("batch-sizes: 1\n", "did you mean batch_size?"),
+        ("lr: -1\n", "run.yaml: argument --lr: must be positive"),
+        ("lr: high\n", "run.yaml: argument --lr: 'high' is not a number"),
+        ("lr: [1, 2]\n", "lr is a list; it takes a number or a text"),
+        ("lr: true\n", "lr is true or false; it takes a number or a text"),
+        ("save-best: 1\n", "save-best is 1; it is true or false"),
+        ("resume: there\n", "--resume belongs on the command line"),
+        ("options: other.yaml\n", "--options belongs on the command line"),
+        ("steps: 1\nepochs: 1\n", "not allowed with argument"),
+        ("lr: 1\nlr: 2\n", "the key 'lr' is given twice"),
+        ("- lr\n", "expected options and values, such as `lr: 1e-5`, found list"),
+        ("data: [--model]\n", "data: a value that begins with - cannot be given"),
+    ],
+)
+def test_a_mistake_names_the_file_and_the_option(values: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parsed(tmp_path, values)
+    assert says in str(raised.value)
+    assert "run.yaml" in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_an_error(job: dict[str, Any], capsys: Any) -> None:
+    assert run(job, "--options", "nowhere.yaml") == 2
+    assert "--options: cannot read nowhere.yaml: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = {name.removeprefix("--"): str(value) if isinstance(value, Path) else value for name, value in job.items()}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(file | {"lora-targets": ["q_proj"], "lora": 2, "beta1": 0.8}))
+    assert main(["finetune", "--options", str(tmp_path / "mine.yaml")]) == 0
+    flags = ["--lora", "2", "--lora-targets", "q_proj", "--beta1", "0.8"]
+    assert run(_job(tmp_path, "b") | {"--eval-data": tmp_path / "apart.txt", "--eval-steps": 5}, *flags) == 0
+    assert _losses(tmp_path / "out-a") == _losses(tmp_path / "out-b")
+    report = json.loads((tmp_path / "out-a" / "report.json").read_text())
+    assert report["again"] in (tmp_path / "out-a" / "report.txt").read_text()
+    again = shlex.split(report["again"])
+    at = again.index("finetune")
+    assert again[-1] == "DIRECTORY"
+    assert main([*again[at:-1], str(tmp_path / "out-c")]) == 0
+    assert _losses(tmp_path / "out-c") == _losses(tmp_path / "out-a")
+    adapters = "adapter_model.safetensors"
+    assert (tmp_path / "out-a" / adapters).read_bytes() == (tmp_path / "out-c" / adapters).read_bytes()
+    mine, others = ((tmp_path / f"out-{name}" / "run.yaml").read_text() for name in "ac")
+    assert mine == others
+
+
+def test_a_run_that_was_extended_says_that_it_is_not_the_same_again(job: dict[str, Any], tmp_path: Path) -> None:
+    short = {name: value for name, value in job.items() if name not in ("--steps", "--eval-steps")}
+    assert run(short | {"--epochs": 1, "--sequence-length": 64}, "--keep-store") == 0
+    first = json.loads((tmp_path / "out-a" / "report.json").read_text())
+    assert "another number of steps" not in first["again"]
+    resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
+    assert main([*resumed, "--epochs", "2", "--output", str(tmp_path / "more")]) == 0
+    report = json.loads((tmp_path / "more" / "report.json").read_text())
+    assert report["steps"] > 2 * first["steps"] - 1
+    assert "another number of steps" in report["again"]
+    assert not _same(tmp_path / "out-a", tmp_path / "more")
+    assert main([*resumed, "--epochs", "1", "--output", str(tmp_path / "less")]) == 2
