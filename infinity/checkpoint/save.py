@@ -182,11 +182,16 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
 
 
 def write_configs(model: nn.Module, directory: Path) -> None:
-    """Write the config.json and generation_config.json of a model, if it has them. Raises OSError."""
+    """Write the config.json and generation_config.json of a model, if it has them; and its own Python files, where it
+    is no model of transformers'. Raises OSError."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
         config.dtype = next(model.parameters()).dtype
+        if getattr(model, "_auto_class", None) is not None:
+            from transformers.dynamic_module_utils import custom_object_save
+
+            custom_object_save(model, directory, config=config)
         config.save_pretrained(directory)
     generation: Any = getattr(model, "generation_config", None)
     if hasattr(generation, "save_pretrained"):

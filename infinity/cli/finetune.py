@@ -13,6 +13,7 @@ import torch
 from infinity.checkpoint.load import require_directory_or_id
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli import job, limits, loggers, models, saved_steps, tracing
+from infinity.cli.again import write_again
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.command import command
 from infinity.cli.documents import find_files, of_option
@@ -24,7 +25,6 @@ from infinity.cli.output import Output, require_apart
 from infinity.cli.reading import Data, read
 from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, write_report
-from infinity.cli.run_file import write_again
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.cli.world import World, follow, joined, lead, meeting, told
@@ -45,7 +45,7 @@ def finetune(options: argparse.Namespace) -> int:
         InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
             says where it is.
     """
-    with joined() as world, meeting() as tell, ExitStack() as held:
+    with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
         begun = _begin(options, world, tell, held)
         return 0 if begun is None else _carry_out(begun, tell)
 

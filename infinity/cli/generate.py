@@ -47,6 +47,11 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--temperature", options.temperature)
     config = load_config(options.config)
     require_ready(config)
+    with models.naming_the_option():
+        return _generate(options, config, out)
+
+
+def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> int:
     base, revision = models.adapted(options.model)
     require_directory_or_id(base)
     how = models.named(options) | ({} if base == options.model else {"revision": revision})

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity.cli import job, limits, tracing
+from infinity.cli.again import again
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.loggers import Loggers
 from infinity.cli.meanwhile import History, Meanwhile
@@ -20,7 +21,6 @@ from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of, say
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.reading import Data
 from infinity.cli.report import Report, make_report, without
-from infinity.cli.run_file import again
 from infinity.cli.separate import require_separates
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.world import World, told

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
-from infinity.cli.run_file import with_file
+from infinity.cli.options_file import with_file
 from infinity.cli.streams import INTERRUPTED, Outlet, interruptible_imports, outlets
 from infinity.echo import one_line
 from infinity.errors import (

@@ -7,6 +7,8 @@ import fnmatch
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,21 @@ def check(options: argparse.Namespace) -> None:
 
 def named(options: argparse.Namespace) -> dict[str, Any]:
     """What transformers is told of a model besides its name."""
-    return {
-        **({} if options.revision is None else {"revision": options.revision}),
-        **({"trust_remote_code": True} if options.trust_remote_code else {}),
-    }
+    revision = {} if options.revision is None else {"revision": options.revision}
+    return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # None would ask at a terminal
+
+
+@contextmanager
+def naming_the_option() -> Iterator[None]:
+    """In the block an error of transformers about code that is not trusted names the option of the command line.
+    Raises ModelError."""
+    try:
+        yield
+    except ModelError as error:
+        text, sign, _ = str(error).partition("Please pass the argument `trust_remote_code=True`")
+        if not sign:
+            raise
+        raise ModelError(f"{text}With --trust-remote-code they are run.") from error
 
 
 def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
@@ -105,7 +118,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
     for pattern in patterns:
         found = fnmatch.filter(parameters, pattern)
         if not found:
-            near = max(parameters, key=lambda name: len(os.path.commonprefix([name, pattern])))
+            near = max(parameters, key=lambda name: len(os.path.commonprefix([name, pattern])))  # noqa: RUF071 (text)
             raise ConfigError(
                 f"--freeze {quoted(pattern)}: the model has no such parameter; one is called {near}, and "
                 f"'{near.rpartition('.')[0]}.*' names all beside it"
@@ -129,8 +142,7 @@ def load_plainly(directory: Path, options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     if options.lora is None:
-        trusted = named(options) if options.trust_remote_code else {}
-        return AutoModelForCausalLM.from_pretrained(directory, **(trusted | {"revision": None}))
+        return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=bool(options.trust_remote_code))
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype], **named(options))
     return with_saved_adapters(base, directory)
 

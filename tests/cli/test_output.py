@@ -145,10 +145,12 @@ def test_what_fails_beside_the_model_does_not_cost_it(
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    if what != "tokenizer":
-        monkeypatch.setattr(finetune, {"report": "write_report", "logits": "_logits"}[what], fail)
-    else:
-        monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", fail)
+    places = {
+        "tokenizer": "transformers.PreTrainedTokenizerBase.save_pretrained",
+        "report": "infinity.cli.finetune.write_report",
+        "logits": "infinity.cli.models.logits_of",
+    }
+    monkeypatch.setattr(places[what], fail)
     assert run(short, "--verify-output") == 1
     error = capsys.readouterr().err
     assert "Permission denied" in error

@@ -12,7 +12,7 @@ import yaml
 
 from infinity.cli.arguments import build_parser
 from infinity.cli.main import main
-from infinity.cli.run_file import with_file
+from infinity.cli.options_file import with_file
 from infinity.errors import ConfigError
 from tests.cli.test_evaluation import job as job
 from tests.cli.test_finetune import run

@@ -84,11 +84,11 @@ def is_asked_to_stop() -> None:
     """In the third step; as torchrun does it, where there are several ranks."""
     step = loop.Run._step
 
-    def stopping(self: Any, number: int, progress: Any) -> None:
+    def stopping(self: Any, number: int, progress: Any) -> Any:
         if number == 3:
             for _ in range(2 if workers.dist.get_world_size() > 1 else 1):
                 os.kill(os.getpid(), signal.SIGTERM)
-        step(self, number, progress)
+        return step(self, number, progress)
 
     loop.Run._step = stopping  # type: ignore[method-assign]
 
@@ -97,10 +97,10 @@ def is_killed() -> None:
     """In the fifth step."""
     step = loop.Run._step
 
-    def dying(self: Any, number: int, progress: Any) -> None:
+    def dying(self: Any, number: int, progress: Any) -> Any:
         if number == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        step(self, number, progress)
+        return step(self, number, progress)
 
     loop.Run._step = dying  # type: ignore[method-assign]
 
@@ -203,6 +203,24 @@ def test_ranks_end_in_the_bits_of_one_process_with_their_batches(ranks: int, job
     assert os.listdir(tmp_path / "swap-all") == [FINISHED_NAME]
     again = arguments_of(named(tmp_path, "all", ranks), "--resume")
     assert workers.run(ranks, on_rank, again) == [0] * ranks, "nothing is left to do"
+
+
+def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "apart.txt").write_text(TEXT[:900])
+    flags = ["--lora", "4", "--eval-data", str(tmp_path / "apart.txt"), "--eval-steps", "2", "--save-best"]
+    flags += ["--sample", "the quick", "--sample-tokens", "5", "--save-every", "3", "--logger", "jsonl"]
+    assert run(job, *flags) == 0
+    begun = arguments_of(named(tmp_path, "all", 2), *flags)
+    assert workers.run(2, on_rank, begun, "is_asked_to_stop", 1) == [128 + signal.SIGTERM] * 2
+    assert workers.run(2, on_rank, ["finetune", "--resume", str(tmp_path / "swap-all")]) == [0, 0]
+    for file in ("adapter_model.safetensors", "evaluation.csv", "samples.jsonl"):
+        assert (tmp_path / "out-all" / file).read_bytes() == (tmp_path / "out-one" / file).read_bytes()
+    assert curve(tmp_path / "out-all") == curve(tmp_path / "out-one")
+    saved = [sorted(os.listdir(tmp_path / f"out-{name}-steps")) for name in ("one", "all")]
+    assert saved[0] == saved[1]
+    assert "step-3" in saved[0]
+    lines = (tmp_path / "out-all-logs" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
 def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job, tmp_path: Path, capsys: Any) -> None:

@@ -81,6 +81,7 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 NEEDED = {
     "infinity finetune": "--model {}/model --data {}/text.txt --config swap.yaml --output out --steps 1 "
     "--sequence-length 8",
+    "infinity generate": "--model {}/model --config swap.yaml --prompt fox --max-tokens 2",
     "infinity run": "swap.yaml {}/script.py",
     "infinity checkpoint list": "swap",
     "infinity checkpoint verify": "swap",
@@ -96,6 +97,11 @@ NEEDED = {
 BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
 WRITTEN = ("--trace", "--json", "--plot")
 """Options that name a file to write."""
+BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
+BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}
+BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"], "--log-dir": ["--logger", "csv"]}
+BESIDE |= {name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets")}
+BESIDE |= {name: ["--temperature", "1"] for name in ("--top-p", "--top-k")}
 BESIDE |= {"--block": ["--vs-fio"], "--depth": ["--vs-fio"], "--trace-steps": ["--trace", "trace.json"]}
 """What else an option needs so that it does something."""
 LONG = ("--sustained", "--vs-fio")

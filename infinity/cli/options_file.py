@@ -1,30 +1,21 @@
-"""The options of `infinity finetune` in one YAML file: read by --options, and written into the output, so that the run
-can be done again."""
+"""The options of `infinity finetune` in one YAML file, which --options names."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
 from infinity.cli.arguments import build_finetune_parser
-from infinity.cli.command import command
-from infinity.cli.job import values_of
 from infinity.cli.options import Parser
-from infinity.config import SwapConfig
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
 from infinity.strict import parse_yaml
 
-OPTIONS_NAME = "run.yaml"
-CONFIG_NAME = "swap.yaml"
 _FILE_BYTES_MAX = 1 << 20
 _ON_THE_COMMAND_LINE = ("options", "help", "resume", "from_checkpoint")
-_NOT_AGAIN = ("output", "log_dir")
-"""Each run has its own."""
 
 
 def with_file(options: argparse.Namespace) -> argparse.Namespace:
@@ -101,25 +92,3 @@ def _text(value: Any, key: str, file: str) -> str:
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
         raise ConfigError(f"{file}: {key} is {kind}; it takes a number or a text")
     return repr(value) if isinstance(value, float) else str(value)
-
-
-def write_again(options: argparse.Namespace, config: SwapConfig, directory: Path) -> None:
-    """Write the options of a run and its swap config, as `again` names them. Raises OSError."""
-    values = {
-        name.replace("_", "-"): value
-        for name, value in values_of(options).items()
-        if value is not None and value is not False and name not in _NOT_AGAIN
-    }
-    for name, content in ((OPTIONS_NAME, values), (CONFIG_NAME, config.model_dump(mode="json"))):
-        # JSON is YAML, and leaves no doubt which words are texts.
-        lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in content.items())
-        (directory / name).write_text("".join(lines), encoding="utf-8")
-
-
-def again(options: argparse.Namespace, *, extended: bool) -> str:
-    """The command that does the run again, once its output is complete."""
-    options_file, config_file = options.output / OPTIONS_NAME, options.output / CONFIG_NAME
-    line = command("finetune", "--options", options_file, "--config", config_file, "--output", "DIRECTORY")
-    if extended:
-        line += " (this run was begun for another number of steps, so its learning rates were others)"
-    return line
