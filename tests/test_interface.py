@@ -117,12 +117,12 @@ OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
         "--options --model --revision --trust-remote-code --data --eval-data --eval-split --eval-steps "
-        "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --gradient- "
-        "accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr --beta1 "
-        "--beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale --seed "
-        "--threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze --save-every "
-        "--save-limit --save-best --sample --sample-tokens --log-every --logger --log-dir --verbose --trace "
-        "--trace-steps"
+        "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size "
+        "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
+        "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
+        "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze "
+        "--save-every --save-limit --save-best --sample --sample-tokens --log-every --logger --log-dir "
+        "--verbose --trace --trace-steps"
     ),
     "infinity generate": (
         "--model --revision --trust-remote-code --config --prompt --system --raw --max-tokens --temperature --top-p "
