@@ -1,4 +1,4 @@
-"""Check the demo, and say in five lines what it has shown: memory, learning, bytes, speed, and that nothing was lost."""
+"""Check the demo, and say in five lines what was shown: memory, learning, bytes, speed, and that nothing was lost."""
 
 from __future__ import annotations
 
