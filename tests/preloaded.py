@@ -1,7 +1,9 @@
 """What a process needs that tests fork (tests/processes.py): imported once, before. Nothing is called here."""
 
+import peft
 import torch._dynamo  # the first optimizer of a process imports both
 import torch.distributed.tensor
+import torch.utils.tensorboard
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 import infinity.cli.bench.main
@@ -17,4 +19,4 @@ import tests.crash.pinned_job
 import tests.crash.rotating_job
 import tests.stress.worker
 
-__all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "tests", "torch"]
+__all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "peft", "tests", "torch"]

@@ -105,8 +105,10 @@ class Loggers:
         if name == "jsonl":
             self._trackers[name] = _JsonFile(directory / "log.jsonl", past)
             return
+        from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
 
+        PartialState()  # which the trackers' own log asks for
         tracker: Any
         if name == "tensorboard":
             tracker = TensorBoardTracker(name, directory, purge_step=done + 1)

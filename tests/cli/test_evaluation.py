@@ -46,6 +46,7 @@ def evaluations(output: Path) -> list[tuple[int, float]]:
 def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
     job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
+    _job(tmp_path, "a", overlap="off")  # no update begins for nothing, which moves bytes
     assert run(job) == 0
     out = capsys.readouterr().out
     found = evaluations(tmp_path / "out-a")
@@ -55,7 +56,7 @@ def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
     report = json.loads((tmp_path / "out-a" / "report.json").read_text())
     assert [(each["step"], each["loss"]) for each in report["evaluations"]] == found
     assert "sequences are held out" in report["data"]
-    assert run(_job(tmp_path, "b")) == 0
+    assert run(_job(tmp_path, "b", overlap="off")) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
     other = json.loads((tmp_path / "out-b" / "report.json").read_text())
