@@ -107,7 +107,7 @@ def _carry_out(begun: _Begun, tell: Tell) -> int:
         run = Run(model, data, begun.tokenizer, options, config, world, begun.past, store)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
-            run.saved.require_room(model_bytes, run.done)
+            run.saved.require_room(model_bytes)
         stopped = run.train()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)

@@ -15,6 +15,7 @@ import torch
 
 from infinity.checkpoint.load import load_config_of, load_pretrained, require_directory_or_id
 from infinity.cli import models
+from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES, say_if_slow
 from infinity.cli.options import require_alone
 from infinity.cli.ready import require_ready
@@ -54,7 +55,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
 def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> int:
     base, revision = models.adapted(options.model)
     require_directory_or_id(base)
-    how = models.named(options) | ({} if base == options.model else {"revision": revision})
+    how = models.named(options) | ({} if base == options.model or revision is None else {"revision": revision})
     if options.threads:
         torch.set_num_threads(options.threads)
     of_adapters = base != options.model and has_tokenizer(Path(options.model).expanduser())
@@ -118,8 +119,8 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
 
 def _most(model: str, prompt: int, wanted: int, how: dict[str, Any]) -> int:
     """How many tokens there is room for. Raises ConfigError where the prompt alone is too long."""
-    positions = getattr(load_config_of(model, **how).get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or prompt + wanted <= positions:
+    positions = positions_of(load_config_of(model, **how))
+    if positions is None or prompt + wanted <= positions:
         return wanted
     if prompt >= positions:
         raise ConfigError(f"the prompt has {prompt} tokens, and the model {positions} positions: shorten it")

@@ -19,9 +19,8 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
         ModelError: its vocabulary does not have the data's tokens.
     """
     config = load_config_of(model, **options)
-    text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and sequence_length > positions:
+    text, positions = config.get_text_config(), positions_of(config)
+    if positions is not None and sequence_length > positions:
         raise ConfigError(
             f"--sequence-length is {sequence_length}, and '{model}' has {positions} positions "
             "(max_position_embeddings in its config.json): give a smaller --sequence-length. A model with rotary "
@@ -30,6 +29,12 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
     vocabulary = getattr(text, "vocab_size", None)
     if isinstance(vocabulary, int):
         require_vocabulary(vocabulary, largest_token)
+
+
+def positions_of(config: Any) -> int | None:
+    """How long a sequence may be; None where the config does not say it."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
 
 
 def require_vocabulary(vocabulary: int, largest_token: int) -> None:

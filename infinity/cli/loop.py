@@ -92,7 +92,7 @@ class Run:
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         say_if_slow(model)
         self.history = History()
-        self._meanwhile = Meanwhile(data, tokenizer, options, world, self._steps, self.history)
+        self._meanwhile = Meanwhile(model, data, tokenizer, options, world, self._steps, self.history)
         self.saved = self._meanwhile.saved
         self.done = track(
             model=model,
@@ -108,6 +108,7 @@ class Run:
                 "give more epochs"
             )
         self._before = self.done
+        self.saved.resume(self.done)
         for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
         if self.done:

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.cli.evaluation import Evaluated, Evaluation
+from infinity.cli.limits import positions_of
 from infinity.cli.loggers import Loggers
 from infinity.cli.progress import StepFacts
 from infinity.cli.reading import Data
 from infinity.cli.saved_steps import SavedSteps
 from infinity.cli.world import World
 from infinity.cli.writing import prompt_ids, write
+from infinity.errors import ConfigError
 
 _SAMPLE_TOKENS = 64
 _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
@@ -60,18 +62,35 @@ class History:
 
 class Meanwhile:
     """Args:
-    options: of the run.
-    last: its last step.
+        options: of the run.
+        last: its last step.
+
+    Raises:
+        ConfigError: the model cannot take a prompt of --sample.
     """
 
     def __init__(
-        self, data: Data, tokenizer: Any, options: argparse.Namespace, world: World, last: int, history: History
+        self,
+        model: Any,
+        data: Data,
+        tokenizer: Any,
+        options: argparse.Namespace,
+        world: World,
+        last: int,
+        history: History,
     ) -> None:
         self._history = history
         self._tokenizer = tokenizer
-        self._prompts: list[str] = options.sample or []
         self._most = options.sample_tokens or _SAMPLE_TOKENS
-        self._in_chats = data.has_chats
+        self._prompts: dict[str, torch.Tensor] = {}
+        for prompt in options.sample or ():
+            ids, positions = prompt_ids(tokenizer, prompt, chat=data.has_chats), positions_of(model.config)
+            if positions is not None and ids.shape[1] + self._most > positions:
+                raise ConfigError(
+                    f"--sample: {ids.shape[1]} tokens of the prompt and {self._most} to write are more than the "
+                    f"model's {positions} positions"
+                )
+            self._prompts[prompt] = ids
         self._evaluation = (
             None
             if data.held_out is None
@@ -97,7 +116,7 @@ class Meanwhile:
             found = Evaluated(step, self._evaluation.loss_of(model))
             history.evaluations.append(found)
             say(f"step {step}: held-out loss {found.loss:.4f}")
-            written = {prompt: self._written(model, prompt) for prompt in self._prompts}
+            written = {prompt: self._written(model, ids) for prompt, ids in self._prompts.items()}
             for prompt, text in written.items():
                 history.samples.append(Sample(step, prompt, text))
                 say(f"step {step}: {prompt!r} → {text!r}")
@@ -105,12 +124,11 @@ class Meanwhile:
         if self.saved.due(step, history.evaluations) and (line := self.saved.save(model, step, history.evaluations)):
             say(line)
 
-    def _written(self, model: Any, prompt: str) -> str:
+    def _written(self, model: Any, ids: torch.Tensor) -> str:
         """The likeliest tokens, so that all ranks have the same, and no random number is drawn."""
         training = model.training
         model.eval()
         try:
-            ids = prompt_ids(self._tokenizer, prompt, chat=self._in_chats)
             return str(self._tokenizer.decode(write(model, ids, self._tokenizer, self._most), skip_special_tokens=True))
         finally:
             model.train(training)

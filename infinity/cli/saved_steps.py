@@ -43,6 +43,7 @@ class SavedSteps:
     """
 
     def __init__(self, options: argparse.Namespace, tokenizer: Any, last: int, world: World) -> None:
+        self._resumed = 0
         self._output = options.output
         self.directory = directory_of(options.output)
         self._every = options.save_every
@@ -53,9 +54,13 @@ class SavedSteps:
         self._world = world
         self.failed: list[str] = []
 
-    def require_room(self, model_bytes: int, done: int) -> None:
+    def resume(self, done: int) -> None:
+        """The run goes on after this step."""
+        self._resumed = done
+
+    def require_room(self, model_bytes: int) -> None:
         """Raises ConfigError if the disk has no room for what will be saved, and for the output beside it."""
-        saved = 0 if self._every is None else (self._last - 1) // self._every - done // self._every
+        saved = 0 if self._every is None else (self._last - 1) // self._every - self._resumed // self._every
         most = saved if self._limit is None else min(saved, self._limit + 1)  # the new one comes before the old goes
         most += 2 * self._keeps_best
         needed, free = (most + 1) * model_bytes, shutil.disk_usage(self._output.parent).free
@@ -82,13 +87,14 @@ class SavedSteps:
         if step == self._last:
             return ""  # the output, once it is there
         try:
-            if not told(model, "whether the step is saved", target.is_dir())[0]:
+            # A model of a later step is made anew: with another --steps the same step is another one.
+            there = step <= self._resumed and target.is_dir()
+            if not told(model, "whether the step is saved", there)[0]:
                 save_pretrained(model, target)
-                if self._world.speaks:
-                    self._tokenizer.save_pretrained(target)
-            if self._world.speaks and is_best:
-                self._link_best(target)
             if self._world.speaks:
+                self._tokenizer.save_pretrained(target)  # also where a crash came between the two
+                if is_best:
+                    self._link_best(target)
                 self._remove_old()
         except (PeerError, SwapIOError):
             raise

@@ -202,6 +202,13 @@ def test_options_that_do_nothing_are_refused(
     assert says in capsys.readouterr().err
 
 
+def test_a_prompt_that_the_model_cannot_take_is_refused_at_the_start(job: dict[str, Any], capsys: Any) -> None:
+    assert run(job, "--sample", "the fox " * 1024) == 2
+    error = capsys.readouterr().err
+    assert "--sample: " in error
+    assert "of the prompt and 64 to write are more than the model's 2048 positions" in error
+
+
 @pytest.mark.parametrize("flags", [["--save-best"], ["--sample", "the fox"]])
 def test_options_that_need_held_out_data_say_so(flags: list[str], tmp_path: Path, job: Any, capsys: Any) -> None:
     assert run(_job(tmp_path, "b"), *flags) == 2
@@ -224,9 +231,9 @@ def test_room_for_the_models_of_steps_is_asked_for_at_the_start(
     asked: list[int] = []
     before = SavedSteps.require_room
 
-    def require(self: Any, model_bytes: int, done: int) -> None:
+    def require(self: Any, model_bytes: int) -> None:
         asked.append(model_bytes)
-        before(self, 1 << 50, done)
+        before(self, 1 << 50)
 
     monkeypatch.setattr(SavedSteps, "require_room", require)
     assert run(job, "--save-every", "2", "--save-limit", "2") == 2
