@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from infinity.cli.command import command
-from infinity.cli.job import values_of
+from infinity.cli.job import Origin, values_of
 from infinity.config import SwapConfig
 
 OPTIONS_NAME = "run.yaml"
@@ -16,11 +16,11 @@ _NOT_AGAIN = ("output", "log_dir")
 """Each run has its own."""
 
 
-def write_again(options: argparse.Namespace, config: SwapConfig, directory: Path) -> None:
+def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
     """Write the options of a run and its swap config, as `again` names them. Raises OSError."""
     values = {
         name.replace("_", "-"): value
-        for name, value in values_of(options).items()
+        for name, value in (values_of(options) | {"model": origin.model}).items()
         if value is not None and value is not False and name not in _NOT_AGAIN
     }
     for name, content in ((OPTIONS_NAME, values), (CONFIG_NAME, config.model_dump(mode="json"))):

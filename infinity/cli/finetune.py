@@ -19,6 +19,7 @@ from infinity.cli.command import command
 from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.loop import Run
+from infinity.cli.marked import Owner
 from infinity.cli.optimizers import moments_of
 from infinity.cli.options import require_alone
 from infinity.cli.output import Output, require_apart
@@ -47,7 +48,7 @@ def finetune(options: argparse.Namespace) -> int:
     """
     with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
         begun = _begin(options, world, tell, held)
-        return 0 if begun is None else _carry_out(begun, tell)
+        return 0 if begun is None else _carry_out(begun, tell, held)
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,17 @@ class _Begun:
     """A job whose files were looked at.
 
     Attributes:
-        past: the run that it goes on with.
-        output: on rank 0.
+        resuming: whether it goes on with a run.
+        output, owner: on rank 0.
     """
 
     world: World
     options: argparse.Namespace
     config: SwapConfig
-    past: job.Past | None
+    origin: job.Origin
+    resuming: bool
     output: Output | None
+    owner: Owner | None
     tokenizer: Any
     data: Data
 
@@ -74,15 +77,14 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute())
     if tell("whether the run has ended", has_ended)[0]:
         return None
-    options, config, past = job.resolve(options, world, tell)
+    resolved = job.resolve(options, world, tell)
+    options, config, resuming = resolved.options, resolved.config, resolved.steps is not None
     _check(options)
-    if world.speaks and past is None:
-        saved_steps.require_new(options)
-        loggers.require_new(options)
-    output = _output(options, config, past) if world.speaks else None
+    output = _output(options, config, resolved.steps) if world.speaks else None
+    owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
     require_ready(config)
-    _require_model(options.model, resuming=past is not None)
+    _require_model(options.model, resuming=resuming)
     named = models.named(options)
     tokenizer = load_tokenizer(options.model, **named)
     torch.manual_seed((options.seed + world.rank) % 2**64)
@@ -95,19 +97,21 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     limits.require_fit(options.model, options.sequence_length, data.largest_token, **named)
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
-    return _Begun(world, options, config, past, output, tokenizer, data)
+    return _Begun(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
 
 
-def _carry_out(begun: _Begun, tell: Tell) -> int:
+def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
+    """Args: ending: closes the loggers, which may take long, once the result is there."""
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
-    model = models.load(options, config, resuming=begun.past is not None)
+    model = models.load(options, config, resuming=begun.resuming)
     try:
         model_bytes = sum(told(model, "the size", models.output_bytes(model)))
         store = _store_of(model, config, world)
-        run = Run(model, data, begun.tokenizer, options, config, world, begun.past, store)
+        run = Run(model, data, begun.tokenizer, options, config, world, begun.origin, begun.owner)
+        ending.callback(run.loggers.close)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
-            run.saved.require_room(model_bytes)
+            run.saved.require_room(model_bytes, run.done)
         stopped = run.train()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
@@ -128,7 +132,8 @@ def _carry_out(begun: _Begun, tell: Tell) -> int:
         swap = config.nvme.paths[0]
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
     elif store is not None:
-        finish(config.nvme.paths, store, options.output, run.done, options.epochs)
+        passes = None if options.steps is not None else options.epochs or 1
+        finish(config.nvme.paths, store, options.output, run.done, passes)
     return int(max(tell("the end", late or stopped)))
 
 
@@ -169,10 +174,23 @@ def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
     return header_in(store).header.run
 
 
-def _output(options: argparse.Namespace, config: SwapConfig, past: job.Past | None) -> Output:
+def _beside(options: argparse.Namespace, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
+    """The owner of the directories beside the output. Raises ConfigError where they cannot be this run's."""
+    owner = Owner.of(options, config, origin, resumes=resuming)
+    saved_steps.prepare(options, owner)
+    apart = {
+        "--output": [options.output, saved_steps.directory_of(options.output)],
+        "nvme.paths": config.nvme.paths,
+        "--data": [path for path in (*options.data, *(options.eval_data or ())) if path.is_dir()],
+    }
+    loggers.prepare(options, owner, apart)
+    return owner
+
+
+def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -> Output:
     """The output directory. Raises ConfigError if the result cannot be written there."""
-    if past is not None and options.steps is not None and past.steps >= options.steps:
-        _require_new(options.output, config, past.steps)
+    if done is not None and options.steps is not None and done >= options.steps:
+        _require_new(options.output, config, done)
         print(
             f"the run has done all of its {options.steps} steps: its model is written again (to go on, give a larger "
             "--steps and another --output)",
@@ -239,7 +257,7 @@ def _save(
         tell("closing the model", None)  # then nobody uses the stores
         tokenizer.save_pretrained(directory)
         write_report(report, run.history.facts, run.history.samples, directory)
-        write_again(run.options, config, directory)
+        write_again(run.options, config, run.origin, directory)
 
     with stop_when_asked(print, promise) as stop:
         try:

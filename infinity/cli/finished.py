@@ -41,7 +41,7 @@ class Finished(Record):
         output: directory of the complete output.
         steps: optimizer steps that were done.
         ended: date, ISO 8601.
-        epochs: passes over the data, where these were given.
+        epochs: passes over the data; None where steps were given.
     """
 
     run: Name
@@ -90,7 +90,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
     if note is None:
         return False
     left = stores_of(directory, note.run)
-    longer = options.epochs is not None and note.epochs is not None and options.epochs > note.epochs
+    longer = options.epochs is not None and options.epochs > (note.epochs or 0)
     more = longer or (options.steps is not None and options.steps > note.steps)
     elsewhere = options.output is not None and options.output.expanduser().absolute() != Path(note.output)
     if more or elsewhere:

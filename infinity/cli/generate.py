@@ -23,7 +23,8 @@ from infinity.cli.streams import Outlet
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
 from infinity.cli.writing import Drawing, prompt_ids, write
 from infinity.config import SwapConfig, load_config
-from infinity.errors import ConfigError, printable
+from infinity.echo import raised
+from infinity.errors import ConfigError, InfinityError, ModelError, printable
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics
 from infinity.sizes import format_bytes
@@ -53,9 +54,14 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
 
 
 def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> int:
+    if Path(options.model).expanduser().is_dir():
+        options.model = str(Path(options.model).expanduser())
     base, revision = models.adapted(options.model)
-    require_directory_or_id(base)
-    how = models.named(options) | ({} if base == options.model or revision is None else {"revision": revision})
+    if not require_directory_or_id(base):
+        _say(f"{base}: there is no such directory; asking the Hugging Face hub for it")
+    how = models.named(options)
+    if base != options.model and revision is not None and options.revision is None:
+        how |= {"revision": revision}
     if options.threads:
         torch.set_num_threads(options.threads)
     of_adapters = base != options.model and has_tokenizer(Path(options.model).expanduser())
@@ -67,9 +73,14 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
         say_if_slow(model)
         _say(f"the weights are in place after {time.monotonic() - began:.1f} s")
         began, before = time.monotonic(), statistics(model).read_bytes
-        written = write(
-            model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
-        )
+        try:
+            written = write(
+                model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
+            )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            if isinstance(error, InfinityError):
+                raise
+            raise ModelError(f"transformers cannot let the model write: {raised(error)}") from error
         took, read = max(time.monotonic() - began, 1e-9), statistics(model).read_bytes - before
         _say(
             f"{len(written)} tokens after {ids.shape[1]} of the prompt in {took:.1f} s, {len(written) / took:.2f} "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _REQUIRED = ("model", "data", "config", "output")
 _FREE: dict[str, Any] = {
     "config": None,
     "threads": None,
+    "trust_remote_code": False,
     "verify_output": False,
     "verbose": False,
     "trace": None,
@@ -62,7 +64,6 @@ _TRAINING: dict[str, Any] = {
     "eval_split": None,
     "eval_steps": None,
     "revision": None,
-    "trust_remote_code": False,
     "lora": None,
     "lora_alpha": None,
     "lora_dropout": None,
@@ -96,7 +97,6 @@ _BEFORE: dict[str, Any] = {
     "beta2": None,
     "eps": None,
     "revision": None,
-    "trust_remote_code": False,
     "lora": None,
     "lora_alpha": None,
     "lora_dropout": None,
@@ -107,25 +107,36 @@ _BEFORE: dict[str, Any] = {
 """What runs did that have no such options."""
 
 
-class Job:
-    """A run's options, as generations keep them.
+@dataclass(frozen=True)
+class Origin:
+    """What stays of a run from its beginning, however often it goes on.
 
-    Args:
+    Attributes:
+        run: tells it from other runs.
+        model: that it was begun with, wherever its files are now.
         extended: whether it was begun for another number of steps.
     """
 
-    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World, *, extended: bool) -> None:
+    run: str
+    model: str
+    extended: bool = False
+
+
+class Job:
+    """A run's options, as generations keep them."""
+
+    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World, origin: Origin) -> None:
         self._values = values_of(options)
         self._config = config.model_dump(mode="json")
         self._ranks = world.count
-        self._extended = extended
+        self._origin = origin
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "options": self._values,
             "config": self._config,
             "ranks": self._ranks,
-            "extended": self._extended,
+            "origin": asdict(self._origin),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -138,23 +149,21 @@ def values_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Past:
-    """The run that is resumed.
+class Resolved:
+    """A job.
 
     Attributes:
-        saved: its options (Job.state_dict).
-        steps: the number of optimizer steps that the run has done.
-        extended: whether it was begun for another number of steps.
+        options: all of them.
+        steps: the number of optimizer steps that the run has done; None: nothing is resumed.
     """
 
-    saved: dict[str, Any]
-    steps: int
-    extended: bool
+    options: argparse.Namespace
+    config: SwapConfig
+    origin: Origin
+    steps: int | None
 
 
-def resolve(
-    options: argparse.Namespace, world: World, tell: Tell
-) -> tuple[argparse.Namespace, SwapConfig, Past | None]:
+def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
     """All options of a job, its swap config, and the run it resumes, as rank 0 finds it.
 
     Options that are not given come from the run: with --resume from the generations in its directory, or in the first
@@ -166,7 +175,8 @@ def resolve(
         ResumeError: --resume names a directory without generations.
     """
     config = load_config(options.config) if options.config is not None else None
-    found = tell("the run to go on with", _past(options, config) if world.speaks else None)[0]
+    new = uuid.uuid4().hex
+    found, new = tell("the run to go on with", [_past(options, config), new] if world.speaks else None)[0]
     _make_absolute(options)
     if found is None:
         _require(options)
@@ -175,7 +185,7 @@ def resolve(
             options.lr = _LR if options.lora is None else _LR_OF_ADAPTERS
         if config is None:
             raise AssertionError("a job without a config")
-        return options, config, None
+        return Resolved(options, config, Origin(new, options.model), None)
     saved, steps = found
     adapters = saved["options"]["lora"] is not None  # whose base is not in the copy
     if options.from_checkpoint is not None and options.model is None and not adapters:
@@ -184,9 +194,11 @@ def resolve(
     ranks = saved.get("ranks", 1)
     had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
-    extended = _take_over(_shared(saved, world), options, steps, as_shared) or saved.get("extended") is True
+    extended = _take_over(_shared(saved, world), options, steps, as_shared)
     _fill(options, _FREE)
-    return options, config or _saved_config(saved, options), Past(saved, steps, extended)
+    origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
+    origin = replace(origin, extended=origin.extended or extended)
+    return Resolved(options, config or _saved_config(saved, options), origin, steps)
 
 
 def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:

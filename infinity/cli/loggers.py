@@ -10,11 +10,15 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.cli.evaluation import Evaluated
+from infinity.cli.job import values_of
+from infinity.cli.marked import Owner
+from infinity.cli.output import require_apart
 from infinity.cli.progress import StepFacts
 from infinity.durable import rng
 from infinity.echo import raised
@@ -34,15 +38,21 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Makes entries of steps. Args: every: steps between two."""
+    """Makes entries of steps.
 
-    def __init__(self, every: int) -> None:
+    Args:
+        every: steps between two.
+        last: step of the run, which has an entry.
+    """
+
+    def __init__(self, every: int, last: int) -> None:
         self._every = every
+        self._last = last
         self._facts: list[StepFacts] = []
 
     def of(self, facts: StepFacts) -> list[Entry]:
         self._facts.append(facts)
-        if facts.step % self._every:
+        if facts.step % self._every and facts.step != self._last:
             return []
         since, self._facts = self._facts, []
         losses = [each.loss for each in since if math.isfinite(each.loss)]
@@ -58,52 +68,44 @@ class Entries:
 
 
 class Loggers:
-    """The loggers of a run. One that fails is named once on stderr, and the run goes on without it.
+    """The loggers of a run. One that fails is named once on stderr, and the run goes on without it. What a library
+    draws of random numbers changes nothing of the training.
 
     Args:
         options: of the run.
-        values: what the run is, by name.
+        last: its last step.
         facts, evaluations: of the steps before a resume.
         written: what the model wrote after each of these evaluations, by the prompt.
-        run: what tells this run from others, where it can be resumed.
+        owner: of the directory; None: nothing is logged here.
     """
 
     def __init__(
         self,
         options: argparse.Namespace,
-        values: dict[str, Any],
+        last: int,
         facts: Sequence[StepFacts],
         evaluations: Sequence[Evaluated],
         written: Sequence[dict[str, str]],
-        run: str | None,
+        owner: Owner | None,
     ) -> None:
-        self._entries = Entries(options.log_every or 1)
-        past = [entry for each in facts for entry in self._entries.of(each)]
-        past += [_of_evaluation(*each) for each in zip(evaluations, written, strict=True)]
-        past.sort(key=lambda entry: entry.step)
-        done = facts[-1].step if facts else 0
+        self._options = options
+        self._entries = Entries(options.log_every or 1, last)
+        self._past = [entry for each in facts for entry in self._entries.of(each)]
+        self._past += [_of_evaluation(*each) for each in zip(evaluations, written, strict=True)]
+        self._past.sort(key=lambda entry: entry.step)
         self._trackers: dict[str, Any] = {}
-        drawn = rng.snapshot()  # what a library draws must not change the training
         for name in options.logger or ():
-            self._try(name, "begin", lambda name=name: self._begin(name, options, values, past, done, run))
-        rng.restore(drawn)
+            if owner is not None:
+                self._try(name, "begin", partial(self._begin, name, owner))
 
-    def _begin(
-        self,
-        name: str,
-        options: argparse.Namespace,
-        values: dict[str, Any],
-        past: Sequence[Entry],
-        done: int,
-        run: str | None,
-    ) -> None:
-        directory = directory_of(options)
-        directory.mkdir(parents=True, exist_ok=True)
+    def _begin(self, name: str, owner: Owner) -> None:
+        directory = directory_of(self._options)
+        owner.make(directory)
         if name == "csv":
-            self._trackers[name] = _CsvFile(directory / "log.csv", past)
+            self._trackers[name] = _CsvFile(directory / "log.csv", self._past)
             return
         if name == "jsonl":
-            self._trackers[name] = _JsonFile(directory / "log.jsonl", past)
+            self._trackers[name] = _JsonFile(directory / "log.jsonl", self._past)
             return
         from accelerate import PartialState
         from accelerate.tracking import TensorBoardTracker, WandBTracker
@@ -111,14 +113,24 @@ class Loggers:
         PartialState()  # which the trackers' own log asks for
         tracker: Any
         if name == "tensorboard":
-            tracker = TensorBoardTracker(name, directory, purge_step=done + 1)
+            knows, has_past = (directory / name).is_dir(), False
+            tracker = TensorBoardTracker(name, directory, purge_step=0)  # all of it is written again
+            tracker.start()
         else:
-            project = os.environ.get("WANDB_PROJECT", _PROJECT)
-            goes_on = {} if run is None else {"id": run, "resume": "allow"}
-            tracker = WandBTracker(project, name=options.output.name, dir=str(directory), **goes_on)
-        tracker.start()
-        if not done:
-            tracker.store_init_configuration({key: _scalar(value) for key, value in values.items()})
+            tracker = WandBTracker(
+                os.environ.get("WANDB_PROJECT", _PROJECT),
+                name=self._options.output.name,
+                dir=str(directory),
+                id=owner.run,
+                resume="allow",
+            )
+            tracker.start()
+            knows = has_past = bool(getattr(tracker.tracker, "resumed", False))
+        if not knows:
+            values = values_of(self._options).items()
+            tracker.store_init_configuration({key: _scalar(value) for key, value in values})
+        for step, values_at in () if has_past else self._past:
+            tracker.log(_all_grouped(values_at), step=step)
         self._trackers[name] = tracker
 
     def step(self, facts: StepFacts) -> None:
@@ -132,14 +144,15 @@ class Loggers:
     def _log(self, entries: Iterable[Entry]) -> None:
         for step, values in entries:
             for name in list(self._trackers):
-                given = values if name in ("csv", "jsonl") else {_grouped(key): each for key, each in values.items()}
-                self._try(name, "log", lambda name=name, given=given, at=step: self._trackers[name].log(given, step=at))
+                given = values if name in ("csv", "jsonl") else _all_grouped(values)
+                self._try(name, "log", partial(self._trackers[name].log, given, step=step))
 
     def close(self) -> None:
         for name in list(self._trackers):
             self._try(name, "end", self._trackers[name].finish)
 
-    def _try(self, name: str, act: str, do: Any) -> None:
+    def _try(self, name: str, act: str, do: Callable[[], object]) -> None:
+        drawn = rng.snapshot()
         try:
             do()
         except Exception as error:  # a library's, or the disk's: none of them is worth the run
@@ -149,6 +162,8 @@ class Loggers:
                 file=sys.stderr,
                 flush=True,
             )
+        finally:
+            rng.restore(drawn)
 
 
 def _of_evaluation(found: Evaluated, written: dict[str, str]) -> Entry:
@@ -210,9 +225,13 @@ def _write(path: Path, lines: Sequence[str]) -> None:
     os.replace(aside, path)
 
 
-def _grouped(name: str) -> str:
-    """A name as Trainer gives it to its trackers."""
-    return f"eval/{name.removeprefix('eval_')}" if name.startswith(("eval_", "sample")) else f"train/{name}"
+def _all_grouped(values: dict[str, float | str]) -> dict[str, float | str]:
+    """With the names that Trainer gives to its trackers."""
+    of_evaluations = ("eval_", "sample")
+    return {
+        (f"eval/{name.removeprefix('eval_')}" if name.startswith(of_evaluations) else f"train/{name}"): value
+        for name, value in values.items()
+    }
 
 
 def _scalar(value: Any) -> str | float | bool:
@@ -234,11 +253,16 @@ def check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--logger {name} needs its library: pip install {wanted[0]}")
 
 
-def require_new(options: argparse.Namespace) -> None:
-    """Raises ConfigError where another run has its logs."""
+def prepare(options: argparse.Namespace, owner: Owner, apart: Mapping[str, Sequence[Path]]) -> None:
+    """Raises ConfigError where another run has its logs, or the directory lies where something else belongs.
+
+    Args:
+        apart: directories that it must not be, contain, or lie in, by the option that names them.
+    """
+    if not options.logger:
+        return
     directory = directory_of(options)
-    if options.logger and directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
-        raise ConfigError(
-            f"{printable(directory)}, for the files of --logger, is not an empty directory: choose another --log-dir, "
-            "or remove it"
-        )
+    for option, others in apart.items():
+        for other in others:
+            require_apart(f"--log-dir {printable(directory)}", directory, option, other)
+    owner.require(directory, "the files of --logger", "--log-dir")

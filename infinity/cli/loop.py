@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from infinity.cli import job, limits, tracing
 from infinity.cli.again import again
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.loggers import Loggers
+from infinity.cli.marked import Owner
 from infinity.cli.meanwhile import History, Meanwhile
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of, say_if_slow
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
@@ -36,16 +36,16 @@ class Run:
     """The training loop and what it records.
 
     Args:
-        past: the run that is resumed.
-        store: the run of the store that keeps the generations.
+        owner: of the directories beside the output; None on other ranks than the first.
 
     Attributes:
         model: the model that is trained.
-        options: those of the run.
+        options, origin: those of the run.
         durable: whether generations are kept.
         history: of every step, including those before a resume.
         done: number of optimizer steps, including those before a resume.
         saved: models of steps that were saved.
+        loggers: which stay open until they are closed.
     """
 
     def __init__(
@@ -56,13 +56,12 @@ class Run:
         options: argparse.Namespace,
         config: SwapConfig,
         world: World,
-        past: job.Past | None,
-        store: str | None,
+        origin: job.Origin,
+        owner: Owner | None,
     ) -> None:
         self.model = model
         self._world = world
-        self._store = store
-        self._extended = past is not None and past.extended
+        self.origin = origin
         self.durable = statistics(model).plan.placement.commit_every > 0
         self.options = options
         self._promise = (
@@ -92,7 +91,7 @@ class Run:
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         say_if_slow(model)
         self.history = History()
-        self._meanwhile = Meanwhile(model, data, tokenizer, options, world, self._steps, self.history)
+        self._meanwhile = Meanwhile(model, data, tokenizer, options, world, self._steps, self.history, owner)
         self.saved = self._meanwhile.saved
         self.done = track(
             model=model,
@@ -100,7 +99,7 @@ class Run:
             batches=self._batches,
             history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
-            **{job.NAME: job.Job(options, config, world, extended=self._extended)},
+            **{job.NAME: job.Job(options, config, world, origin)},
         )
         if self.done > self._steps:
             raise ConfigError(
@@ -108,7 +107,9 @@ class Run:
                 "give more epochs"
             )
         self._before = self.done
-        self.saved.resume(self.done)
+        self.saved.go_on(self.done, self.history.evaluations)
+        written = [self.history.written(each.step) for each in self.history.evaluations]
+        self.loggers = Loggers(options, self._steps, self.history.facts, self.history.evaluations, written, owner)
         for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
         if self.done:
@@ -145,15 +146,12 @@ class Run:
             self._traced,
             open_progress(self._steps, self.options.log_every) as progress,
             stop_when_asked(progress.say, f"stopping after this step; {self._promise}") as stop,
-            ExitStack() as ending,
         ):
-            loggers = self._loggers()
-            ending.callback(loggers.close)
             self._measured = time.perf_counter()
-            self._between_steps(progress, loggers)  # which an interruption has prevented
+            self._between_steps(progress)  # which an interruption has prevented
             for step in range(self.done + 1, self._steps + 1):
                 self._traced.before(step)
-                loggers.step(self._step(step, progress))
+                self.loggers.step(self._step(step, progress))
                 self.done = step
                 # A signal that comes from here on ends the next step.
                 stopping: int = max(told(self.model, "whether to stop", stop.asked))
@@ -164,14 +162,8 @@ class Run:
                     self._first = self._now  # the first step learns the order of units
                 if stopping:
                     return stopping
-                self._between_steps(progress, loggers)
+                self._between_steps(progress)
         return 0
-
-    def _loggers(self) -> Loggers:
-        options, history = self.options, self.history
-        wanted = options if self._world.speaks else argparse.Namespace(logger=None, log_every=None)
-        written = [history.written(each.step) for each in history.evaluations]
-        return Loggers(wanted, job.values_of(options), history.facts, history.evaluations, written, self._store)
 
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> StepFacts:
         learning_rate = float(self._optim.param_groups[0]["lr"])
@@ -205,13 +197,13 @@ class Run:
         progress.update(facts)
         return facts
 
-    def _between_steps(self, progress: PlainProgress | RichProgress, loggers: Loggers) -> None:
+    def _between_steps(self, progress: PlainProgress | RichProgress) -> None:
         """What is due after the last step. It is no part of a step."""
         if not self._meanwhile.due(self.done):
             return
         synchronize(self.model)
         before, began = statistics(self.model), time.perf_counter()
-        self._meanwhile.after(self.model, self.done, progress.say, loggers)
+        self._meanwhile.after(self.model, self.done, progress.say, self.loggers)
         after = statistics(self.model)
         self._measured += time.perf_counter() - began
         self._began, self._first, self._now = (
@@ -280,5 +272,5 @@ class Run:
             data=self._data.summary,
             notes=self._data.notes,
             evaluations=self.history.evaluations,
-            again=again(self.options, extended=self._extended),
+            again=again(self.options, extended=self.origin.extended),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -12,12 +13,14 @@ import torch
 from infinity.cli.evaluation import Evaluated, Evaluation
 from infinity.cli.limits import positions_of
 from infinity.cli.loggers import Loggers
+from infinity.cli.marked import Owner
 from infinity.cli.progress import StepFacts
 from infinity.cli.reading import Data
 from infinity.cli.saved_steps import SavedSteps
 from infinity.cli.world import World
 from infinity.cli.writing import prompt_ids, write
-from infinity.errors import ConfigError
+from infinity.echo import raised
+from infinity.errors import ConfigError, InfinityError
 
 _SAMPLE_TOKENS = 64
 _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
@@ -61,9 +64,12 @@ class History:
 
 
 class Meanwhile:
-    """Args:
+    """What is due after a step.
+
+    Args:
         options: of the run.
         last: its last step.
+        owner: of the directories beside the output; None on other ranks than the first.
 
     Raises:
         ConfigError: the model cannot take a prompt of --sample.
@@ -78,6 +84,7 @@ class Meanwhile:
         world: World,
         last: int,
         history: History,
+        owner: Owner | None,
     ) -> None:
         self._history = history
         self._tokenizer = tokenizer
@@ -96,7 +103,7 @@ class Meanwhile:
             if data.held_out is None
             else Evaluation(data.held_out, options.batch_size, options.eval_steps, last, world)
         )
-        self.saved = SavedSteps(options, tokenizer, last, world)
+        self.saved = SavedSteps(options, tokenizer, last, world, owner)
         self._world = world
 
     def due(self, step: int) -> bool:
@@ -130,5 +137,11 @@ class Meanwhile:
         model.eval()
         try:
             return str(self._tokenizer.decode(write(model, ids, self._tokenizer, self._most), skip_special_tokens=True))
+        except (ValueError, TypeError, NotImplementedError) as error:  # of transformers, on all ranks alike
+            if isinstance(error, InfinityError):
+                raise
+            if self._world.speaks:
+                print(f"warning: --sample: transformers cannot let the model write ({raised(error)})", file=sys.stderr)
+            return ""
         finally:
             model.train(training)

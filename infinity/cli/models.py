@@ -187,4 +187,10 @@ def adapted(directory: str) -> tuple[str, str | None]:
     found = PeftConfig.from_pretrained(str(Path(directory).expanduser()))
     if not found.base_model_name_or_path:
         raise ModelError(f"{directory}/adapter_config.json does not say which model the adapters are of")
-    return str(found.base_model_name_or_path), found.revision
+    base = str(found.base_model_name_or_path)
+    if base.startswith((os.sep, ".", "~")) and not Path(base).expanduser().is_dir():
+        raise ModelError(
+            f"{directory} holds adapters of {base} (base_model_name_or_path in its adapter_config.json), and there is "
+            "no such directory: write there where the model is now"
+        )
+    return base, found.revision

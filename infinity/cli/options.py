@@ -33,6 +33,41 @@ SEED_MAX = 2**64 - 1
 TOKENS_MAX = 1 << 24
 """The most tokens in one backward pass, over all its sequences: more fit no memory."""
 
+OTHERS_NAMES = {
+    "learning_rate": "lr",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "sequence_len": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "max_length": "sequence_length",
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "dataset": "data",
+    "datasets": "data",
+    "output_dir": "output",
+    "lr_scheduler_type": "schedule",
+    "lr_scheduler": "schedule",
+    "save_steps": "save_every",
+    "save_total_limit": "save_limit",
+    "logging_steps": "log_every",
+    "report_to": "logger",
+    "logging_dir": "log_dir",
+    "bf16": "dtype",
+    "fp16": "dtype",
+    "lora_r": "lora",
+    "lora_target_modules": "lora_targets",
+    "val_set_size": "eval_split",
+    "max_new_tokens": "max_tokens",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps",
+    "resume_from_checkpoint": "resume",
+}
+"""What Trainer and axolotl call options that are called otherwise here."""
 _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
@@ -58,7 +93,10 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(given, namespace)
         if unknown:
             name = unknown[0].partition("=")[0][:_MESSAGE_MAX]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
+            others = f"--{OTHERS_NAMES.get(name.removeprefix('--').replace('-', '_'), '').replace('_', '-')}"
+            known_ones = self._option_string_actions
+            near = difflib.get_close_matches(name, known_ones, n=1, cutoff=0.5)
+            near = [others] if others in known_ones else near
             hint = f"; did you mean {near[0]}?" if near and name.startswith("-") else ""
             self.error(f"unknown argument {quoted(unknown[0])}{hint}")
         return known, unknown

@@ -7,14 +7,16 @@ import difflib
 from pathlib import Path
 from typing import Any
 
+from infinity.cli import options as types
 from infinity.cli.arguments import build_finetune_parser
-from infinity.cli.options import Parser
+from infinity.cli.options import OTHERS_NAMES, Parser
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
 from infinity.strict import parse_yaml
 
 _FILE_BYTES_MAX = 1 << 20
+_TEXTS = (types.name, types.path, types.text, types.word)
 _ON_THE_COMMAND_LINE = ("options", "help", "resume", "from_checkpoint")
 
 
@@ -28,18 +30,19 @@ def with_file(options: argparse.Namespace) -> argparse.Namespace:
     if options.options is None:
         return options
     parser, file = build_finetune_parser(), printable(options.options)
-    arguments = _arguments(_read(options.options, file), parser, file)
-    try:
-        of_file = parser.parse_args(arguments)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {str(error).removesuffix(' (see `infinity finetune --help`)')}") from None
+    of_file = _checked(_read(options.options, file), parser, file)
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
-    given |= {action.dest for action in parser._actions if action.dest == "resume" and options.resume is not None}
+    if options.resume is not None:
+        given.add("resume")
     for group in parser._mutually_exclusive_groups:
-        names = {action.dest for action in group._group_actions}
-        given |= names if names & given else set()
-    merged = {name: value for name, value in vars(of_file).items() if name not in given}
-    return argparse.Namespace(**(vars(options) | {name: value for name, value in merged.items() if value is not None}))
+        names = [action.dest for action in group._group_actions]
+        both = [name for name in names if name in of_file]
+        if len(both) > 1:
+            raise ConfigError(
+                f"{file}: {_option(both[0])} and {_option(both[1])} exclude each other; leave one of them"
+            )
+        given |= set(names) if given.intersection(names) else set()
+    return argparse.Namespace(**(vars(options) | {name: each for name, each in of_file.items() if name not in given}))
 
 
 def _read(path: Path, file: str) -> dict[str, Any]:
@@ -58,37 +61,55 @@ def _read(path: Path, file: str) -> dict[str, Any]:
     return values or {}
 
 
-def _arguments(values: dict[str, Any], parser: Parser, file: str) -> list[str]:
-    """As a command line would have them."""
+def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any]:
+    """What the parser would have made of these values, by its names for them; what has no value is left out."""
     known = {action.dest: action for action in parser._actions}
-    arguments: list[str] = []
+    checked: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{hint}")
+            raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
         if name in _ON_THE_COMMAND_LINE:
-            raise ConfigError(f"{file}: --{name.replace('_', '-')} belongs on the command line")
-        option, action = f"--{name.replace('_', '-')}", known[name]
+            raise ConfigError(f"{file}: {_option(name)} belongs on the command line")
+        action = known[name]
+        if value is None or value == []:
+            continue  # as if it were not there
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise ConfigError(f"{file}: {key} is {quoted(value)}; it is true or false")
-            arguments += [option] if value else []
-        elif value is None:
-            continue  # as if it were not there
+            checked[name] = value or None
         elif action.nargs == "+":
-            texts = [_text(each, key, file) for each in (value if isinstance(value, list) else [value])]
-            if any(text.startswith("-") for text in texts):
-                raise ConfigError(f"{file}: {key}: a value that begins with - cannot be given; write ./ before a path")
-            arguments += [option, *texts] if texts else []
+            checked[name] = [_converted(each, action, key, file) for each in _listed(value)]
         else:
-            arguments.append(f"{option}={_text(value, key, file)}")
-    return arguments
+            checked[name] = _converted(value, action, key, file)
+    return checked
 
 
-def _text(value: Any, key: str, file: str) -> str:
+def _hint(name: str, known: dict[str, Any]) -> str:
+    near = [OTHERS_NAMES[name]] if name in OTHERS_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {near[0].replace('_', '-')}?" if near else ""
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _converted(value: Any, action: argparse.Action, key: str, file: str) -> Any:
+    """One value of an option. Raises ConfigError."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
         raise ConfigError(f"{file}: {key} is {kind}; it takes a number or a text")
-    return repr(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float) and action.type in _TEXTS:
+        raise ConfigError(f"{file}: {key} is the number {value!r}, and a text is needed: put it in quotes")
+    convert: Any = action.type
+    try:
+        made = convert(repr(value) if isinstance(value, float) else str(value))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{file}: {key}: {error}") from None
+    if action.choices is not None and made not in action.choices:
+        raise ConfigError(f"{file}: {key} is {quoted(made)}, and none of {', '.join(map(str, action.choices))}")
+    return made

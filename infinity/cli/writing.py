@@ -78,6 +78,11 @@ def write(
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
+    # One sequence, a token at a time, whatever the model's own settings search for.
+    settings.update(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
+    for name in ("penalty_alpha", "num_beam_groups", "prompt_lookup_num_tokens", "assistant_early_exit"):
+        if getattr(settings, name, None):
+            setattr(settings, name, None)
     if settings.pad_token_id is None:
         ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
         settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
@@ -95,6 +100,7 @@ def write(
         attention_mask=torch.ones_like(ids, device=model.device),
         generation_config=settings,
         streamer=streamer,
+        tokenizer=tokenizer,  # for stop_strings
         stopping_criteria=[_Stop(stop)],
     )
     written: list[int] = found[0, ids.shape[1] :].tolist()

@@ -17,12 +17,16 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infinity.cli import saved_steps
 from infinity.cli.loggers import Entries
 from infinity.cli.main import main
+from infinity.cli.marked import Owner
 from infinity.cli.meanwhile import History, Sample
 from infinity.cli.progress import StepFacts
 from infinity.cli.saved_steps import SavedSteps
 from infinity.errors import InfinityError
+from infinity.io.manifest import read_manifest
+from infinity.state.records import parse_body
 from tests.cli.test_evaluation import evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
 from tests.cli.test_finetune import run
@@ -31,6 +35,7 @@ from tests.cli.test_resume import _job, _losses, _same, _stop_after
 PROMPTS = ["the quick brown", "a red fox"]
 
 
+MARK = "run.infinity"
 FLAGS = ["--save-every", "2", "--save-limit", "2", "--save-best", "--sample", *PROMPTS, "--sample-tokens", "6"]
 FLAGS += ["--logger", "tensorboard", "csv", "jsonl", "--log-every", "2"]
 
@@ -56,9 +61,9 @@ def require_all_of_it(output: Path) -> None:
     steps = output.with_name(f"{output.name}-steps")
     found = evaluations(output)
     best, lowest = min(found, key=lambda each: each[1])
-    expected = {"step-8", "step-10", "best"} | ({f"step-{best}"} if best != 12 else set())
-    assert set(os.listdir(steps)) == expected
-    assert (steps / "best").resolve() == (output if best == 12 else steps / f"step-{best}").resolve()
+    named = {12: output, 10: steps / "step-10"}.get(best, steps / f"best-{best}")
+    assert set(os.listdir(steps)) == {"step-8", "step-10", "best", MARK} | ({named.name} if best < 10 else set())
+    assert (steps / "best").resolve() == named.resolve()
     entries = logged(output)
     assert [(each["step"], each["eval_loss"]) for each in entries if "eval_loss" in each] == found
     losses = [float(loss) for loss in _losses(output)]
@@ -178,10 +183,13 @@ def test_wandb_is_given_the_run_that_goes_on(job: dict[str, Any], monkeypatch: p
 
 
 def test_an_entry_has_the_mean_of_the_finite_losses_since_the_one_before() -> None:
-    entries = Entries(3)
-    made = [StepFacts(step, loss, 1e-3, 1.0, 2.0, 10, 0, 0) for step, loss in enumerate([1, math.nan, 3, 5], 1)]
+    entries = Entries(3, last=5)
+    made = [StepFacts(step, loss, 1e-3, 1.0, 2.0, 10, 0, 0) for step, loss in enumerate([1, math.nan, 3, 5, 7], 1)]
     found = [entry for each in made for entry in entries.of(each)]
-    assert [(each.step, each.values["loss"], each.values["tokens_per_s"]) for each in found] == [(3, 2.0, 5.0)]
+    assert [(each.step, each.values["loss"], each.values["tokens_per_s"]) for each in found] == [
+        (3, 2.0, 5.0),
+        (5, 6.0, 5.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +224,95 @@ def test_options_that_need_held_out_data_say_so(flags: list[str], tmp_path: Path
 
 
 @pytest.mark.parametrize(("flags", "name"), [(["--save-every", "5"], "steps"), (["--logger", "csv"], "logs")])
+@pytest.mark.parametrize("resumed", [False, True])
 def test_what_another_run_has_left_is_not_mixed_with(
-    flags: list[str], name: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+    resumed: bool, flags: list[str], name: str, job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    (tmp_path / f"out-a-{name}").mkdir()
-    (tmp_path / f"out-a-{name}" / "mine").touch()
-    assert run(job, *flags) == 2
-    assert str(tmp_path / f"out-a-{name}") in capsys.readouterr().err
+    more = ["finetune", "--resume", str(tmp_path / "swap-a"), "--steps", "14", "--output", str(tmp_path / "more")]
+    place = tmp_path / (f"more-{name}" if resumed else f"out-a-{name}")
+    if resumed:
+        assert run(job, "--keep-store") == 0
+    mine = [place / "step-1" / "mine", place / "log.csv"]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    assert (main([*more, *flags]) if resumed else run(job, *flags)) == 2
+    assert f"{place}, for " in capsys.readouterr().err
+    assert [path.read_text() for path in mine] == ["mine"] * 2
+
+
+def test_another_interval_of_saving_removes_nothing(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job, "--keep-store", "--save-every", "3") == 0
+    steps = tmp_path / "out-a-steps"
+    assert set(os.listdir(steps)) == {"step-3", "step-6", "step-9", MARK}
+    (tmp_path / "out-a").rename(tmp_path / "elsewhere")
+    more = ["finetune", "--resume", str(tmp_path / "swap-a"), "--steps", "16", "--save-every", "4"]
+    assert main(more) == 0
+    assert set(os.listdir(steps)) == {"step-3", "step-6", "step-9", "step-12", MARK}
+
+
+def test_a_run_that_goes_on_removes_what_is_half_made_or_of_later_steps(job: dict[str, Any], tmp_path: Path) -> None:
+    flags = ["--save-every", "2", "--save-best"]
+    assert _stop_after(job, signal.SIGINT, *flags).returncode == 130
+    steps = tmp_path / "out-a-steps"
+    held = json.loads((steps / MARK).read_text()) if (steps / MARK).exists() else None
+    if held is None:  # nothing was saved yet
+        _mark(steps, tmp_path)
+    for name in (".step-3-abc", "step-50", "best-60"):
+        (steps / name).mkdir()
+    (steps / "best").unlink(missing_ok=True)
+    (steps / "best").symlink_to("best-60")
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a")]) == 0
+    assert not {".step-3-abc", "step-50", "best-60"} & set(os.listdir(steps))
+    assert (steps / "best").exists()
+
+
+def _mark(directory: Path, folder: Path) -> None:
+    """As the run whose store is in swap-a marks its directories."""
+    newest = max((folder / "swap-a").glob("generation-*.infinity"))
+    tracked = parse_body(read_manifest(newest).body, newest).tracked
+    Owner(tracked["finetune"]["origin"]["run"], str(folder / "swap-a"), begins_anew=False).make(directory)
+
+
+def test_a_command_that_begins_anew_goes_on_in_what_it_left(job: dict[str, Any], tmp_path: Path) -> None:
+    always = [*(str(part) for item in job.items() for part in item), "--resume", "--logger", "csv", "--save-every", "4"]
+    Owner("before", str(tmp_path / "swap-a"), begins_anew=False).make(tmp_path / "out-a-logs")
+    Owner("before", str(tmp_path / "swap-a"), begins_anew=False).make(tmp_path / "out-a-steps")
+    assert main(["finetune", *always]) == 0
+    assert {"step-4", "step-8", MARK} <= set(os.listdir(tmp_path / "out-a-steps"))
+
+
+@pytest.mark.parametrize("place", ["out-a", "out-a/logs", "swap-a", "out-a-steps"])
+def test_logs_lie_apart_from_everything_else(place: str, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job, "--logger", "csv", "--log-dir", str(tmp_path / place)) == 2
+    assert f"--log-dir {tmp_path / place} is" in capsys.readouterr().err
+
+
+def test_a_best_model_that_could_not_be_saved_is_not_claimed(
+    job: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, saved = iter([3.0, 2.0, 2.5]), iter([True, False])
+    save = saved_steps.save_pretrained
+
+    def sometimes(*given: Any) -> None:
+        if not next(saved):
+            raise InfinityError("no space left on device")
+        save(*given)
+
+    monkeypatch.setattr("infinity.cli.evaluation.Evaluation.loss_of", lambda *_: next(losses))
+    monkeypatch.setattr(saved_steps, "save_pretrained", sometimes)
+    assert run(job, "--save-best") == 0
+    assert "lowest held-out loss: 2.0000, of step 10: its model could not be saved" in capsys.readouterr().out
+    assert (tmp_path / "out-a-steps" / "best").resolve().name == "best-5"
+
+
+def test_a_model_with_odd_settings_of_its_own_still_writes(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    settings = {"num_beams": 2, "stop_strings": ["zzz"], "return_dict_in_generate": True, "do_sample": True}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    assert run(job, "--sample", "the quick", "--sample-tokens", "4") == 0
+    said = capsys.readouterr()
+    assert "warning" not in said.err
+    assert "step 12: 'the quick' → " in said.out
 
 
 def test_room_for_the_models_of_steps_is_asked_for_at_the_start(
@@ -231,9 +321,9 @@ def test_room_for_the_models_of_steps_is_asked_for_at_the_start(
     asked: list[int] = []
     before = SavedSteps.require_room
 
-    def require(self: Any, model_bytes: int) -> None:
+    def require(self: Any, model_bytes: int, done: int) -> None:
         asked.append(model_bytes)
-        before(self, 1 << 50)
+        before(self, 1 << 50, done)
 
     monkeypatch.setattr(SavedSteps, "require_room", require)
     assert run(job, "--save-every", "2", "--save-limit", "2") == 2
@@ -249,7 +339,7 @@ def test_the_last_steps_model_is_the_output_and_is_not_saved_twice(
     monkeypatch.setattr("infinity.cli.evaluation.Evaluation.loss_of", lambda *_: next(falling))
     assert run(job, "--save-every", "6", "--save-best") == 0
     steps = tmp_path / "out-a-steps"
-    assert set(os.listdir(steps)) == {"step-6", "best"}
+    assert set(os.listdir(steps)) == {"step-6", "best", MARK}
     assert (steps / "best").resolve() == tmp_path / "out-a"
     assert load_file(steps / "best" / "model.safetensors").keys()
 

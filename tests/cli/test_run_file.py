@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from infinity.cli.options_file import with_file
 from infinity.errors import ConfigError
 from tests.cli.test_evaluation import job as job
 from tests.cli.test_finetune import run
-from tests.cli.test_resume import _job, _losses, _same
+from tests.cli.test_resume import _job, _losses, _same, _stop_after
 
 
 def parsed(tmp_path: Path, values: Any, *flags: str) -> Any:
@@ -51,19 +52,20 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ("learning-rate: 1\n", "'learning-rate' is no option of infinity finetune"),
-        ("batch-sizes: 1\n", "did you mean batch_size?"),
-        ("lr: -1\n", "run.yaml: argument --lr: must be positive"),
-        ("lr: high\n", "run.yaml: argument --lr: 'high' is not a number"),
+        ("learning_rate: 1\n", "'learning_rate' is no option of infinity finetune; did you mean lr?"),
+        ("batch-sizes: 1\n", "did you mean batch-size?"),
+        ("lr: -1\n", "run.yaml: lr: must be positive"),
+        ("lr: high\n", "run.yaml: lr: 'high' is not a number"),
+        ("revision: 1.10\n", "revision is the number 1.1, and a text is needed: put it in quotes"),
+        ("dtype: int8\n", "dtype is 'int8', and none of bf16, fp16, fp32"),
         ("lr: [1, 2]\n", "lr is a list; it takes a number or a text"),
         ("lr: true\n", "lr is true or false; it takes a number or a text"),
         ("save-best: 1\n", "save-best is 1; it is true or false"),
         ("resume: there\n", "--resume belongs on the command line"),
         ("options: other.yaml\n", "--options belongs on the command line"),
-        ("steps: 1\nepochs: 1\n", "not allowed with argument"),
+        ("steps: 1\nepochs: 1\n", "--steps and --epochs exclude each other: leave one out"),
         ("lr: 1\nlr: 2\n", "the key 'lr' is given twice"),
         ("- lr\n", "expected options and values, such as `lr: 1e-5`, found list"),
-        ("data: [--model]\n", "data: a value that begins with - cannot be given"),
     ],
 )
 def test_a_mistake_names_the_file_and_the_option(values: str, says: str, tmp_path: Path) -> None:
@@ -98,6 +100,18 @@ def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
     assert (tmp_path / "out-a" / adapters).read_bytes() == (tmp_path / "out-c" / adapters).read_bytes()
     mine, others = ((tmp_path / f"out-{name}" / "run.yaml").read_text() for name in "ac")
     assert mine == others
+
+
+def test_a_run_that_went_on_from_a_copy_names_the_model_it_began_with(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job) == 0
+    _stop_after(_job(tmp_path, "b"), signal.SIGINT)
+    assert main(["checkpoint", "export", str(tmp_path / "swap-b"), "--output", str(tmp_path / "copy")]) == 0
+    _job(tmp_path, "c")
+    goes_on = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(tmp_path / "c.yaml")]
+    assert main(["finetune", *goes_on, "--output", str(tmp_path / "out-c")]) == 0
+    again = shlex.split(json.loads((tmp_path / "out-c" / "report.json").read_text())["again"])
+    assert main([*again[again.index("finetune") : -1], str(tmp_path / "out-d")]) == 0
+    assert _losses(tmp_path / "out-d") == _losses(tmp_path / "out-a")
 
 
 def test_a_run_that_was_extended_says_that_it_is_not_the_same_again(job: dict[str, Any], tmp_path: Path) -> None:
