@@ -59,6 +59,8 @@ def _write(model: Any, target: Path, state: Tensors) -> None:
         if (target / "README.md").exists():  # PEFT changes a model card that is there
             shutil.copy(target / "README.md", aside)
         inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it
+        for path in aside.rglob("*.safetensors"):  # which safetensors makes for its owner only
+            path.chmod(0o644)
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
         else:

@@ -175,11 +175,13 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
     from infinity.cli import job
     from infinity.cli.tokenizer import load_tokenizer
 
-    model = job.model_of(tracked)
-    if model is None:
+    found = job.model_of(tracked)
+    if found is None:
         return
+    model, revision = found
     try:
-        load_tokenizer(model).save_pretrained(directory)
+        named = {} if revision is None else {"revision": revision}
+        load_tokenizer(model, trust_remote_code=False, **named).save_pretrained(directory)
     except ModelError as error:
         print(
             f"warning: the copy has no tokenizer. {error}. Copy the tokenizer's files into it, or give --model with "

@@ -15,7 +15,7 @@ import hashlib
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +49,9 @@ class _Content:
         chats: those of them that the chat template made.
         blank: number of blank documents, which were left out.
         cut: number of examples that were longer than a sequence.
-        unlearned: number of examples of which nothing would be learned, which were left out.
+        unanswered: number of examples without an answer, which were left out.
+        late: number of examples whose answer begins behind the end of a sequence, which were left out.
+        rows: the first rows that were cut, or left out, by why.
     """
 
     digest: Any
@@ -61,10 +63,22 @@ class _Content:
     chats: int = 0
     blank: int = 0
     cut: int = 0
-    unlearned: int = 0
+    unanswered: int = 0
+    late: int = 0
+    rows: dict[str, list[str]] = field(default_factory=dict)
 
     def copy(self) -> _Content:
-        return _Content(**{**vars(self), "digest": self.digest.copy()})
+        rows = {why: list(places) for why, places in self.rows.items()}
+        return _Content(**{**vars(self), "digest": self.digest.copy(), "rows": rows})
+
+    def note(self, why: str, where: str) -> None:
+        places = self.rows.setdefault(why, [])
+        if len(places) <= _NAMED:
+            places.append(where)
+
+    def places(self, why: str) -> str:
+        places = self.rows.get(why, [])
+        return ", ".join(places[:_NAMED]) + (", …" if len(places) > _NAMED else "")
 
 
 class _Span(NamedTuple):
@@ -187,36 +201,52 @@ class PackedData:
 
     def summary(self) -> str:
         """What is there to train on."""
-        form = f"{self.sequences} sequences of {self.sequence_length}"
+        form = f"{_counted(self.sequences, 'sequence')} of {self.sequence_length}"
         if not self.has_examples:
-            return f"{self.tokens} tokens in {form}"
+            rest = self.tokens - self.sequences * self.sequence_length
+            dropped = f"; the last {rest} tokens, less than a sequence, are left out" if rest else ""
+            return f"{self.tokens} tokens of {_counted(self._content.documents, 'document')} in {form}{dropped}"
         used = sum(span.numel for span in self._spans)
         return (
-            f"{self._content.documents} examples in {form}: {used} tokens, of which {self._learned()} are learned, and "
-            f"{self.sequences * self.sequence_length - used} of padding"
+            f"{_counted(self._content.documents, 'example')} in {form}: {used} tokens, of which {self._learned()} are "
+            f"learned, and {self.sequences * self.sequence_length - used} of padding"
         )
 
     def notes(self) -> list[str]:
         """Sentences about files and documents that were left out or cut, and about missing separators; [] when there
         are none."""
-        content, said = self._content, []
+        content, noted = self._content, list[str]()
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
-            said.append(f"files left out: {len(self.left_out)} (" + self._why_left_out() + f"{more})")
+            noted.append(f"files left out: {len(self.left_out)} (" + self._why_left_out() + f"{more})")
         if content.blank:
-            said.append(f"documents left out, because they are blank: {content.blank}")
-        if content.unlearned:
-            said.append(
-                f"examples left out, because nothing of them would be learned: {content.unlearned} (no answer in the "
-                f"first {self.sequence_length} tokens)"
-            )
-        if content.cut:
-            said.append(
-                f"examples cut, because they are longer than --sequence-length {self.sequence_length}: {content.cut}"
-            )
+            noted.append(f"documents left out, because they are blank: {content.blank}")
+        length = f"--sequence-length {self.sequence_length}"
+        for count, why, said in (
+            (content.unanswered, "unanswered", "examples left out, because they have no answer"),
+            (content.late, "late", f"examples left out, because their answer begins behind {length}"),
+            (content.cut, "cut", f"examples cut, because they are longer than {length}"),
+        ):
+            if count:
+                noted.append(f"{said}: {count} ({content.places(why)})")
         if self._tokenizer.eos_token_id is None and content.documents - content.examples > 1:
-            said.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
-        return said
+            noted.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
+        return noted
+
+    def preview(self) -> str:
+        """The first document, with what is learned of it in «»."""
+        stored = self._stored()
+        numel = min(self._ends[0] if self._ends else 0, self.sequence_length)
+        text, spans = "", list[tuple[bool, list[int]]]()
+        for place, marked in enumerate(stored[:numel].tolist()):
+            learned = place > 0 and marked < int(_NOT_LEARNED)
+            if not spans or spans[-1][0] != learned:
+                spans.append((learned, []))
+            spans[-1][1].append(marked & ~int(_NOT_LEARNED))
+        for learned, ids in spans:
+            piece = self._tokenizer.decode(ids)
+            text += f"«{piece}»" if learned else piece
+        return text
 
     def _why_left_out(self) -> str:
         return "; ".join(f"{printable(path)}: {reason}" for path, reason in self.left_out[:_NAMED])
@@ -253,9 +283,14 @@ class PackedData:
     def _add_example(self, example: Example) -> None:
         numel = min(len(example.ids), self.sequence_length)
         if not any(example.learned[1:numel]):  # the first token follows nothing
-            self._content.unlearned += 1
+            late = any(example.learned[1:])
+            self._content.late += late
+            self._content.unanswered += not late
+            self._content.note("late" if late else "unanswered", example.where)
             return
-        self._content.cut += numel < len(example.ids)
+        if numel < len(example.ids):
+            self._content.cut += 1
+            self._content.note("cut", example.where)
         self._write(example.ids[:numel], example.learned[:numel])
         self._content.examples += 1
         self._content.chats += example.is_chat
@@ -289,11 +324,15 @@ class PackedData:
 
     def _require_enough(self, names: str) -> None:
         content = self._content
-        if not content.documents and content.unlearned:
+        if not content.documents and content.late:
             raise ConfigError(
-                f"{names}: none of its {content.unlearned} examples has an answer in its first "
-                f"{self.sequence_length} tokens. Give a larger --sequence-length; or does the chat template mark what "
-                "the assistant says?"
+                f"{names}: none of its {content.late + content.unanswered} examples has an answer in its first "
+                f"{self.sequence_length} tokens: give a larger --sequence-length"
+            )
+        if not content.documents and content.unanswered:
+            raise ConfigError(
+                f"{names}: none of its {content.unanswered} examples has an answer. Is there a message of the "
+                "assistant, and does the chat template mark what it says?"
             )
         if not content.documents:
             why = self._why_left_out() or "everything in it is blank"
@@ -374,6 +413,10 @@ class PackedData:
 
     def close(self) -> None:
         self._spill.close()
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _around_text(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -24,9 +24,10 @@ _CUT_WINDOW = 1 << 16
 _LINE_BYTES_MAX = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 _LINES = (".jsonl", ".ndjson")
+_LIST = ".json"
+"""A list of rows. It is read where it is named; in a directory such a file may be anything."""
+_LIST_BYTES_MAX = 1 << 30
 _OTHER_FORMATS = {
-    (".json",): "Give .jsonl instead, one object a line: a file that is so already only needs the other name, an array "
-    "becomes lines with `jq -c '.[]' FILE.json > FILE.jsonl`",
     (".feather",): "Give .parquet or .jsonl instead; pandas writes both",
     (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
 }
@@ -67,12 +68,14 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
             found = list(_walk(path, set()))
             if not found:
                 raise ConfigError(f"{printable(path)}: the directory has no files")
-            readable = [file for file in found if not _kind(file) and not _other_format(file)]
+            why = {file: _kind(file) or _other_format(file, in_directory=True) for file in found}
+            readable = [file for file in found if not why[file]]
             if not readable:  # a dataset in another format, then
                 for file in found:
                     _require_format(file)
+                raise ConfigError(f"{printable(found[0])}: {why[found[0]]}")
             files += readable
-            others += [(file, _kind(file) or _other_format(file)) for file in found if file not in readable]
+            others += [(file, why[file]) for file in found if file not in readable]
         elif kind:
             raise ConfigError(f"{printable(path)}: {kind}")
         elif not path.stat().st_size:
@@ -99,7 +102,10 @@ def documents(path: Path, tokenizer: Any, loss_on: LossOn = "answers") -> Iterat
         empty = not path.stat().st_size
     except OSError as error:
         raise _unreadable(path, error) from error
-    if path.suffix.lower() in _LINES:
+    if path.suffix.lower() == _LIST:
+        for number, record in enumerate(_list(path), 1):
+            yield _document(record, f"{printable(path)}:{number}", tokenizer, loss_on)
+    elif path.suffix.lower() in _LINES:
         yield from () if empty else _jsonl_documents(path, tokenizer, loss_on)
     else:  # an empty file may be one of /proc, whose reader may wait for ever
         yield iter(()) if empty else _text_pieces(path)
@@ -171,10 +177,12 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
     return ConfigError(f"{printable(path)}: cannot be read: {error.strerror or error}")
 
 
-def _other_format(path: Path) -> str:
-    """'' for text, else why the file is not read."""
+def _other_format(path: Path, *, in_directory: bool = False) -> str:
+    """'' for text and rows, else why the file is not read."""
+    if in_directory and path.suffix.lower() == _LIST:
+        return "a .json file is read only where it is named itself"
     known = any(path.suffix.lower() in endings for endings in _OTHER_FORMATS)
-    return f"a {path.suffix} file is not read as text" if known else ""
+    return f"a {path.suffix} file is not read" if known else ""
 
 
 def _require_format(path: Path) -> None:
@@ -199,6 +207,27 @@ def _text_pieces(path: Path) -> Text:
 def _document(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> Document:
     found = text_or_example(record, where, tokenizer, loss_on)
     return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
+
+
+def _list(path: Path) -> list[Any]:
+    """The rows of a .json file. Raises ConfigError."""
+    try:
+        if path.stat().st_size > _LIST_BYTES_MAX:
+            raise ConfigError(
+                f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be in memory "
+                "whole: give .jsonl instead, one object a line"
+            )
+        found = json.loads(path.read_bytes().removeprefix(_BOM))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except RecursionError:
+        raise ConfigError(f"{printable(path)}: lists or objects in each other, too many to read") from None
+    except ValueError as error:
+        lines = "; a file with one object a line is called .jsonl" if "Extra data" in str(error) else ""
+        raise ConfigError(f"{printable(path)}: not valid JSON: {error}{lines}") from None
+    if not isinstance(found, list) or not found:
+        raise ConfigError(f"{printable(path)}: a .json file needs a list of rows, [{{…}}, {{…}}]")
+    return found
 
 
 def _jsonl_documents(path: Path, tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
@@ -237,7 +266,8 @@ def _parse(line: bytes, where: str) -> Any:
     except RecursionError:
         raise ConfigError(f"{where}: not usable: lists or objects in each other, too many to read") from None
     except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ConfigError(f"{where}: not valid JSON: {at} of the line; each line is one object") from None
     if record is None:
         raise ConfigError(f"{where}: null instead of an object with a 'text' string or a 'messages' list")
     return record

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.load import require_directory_or_id
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli import job, limits, loggers, models, saved_steps, tracing
 from infinity.cli.again import write_again
@@ -31,7 +30,15 @@ from infinity.cli.tokenizer import load_tokenizer
 from infinity.cli.world import World, follow, joined, lead, meeting, told
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.together import Tell
-from infinity.errors import ConfigError, InfinityError, ModelError, PeerError, SwapIOError, printable
+from infinity.errors import (
+    ConfigError,
+    InfinityError,
+    ModelError,
+    PeerError,
+    StoreNotEmptyError,
+    SwapIOError,
+    printable,
+)
 from infinity.io.headers import header_in
 from infinity.io.rank_stores import rank_path
 from infinity.runtime.offload import close
@@ -103,7 +110,10 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
 def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
     """Args: ending: closes the loggers, which may take long, once the result is there."""
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
-    model = models.load(options, config, resuming=begun.resuming)
+    try:
+        model = models.load(options, config, resuming=begun.resuming)
+    except StoreNotEmptyError as error:
+        raise _holds_a_run(config) from error
     try:
         model_bytes = sum(told(model, "the size", models.output_bytes(model)))
         store = _store_of(model, config, world)
@@ -130,11 +140,23 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
         models.verify(options.output, options, batch, logits)
     if store is not None and options.keep_store:
         swap = config.nvme.paths[0]
+        more = command("finetune", "--resume", swap, "--steps", "MORE", "--output", "DIRECTORY")
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
+        print(printable(f"to go on from it: {more}"))
     elif store is not None:
         passes = None if options.steps is not None else options.epochs or 1
         finish(config.nvme.paths, store, options.output, run.done, passes)
     return int(max(tell("the end", late or stopped)))
+
+
+def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
+    """The error that says what `infinity finetune` can do about it."""
+    paths = config.nvme.paths
+    return StoreNotEmptyError(
+        f"{printable(paths[0])} holds the generations of an earlier run. To go on with it: "
+        f"`{command('finetune', '--resume', paths[0])}`. To let it go: `{command('checkpoint', 'remove', *paths)}`. "
+        "Or name another directory in nvme.paths."
+    )
 
 
 def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
@@ -200,7 +222,12 @@ def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -
     for path in directories:
         for swap in config.nvme.paths:
             require_apart(f"--data {printable(path)}", path, "nvme.paths", swap)
-    return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
+    try:
+        return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
+    except ConfigError as error:
+        raise (
+            error if done is None else ConfigError(f"{error} (the run that is resumed has it; --output DIR)")
+        ) from None
 
 
 def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
@@ -275,14 +302,9 @@ def _save(
 
 
 def _require_model(name: str, *, resuming: bool) -> None:
-    """Raises ModelError for a name that is neither a directory nor a hub id. Says when the hub is asked, which may take
-    long."""
+    """Raises ModelError."""
     try:
-        if not require_directory_or_id(name):
-            print(
-                f"--model {printable(str(name))}: there is no such directory; asking the Hugging Face hub for it",
-                flush=True,
-            )
+        models.require(name, lambda text: print(printable(text), flush=True), adapters=False)
     except ModelError as error:
         raise ModelError(f"--model: {error}{'. Where is it now? Give --model' if resuming else ''}") from None
 

@@ -97,8 +97,8 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
         if options.resume and not left:
             raise ResumeError(
                 f"nothing to resume in {directory}: the run ended after step {note.steps}, and its store is removed. "
-                f"Its model is in {note.output}: a new run begins from it with --model. With --keep-store a run can go "
-                "on after its end."
+                + _result(Path(note.output))
+                + " With --keep-store a run can go on after its end."
             )
         return False
     if not Path(note.output).is_dir():
@@ -114,6 +114,12 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
         freed = _remove(note.run, parts if left[0] == directory else [part.parent for part in parts])
         print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
     return True
+
+
+def _result(output: Path) -> str:
+    if (output / "adapter_config.json").is_file():
+        return f"Its adapters are in {output}."
+    return f"Its model is in {output}: a new run begins from it with --model."
 
 
 def _note_in(directory: Path) -> Finished | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.load import load_config_of, load_pretrained, require_directory_or_id
+from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES, say_if_slow
@@ -44,7 +44,8 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         raise ConfigError("infinity generate runs in one process: start it without torchrun")
     for name in ("model", "config"):
         if getattr(options, name) is None:
-            raise ConfigError(f"the following arguments are required: --{name}")
+            hint = ", a file such as `weights: nvme` and `nvme: {paths: [/mnt/fast-disk/swap]}`"
+            raise ConfigError(f"the following arguments are required: --{name}{hint if name == 'config' else ''}")
     for name in ("top_p", "top_k", "seed"):
         require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--temperature", options.temperature)
     config = load_config(options.config)
@@ -56,9 +57,8 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
 def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> int:
     if Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser())
+    models.require(options.model, _say, adapters=True)
     base, revision = models.adapted(options.model)
-    if not require_directory_or_id(base):
-        _say(f"{base}: there is no such directory; asking the Hugging Face hub for it")
     how = models.named(options)
     if base != options.model and revision is not None and options.revision is None:
         how |= {"revision": revision}
@@ -81,10 +81,12 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
             if isinstance(error, InfinityError):
                 raise
             raise ModelError(f"transformers cannot let the model write: {raised(error)}") from error
+        ends = tokenizer.all_special_ids
         took, read = max(time.monotonic() - began, 1e-9), statistics(model).read_bytes - before
         _say(
             f"{len(written)} tokens after {ids.shape[1]} of the prompt in {took:.1f} s, {len(written) / took:.2f} "
             f"tokens/s; {format_bytes(read)} read from the disks"
+            + ("" if any(token not in ends for token in written) else "; the model ended at once")
         )
     out.flush()
     return int(_lost(out) and not isinstance(out.failure, BrokenPipeError))

@@ -379,13 +379,14 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     return tracked | {NAME: saved | {"options": before | saved["options"]}}
 
 
-def model_of(tracked: dict[str, Any]) -> str | None:
-    """The model that a run of `infinity finetune` was begun with, or continued with; None for another program's run."""
+def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
+    """The model that a run of `infinity finetune` was begun with, or continued with, and its revision; None for another
+    program's run."""
     try:
         options: dict[str, Any] = checked(tracked, "the run")[NAME]["options"]
     except ResumeError:
         return None
-    return str(options["model"])
+    return str(options["model"]), options["revision"]
 
 
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:

@@ -127,11 +127,17 @@ class Loggers:
             tracker.start()
             knows = has_past = bool(getattr(tracker.tracker, "resumed", False))
         if not knows:
-            values = values_of(self._options).items()
-            tracker.store_init_configuration({key: _scalar(value) for key, value in values})
+            self._say_options(name, tracker)
         for step, values_at in () if has_past else self._past:
             tracker.log(_all_grouped(values_at), step=step)
         self._trackers[name] = tracker
+
+    def _say_options(self, name: str, tracker: Any) -> None:
+        values = {key: value for key, value in values_of(self._options).items() if value is not None}
+        if name == "tensorboard":  # its own way to keep them makes a further run of each
+            tracker.log({"options": "\n".join(f"    {key}: {_scalar(each)}" for key, each in values.items())}, step=0)
+        else:
+            tracker.store_init_configuration({key: _scalar(value) for key, value in values.items()})
 
     def step(self, facts: StepFacts) -> None:
         """A step is done."""

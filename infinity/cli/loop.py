@@ -108,8 +108,7 @@ class Run:
             )
         self._before = self.done
         self.saved.go_on(self.done, self.history.evaluations)
-        written = [self.history.written(each.step) for each in self.history.evaluations]
-        self.loggers = Loggers(options, self._steps, self.history.facts, self.history.evaluations, written, owner)
+        self.loggers = self._loggers(owner)
         for group, peak in zip(self._optim.param_groups, self._scheduler.base_lrs, strict=True):
             group["lr"] = peak * self._factor(self._scheduler.last_epoch)  # --steps may have changed since
         if self.done:
@@ -120,6 +119,11 @@ class Run:
         self._measured = time.perf_counter()  # the time of `_now`
         trace = options.trace if world.speaks else None
         self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self._steps)
+
+    def _loggers(self, owner: Owner | None) -> Loggers:
+        history = self.history
+        written = [history.written(each.step) for each in history.evaluations]
+        return Loggers(self.options, self._steps, history.facts, history.evaluations, written, owner)
 
     def _say_if_never_warm(self) -> None:
         if self.options.warmup_steps >= self._steps:

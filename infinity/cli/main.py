@@ -70,6 +70,8 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
         return code or int(lost)
     _without_bars()
+    if not options.verbose:  # each try of the hub is said several times; the error says what came of them
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if options.command == "generate":
         with interruptible_imports():
             from infinity.cli.generate import generate

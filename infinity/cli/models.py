@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import fnmatch
 import importlib.util
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.carry_on import offload_from_checkpoint
-from infinity.checkpoint.load import load_pretrained
+from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.other_ranks import resume
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_alone
@@ -30,6 +31,7 @@ from infinity.runtime.statistics import statistics
 _ALL_LINEAR = "all-linear"
 """What PEFT calls every linear layer but the head."""
 _NAMED_MAX = 5
+_ADAPTERS = "adapter_config.json"
 
 
 def check(options: argparse.Namespace) -> None:
@@ -61,6 +63,43 @@ def naming_the_option() -> Iterator[None]:
         if not sign:
             raise
         raise ModelError(f"{text}With --trust-remote-code they are run.") from error
+
+
+def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
+    """Check the name of a model before anything is loaded.
+
+    Args:
+        say: is told when the hub is asked, which may take long.
+        adapters: whether the directory may hold adapters in place of a model.
+
+    Raises:
+        ModelError: the name is neither that of a directory with a model nor a hub id.
+    """
+    directory = Path(name).expanduser()
+    if not require_directory_or_id(name):
+        near = difflib.get_close_matches(directory.name, _directories(directory.parent), n=1)
+        hint = f" (there is {directory.parent / near[0]})" if near else ""
+        say(f"--model {name}: there is no such directory{hint}; asking the Hugging Face hub for it")
+        return
+    if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
+        if adapters:
+            return
+        base, _ = adapted(name)
+        raise ModelError(
+            f"{name} holds adapters of {base}: give --model {base}, or merge both into one model first, as infinity's "
+            "README shows"
+        )
+    if not (directory / "config.json").is_file():
+        inside = [each for each in _directories(directory) if (directory / each / "config.json").is_file()]
+        hint = f"; {directory / inside[0]} has one" if inside else ""
+        raise ModelError(f"{name} is not the directory of a model: it has no config.json{hint}")
+
+
+def _directories(directory: Path) -> list[str]:
+    try:
+        return [path.name for path in directory.iterdir() if path.is_dir()]
+    except OSError:
+        return []
 
 
 def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
@@ -178,7 +217,7 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
 def adapted(directory: str) -> tuple[str, str | None]:
     """The model that a directory's adapters are of, and its revision; of any other model the name itself. Raises
     ModelError."""
-    if not (Path(directory).expanduser() / "adapter_config.json").is_file():
+    if not (Path(directory).expanduser() / _ADAPTERS).is_file():
         return directory, None
     if importlib.util.find_spec("peft") is None:
         raise ModelError(f'{directory} holds adapters, which need PEFT: pip install "infinity-offload[hf]"')

@@ -7,6 +7,7 @@ later error removes it: the error says where the model is.
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -134,7 +135,8 @@ class Output:
             print(saved, file=sys.stderr)
             raise
         except Exception as error:
-            problem = raised(error)
+            taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            problem = "somebody else has written to it meanwhile" if taken else raised(error)
         if problem:
             raise InfinityError(f"{self._named}: {problem.rstrip('.')}. {saved}")
 

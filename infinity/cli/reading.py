@@ -78,7 +78,15 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
         trained, held_out = split(data, options.eval_split, options.seed)
     summary = data.summary()
     if held_out is not None:
-        summary += f"; {held_out.sequences} sequences are held out"
+        summary += (
+            f"; {trained.sequences} to train on, {held_out.sequences} held out"
+            if options.eval_data is None
+            else f"; held out: {read[1].summary()}"
+        )
+    if options.verbose:
+        print(
+            f"the first document of --data, with what is learned of it in «»:\n{printable(data.preview())}", flush=True
+        )
     return Data(
         trained,
         held_out,

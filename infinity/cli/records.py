@@ -6,6 +6,7 @@
 | `prompt`, `completion`            | the completion, and that it ends there. Strings, or lists of messages     |
 | `messages`                        | what the model's chat template marks as the assistant's                   |
 | `conversations` (ShareGPT)        | as `messages`: `from` and `value` are taken for `role` and `content`      |
+| `instruction`, `input`, `output`  | the output (Alpaca); the other two are the prompt                         |
 
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
@@ -21,13 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infinity.echo import raised
+from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, printable
 
 LossOn = Literal["answers", "all"]
 """Of rows with prompts or messages: which tokens are learned."""
 
-_SHAPES = "a 'text' string, a 'messages' list, or a 'prompt' and a 'completion'"
+_SHAPES = "a 'text' string, a list of 'messages' or 'conversations', or a 'prompt' and a 'completion'"
+_KEYS_SHOWN = 8
+_STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
@@ -44,11 +47,13 @@ class Example:
     Attributes:
         ids: tokens, with those that begin and end it.
         learned: for each token, whether it is.
+        where: file and row.
         is_chat: whether the chat template made it.
     """
 
     ids: list[int]
     learned: list[bool]
+    where: str = ""
     is_chat: bool = False
 
 
@@ -77,10 +82,24 @@ def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) ->
     if shape in ("messages", "conversations") and isinstance(record[shape], list):
         messages = _messages(record[shape], f"{where}: {shape}", shape == "conversations")
         return _chat(messages, where, tokenizer, loss_on, _tools(record, where))
-    hint = ""
-    if "instruction" in record:
-        hint = "; rows with an 'instruction' need to become rows with a 'prompt' and a 'completion'"
-    raise ConfigError(f"{where}: a row needs {_SHAPES}{hint}")
+    if isinstance(record.get("instruction"), str) and isinstance(record.get("output"), str):
+        return _answered(_of_alpaca(record, tokenizer), where, tokenizer, loss_on)
+    if shape:
+        raise ConfigError(f"{where}: '{shape}' is {_kind(record[shape])}; a row needs {_SHAPES}")
+    has = ", ".join(quoted(str(key)) for key in list(record)[:_KEYS_SHOWN]) or "nothing"
+    raise ConfigError(f"{where}: a row needs {_SHAPES}; this one has {has}")
+
+
+def _of_alpaca(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """A row of Alpaca's as a prompt and a completion: messages where there is a chat template."""
+    given = [record["instruction"], record["input"]] if record.get("input") else [record["instruction"]]
+    prompt, completion = "\n\n".join(map(str, given)), record["output"]
+    if not getattr(tokenizer, "chat_template", None):
+        return {"prompt": f"{prompt}\n\n", "completion": completion}
+    return {
+        "prompt": [{"role": "user", "content": prompt}],
+        "completion": [{"role": "assistant", "content": completion}],
+    }
 
 
 def unicode(text: str, where: str) -> str:
@@ -118,7 +137,7 @@ def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossO
     while common < min(len(asked), len(ids)) and asked[common] == ids[common]:
         common += 1
     learned = [loss_on == "all" or index >= common for index in range(len(ids))]
-    return Example(ids, learned, is_chat=isinstance(prompt, list))
+    return Example(ids, learned, where, is_chat=isinstance(prompt, list))
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -136,15 +155,31 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: L
     if marked and not re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer, where)):
         raise ConfigError(
             f"{where}: the model's chat template does not say which tokens are the assistant's: it has no "
-            "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template in the model's "
-            "directory (tokenizer_config.json or chat_template.jinja), or give --loss-on all to learn whole "
+            "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template.jinja in the model's "
+            "directory (or to chat_template in its tokenizer_config.json), as infinity's README shows; or give rows "
+            "with a 'prompt' and a 'completion' of messages, which need no marks; or --loss-on all, to learn whole "
             "conversations, what users said included."
         )
+    _require_roles(messages, where, tokenizer)
     made = _rendered(messages, where, tokenizer, tools, marked=marked)
     ids = list(made["input_ids"])
     _require_contents(messages, ids, where, tokenizer)
     learned = [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids)
-    return Example(ids, learned, is_chat=True)
+    return Example(ids, learned, where, is_chat=True)
+
+
+def _require_roles(messages: Sequence[dict[str, Any]], where: str, tokenizer: Any) -> None:
+    """Raises ConfigError for a role that nobody knows: its messages would be trained on as somebody else's."""
+    template = _template(tokenizer, where)
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role in _STANDARD_ROLES or f"'{role}'" in template or f'"{role}"' in template:
+            continue
+        meant = _ROLES.get(role.lower(), role.lower() if role.lower() in _STANDARD_ROLES else "")
+        fix = f"; did you mean '{meant}'?" if meant else f": give one of {', '.join(_STANDARD_ROLES[:5])}"
+        raise ConfigError(
+            f"{where}: messages[{index}] has the role {quoted(role)}, which the model's chat template has not{fix}"
+        )
 
 
 def _template(tokenizer: Any, where: str) -> str:
@@ -181,17 +216,12 @@ def _rendered(
 
 
 def _require_contents(messages: Sequence[dict[str, Any]], ids: list[int], where: str, tokenizer: Any) -> None:
-    """Raises ConfigError where the template leaves everything out that was said."""
-    contents = [message["content"].strip() for message in messages]
-    if not any(contents):
-        return
-    bare = tokenizer(" ".join(contents), add_special_tokens=False, verbose=False)["input_ids"]
-    if set(bare).isdisjoint(ids):
-        roles = ", ".join(sorted({printable(message["role"]) for message in messages}))
-        raise ConfigError(
-            f"{where}: the model's chat template leaves out the content of every message; does it know these "
-            f"roles: {roles}?"
-        )
+    """Raises ConfigError where the template leaves everything out that the user or the assistant said."""
+    for role in dict.fromkeys(message["role"] for message in messages):
+        said = " ".join(message["content"].strip() for message in messages if message["role"] == role)
+        bare = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
+        if role in ("user", "assistant") and said.strip() and set(bare).isdisjoint(ids):
+            raise ConfigError(f"{where}: the model's chat template leaves out everything that the {role} says")
 
 
 def _messages(given: list[Any], where: str, conversations: bool) -> list[dict[str, Any]]:

@@ -133,25 +133,25 @@ class Report:
         rows = [
             (
                 "steps",
-                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f} "
-                f"(mean of the last {self.last_steps})",
+                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}"
+                + (f" (mean of the last {self.last_steps})" if self.last_steps > 1 else ""),
             ),
+            *self._trained_row(),
+            ("data", self.data),
+            *(("", note) for note in self.notes),
+            *self._evaluation_row(),
             (
                 "time per step",
                 f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
                 + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
             ),
-            *self._evaluation_row(),
-            *self._trained_row(),
-            ("data", self.data),
-            *(("", note) for note in self.notes),
             ("  compute", f"{self.compute_s:.3f} s"),
             *self._idle_row(),
             *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
             (
                 "moved per parameter",
-                f"{self.bytes_per_parameter:.1f} B per step, counted; planned upper bound (no weights cached "
-                f"between passes, no update begun for nothing) {self.planned_bytes_per_parameter:.1f} B",
+                f"{self.bytes_per_parameter:.1f} B per step, counted; planned {self.planned_bytes_per_parameter:.1f} B "
+                "(with no weights cached between passes, and without updates that are begun for nothing)",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (

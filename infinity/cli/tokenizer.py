@@ -34,7 +34,8 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # each kind of tokenizer raises errors of its own
-        raise ModelError(f"cannot load the tokenizer of '{name}': {raised(error)}") from error
+        where = "" if Path(name).is_dir() else "there is no such directory, and from the Hugging Face hub: "
+        raise ModelError(f"cannot load the tokenizer of '{name}': {where}{raised(error)}") from error
     # Without files transformers makes an empty tokenizer, which gives no tokens for any text.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:

@@ -123,7 +123,9 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         ),
         ({"conversations": [{"from": "human"}]}, r"conversations\[0\] needs a 'content' that is a string"),
         ({"conversations": []}, "conversations is empty"),
-        ({"instruction": "fox", "output": "hen"}, "'instruction' need to become rows with a 'prompt'"),
+        ({"question": "fox", "answer": "hen"}, "this one has 'question', 'answer'"),
+        (messages("fox", role="Assistant"), r"messages\[0\] has the role 'Assistant', .*; did you mean 'assistant'"),
+        (messages("fox", role="bot"), r"messages\[0\] has the role 'bot', .*: give one of system"),
         ({"prompt": "fox"}, "'completion' is null; it must be a string or a list of messages"),
         ({"completion": "fox"}, "'prompt' is null; it must be a string or a list of messages"),
         ({"prompt": "fox", "completion": 3}, "'completion' is a int"),
@@ -141,15 +143,15 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         (messages("fox", role=3), "needs a 'role' that is a string; it has a int"),
         ({"messages": []}, "messages is empty"),
         ({"messages": ["hi"]}, r"messages\[0\] is no object with a 'role' and a 'content'"),
-        ({"messages": "hi"}, "a row needs a 'text' string, a 'messages' list"),
-        ({"messages": None}, "a row needs a 'text' string, a 'messages' list"),
-        ({"text": None}, "a row needs a 'text' string, a 'messages' list"),
-        ({"text": ["fox"]}, "a row needs a 'text' string, a 'messages' list"),
+        ({"messages": "hi"}, "'messages' is a str; a row needs a 'text' string"),
+        ({"messages": None}, "a row needs a 'text' string, a list of 'messages'"),
+        ({"text": None}, "a row needs a 'text' string, a list of 'messages'"),
+        ({"text": ["fox"]}, "'text' is a list; a row needs a 'text' string"),
         ({"text": "fox", **messages("hen")}, "both 'text' and 'messages'"),
         ({"text": "a \ud800 fox"}, "half of a surrogate pair"),
         (messages("a \udfff fox"), "half of a surrogate pair"),
-        (["fox"], "a row needs a 'text' string, a 'messages' list"),
-        ("fox", "a row needs a 'text' string, a 'messages' list"),
+        (["fox"], "a row needs a 'text' string, a list of 'messages'"),
+        ("fox", "a row needs a 'text' string, a list of 'messages'"),
         (None, "null instead of an object"),
     ],
 )
@@ -188,7 +190,7 @@ def test_a_line_that_is_no_json_is_named(line: bytes, message: str, pack: Pack, 
         ("{{ 1 // 0 }}", "refuses it: ZeroDivisionError"),
         ("{{ nothing.like.this }}", "refuses it: UndefinedError"),
         ("{% if %}", "refuses it: TemplateSyntaxError"),
-        ("<s>{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", "leaves out the content"),
+        ("<s>{% for m in messages if m.role == 'assistant' %}{{ m.content }}{% endfor %}", "leaves out everything"),
     ],
 )
 def test_a_chat_template_that_fails_is_named(template: str, message: str, pack: Pack, tmp_path: Path) -> None:
@@ -243,19 +245,37 @@ def test_blank_documents_are_counted(pack: Pack, tmp_path: Path) -> None:
         pack(tmp_path / "b.txt")
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.feather", "a.jsonl.gz", "a.zip"])
+@pytest.mark.parametrize("name", ["a.feather", "a.jsonl.gz", "a.zip"])
 def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_path: Path) -> None:
     """Alone, or where a directory has nothing else; beside text they are left out, and said to be."""
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / name).write_text("the,hen\n1,2\n")
     for path in (tmp_path / "docs" / name, tmp_path / "docs"):
-        with pytest.raises(ConfigError, match=rf"{name}: a .* file is not read as text\. (Give|Unpack) "):
+        with pytest.raises(ConfigError, match=rf"{name}: a .* file is not read\. (Give|Unpack) "):
             pack(path)
     (tmp_path / "docs" / "a.txt").write_text("the fox")
     data = pack(tmp_path / "docs")
     assert text_of(data).split() == ["the", "fox", "<eos>"]
     assert "files left out: 1 (" in data.notes()[0]
     assert f"{name}: a " in data.notes()[0]
+
+
+def test_a_list_of_rows_is_read_where_it_is_named(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    path = tmp_path / "docs" / "a.json"
+    path.write_text(json.dumps([{"text": "the fox"}, {"text": "the hen"}], indent=1))
+    assert text_of(pack(path)).split() == ["the", "fox", "<eos>", "the", "hen", "<eos>"]
+    with pytest.raises(ConfigError, match=r"a\.json: a \.json file is read only where it is named itself"):
+        pack(tmp_path / "docs")
+    for text, says in (
+        ('{"text": "a"}\n{"text": "b"}', "a file with one object a line is called .jsonl"),
+        ('{"text": "a"}', "needs a list of rows"),
+        ("[]", "needs a list of rows"),
+        ('[{"text": 3}]', r"a\.json:1: 'text' is a int"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            pack(path)
 
 
 def test_what_is_no_regular_file_is_refused_alone_and_left_out_of_a_directory(pack: Pack, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
     assert f"held-out loss         {found[0][1]:.4f} after step 5 → {found[2][1]:.4f} after step 12" in out
     report = json.loads((tmp_path / "out-a" / "report.json").read_text())
     assert [(each["step"], each["loss"]) for each in report["evaluations"]] == found
-    assert "sequences are held out" in report["data"]
+    assert "; held out: " in report["data"]
     assert run(_job(tmp_path, "b", overlap="off")) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
@@ -110,7 +110,7 @@ def test_a_split_is_evaluated_too(job: dict[str, Any], tmp_path: Path, capsys: A
     given = {name: value for name, value in job.items() if not name.startswith("--eval")}
     assert run(given | {"--eval-split": 0.1}) == 0
     assert len(evaluations(tmp_path / "out-a")) == 1
-    assert "sequences are held out" in capsys.readouterr().out
+    assert "191 to train on, 21 held out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

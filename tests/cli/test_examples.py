@@ -4,6 +4,7 @@ apart."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def spoken(talk: list[tuple[str, str]], role: str = "role", content: str = "cont
     return [{role: who, content: what} for who, what in talk]
 
 
+def test_the_template_of_the_readme_is_chatml_with_marks(read: Read) -> None:
+    found = re.search(r"```jinja\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    by = byte_level()
+    by.chat_template = found[1]
+    said = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nwho is there<|im_end|>\n<|im_start|>assistant\n"
+    assert by.apply_chat_template(spoken(TALK[:2]), tokenize=False, add_generation_prompt=True) == said
+    assert learned(read([{"messages": spoken(TALK)}], found[1])) == ["the fox<|im_end|>a hen<|im_end|>"]
+
+
 @pytest.mark.parametrize("template", ENDS, ids=["ChatML", "Llama 3", "Zephyr"])
 def test_what_the_assistant_says_is_learned_in_every_shape_of_a_row(template: str, read: Read) -> None:
     end = ENDS[template]
@@ -141,7 +152,8 @@ def test_examples_without_an_answer_are_counted(read: Read) -> None:
     rows = [{"messages": spoken(TALK[:2])}, {"messages": spoken(TALK)}]
     data = read(rows)
     assert len(learned(data)) == 1
-    assert data.notes()[0].startswith("examples left out, because nothing of them would be learned: 1")
+    assert data.notes()[0].startswith("examples left out, because they have no answer: 1 (")
+    assert data.notes()[0].endswith("rows0.jsonl:1)")
     with pytest.raises(ConfigError, match="none of its 1 examples has an answer"):
         read(rows[:1])
 
@@ -151,10 +163,24 @@ def test_an_example_that_is_too_long_is_cut_and_said(read: Read) -> None:
         [{"prompt": "who?", "completion": "the fox " * 50}, {"prompt": "who? " * 50, "completion": "a"}], length=32
     )
     assert data.sequences == 1
-    assert data.notes() == [
-        "examples left out, because nothing of them would be learned: 1 (no answer in the first 32 tokens)",
-        "examples cut, because they are longer than --sequence-length 32: 1",
+    assert [re.sub(r"\(.*/", "(", note) for note in data.notes()] == [
+        "examples left out, because their answer begins behind --sequence-length 32: 1 (rows0.jsonl:2)",
+        "examples cut, because they are longer than --sequence-length 32: 1 (rows0.jsonl:1)",
     ]
+
+
+@pytest.mark.parametrize("template", [CHATML, ""])
+def test_rows_of_alpaca_are_an_instruction_and_an_answer(template: str, read: Read) -> None:
+    data = read([{"instruction": "who is there", "input": "a door", "output": "the fox"}], template)
+    (answer,) = learned(data)
+    assert answer.strip().startswith("the fox")
+    assert "who is there\n\na door" in data.preview()
+    assert "«" in data.preview()
+
+
+def test_the_first_document_is_shown_with_what_is_learned(read: Read) -> None:
+    shown = read([{"messages": spoken(TALK)}]).preview()
+    assert [part.partition("»")[0].strip() for part in shown.split("«")[1:]] == ["the fox<|im_end|>", "a hen<|im_end|>"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv", "arrow", "saved", "saved splits"])

@@ -283,7 +283,7 @@ def test_epochs_are_passes_over_the_data(job: dict[str, Any], tmp_path: Path, ca
         ({"--data": "nowhere.txt"}, "no such file or directory"),
         ({"--data": "empty.txt"}, "the file is empty"),
         ({"--data": "short.txt"}, "less than one sequence"),
-        ({"--data": "bad.jsonl"}, "bad.jsonl:2: a row needs a 'text' string, a 'messages' list"),
+        ({"--data": "bad.jsonl"}, "bad.jsonl:2: a row needs a 'text' string, a list of 'messages'"),
         ({"--data": "broken.jsonl"}, "broken.jsonl:1: not valid JSON"),
         ({"--data": "chat.jsonl"}, "no chat template"),
         ({"--data": "binary.txt"}, "not UTF-8 text"),

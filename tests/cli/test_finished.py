@@ -87,6 +87,18 @@ def test_a_finished_run_has_nothing_to_go_on_with(short: Job, tmp_path: Path, ca
     assert "--keep-store" in error
 
 
+def test_more_epochs_than_a_finished_run_had_are_not_ignored(job: Job, tmp_path: Path, capsys: Any) -> None:
+    config = yaml.safe_load(job["--config"].read_text()) | {"commit_every": 1}
+    job["--config"].write_text(yaml.safe_dump(config))
+    one_pass = {name: value for name, value in job.items() if name != "--steps"} | {"--sequence-length": 128}
+    assert run(one_pass) == 0
+    resumed = ["finetune", "--resume", str(tmp_path / "swap"), "--epochs"]
+    assert main([*resumed, "1"]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert main([*resumed, "2"]) == 2
+    assert "its store is removed" in capsys.readouterr().err
+
+
 def test_the_next_run_in_the_directory_forgets_the_finished_one(short: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(short) == 0
     assert run(short | {"--output": tmp_path / "next"}, "--keep-store") == 0

@@ -136,7 +136,7 @@ def test_a_hub_id_is_asked_for_after_saying_so(
 
     monkeypatch.setattr(hf.AutoTokenizer, "from_pretrained", unreachable)
     assert run(job | {"--model": "nope"}) == 2
-    assert "cannot load the tokenizer of 'nope': OSError: We couldn't connect to the hub" in capsys.readouterr().err
+    assert "from the Hugging Face hub: OSError: We couldn't connect to the hub" in capsys.readouterr().err
 
 
 def test_sequences_of_one_token_are_refused(job: Job, tmp_path: Path, capsys: Any) -> None:

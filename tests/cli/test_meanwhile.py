@@ -9,10 +9,12 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,11 +111,14 @@ def test_the_model_of_a_step_is_that_of_a_run_which_ends_there(job: dict[str, An
     assert AutoTokenizer.from_pretrained(tmp_path / "out-a-steps" / "step-5")("the fox")["input_ids"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_has_all_of_it(number: int, job: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [(signal.SIGINT, "left"), (signal.SIGKILL, "left"), (signal.SIGKILL, "step 5: the model is saved")],
+)
+def test_an_interrupted_run_has_all_of_it(number: int, at: str, job: dict[str, Any], tmp_path: Path) -> None:
     assert run(job, *FLAGS) == 0
     other = evaluated(tmp_path, "b")
-    stopped = _stop_after(other, number, *FLAGS)
+    stopped = _stop_after(other, number, *FLAGS, at=at)
     assert stopped.returncode == (-9 if number == signal.SIGKILL else 128 + number)
     assert "--logger" not in stopped.stdout, "no logger fails in a process that has used nothing of its library"
     time.sleep(1.0)  # TensorBoard reads its files in the order of the seconds in their names
@@ -143,14 +148,28 @@ def test_a_model_that_cannot_be_saved_does_not_end_the_run(
 def test_a_logger_that_fails_does_not_end_the_run(
     job: dict[str, Any], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError("the network is gone")
+    log = TensorBoardTracker.log
 
-    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", fails)
+    def fails(self: Any, values: dict[str, Any], step: int) -> None:
+        if "train/loss" in values:
+            raise OSError("the network is gone")
+        log(self, values, step)
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fails)
     assert run(job, "--logger", "tensorboard", "jsonl") == 0
     said = capfd.readouterr().err
     assert said.count("warning: --logger tensorboard could not log (OSError: the network is gone)") == 1
     assert [each["step"] for each in logged(tmp_path / "out-a") if "loss" in each] == list(range(1, 13))
+
+
+def test_what_a_logger_draws_of_random_numbers_changes_nothing(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TensorBoardTracker, "log", lambda *_, **__: torch.rand(3))
+    assert run(job, "--logger", "tensorboard") == 0
+    monkeypatch.undo()
+    assert run(_job(tmp_path, "b")) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
 
 
 def test_wandb_is_given_the_run_that_goes_on(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +178,7 @@ def test_wandb_is_given_the_run_that_goes_on(job: dict[str, Any], monkeypatch: p
     class Imitation:
         def __init__(self, run_name: str, **options: Any) -> None:
             calls.append((run_name, options))
+            self.tracker = SimpleNamespace(resumed=False)
 
         def start(self) -> None:
             calls.append(("start", None))
@@ -307,12 +327,20 @@ def test_a_best_model_that_could_not_be_saved_is_not_claimed(
 
 
 def test_a_model_with_odd_settings_of_its_own_still_writes(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    settings = {"num_beams": 2, "stop_strings": ["zzz"], "return_dict_in_generate": True, "do_sample": True}
+    settings = {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "do_sample": True}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
     assert run(job, "--sample", "the quick", "--sample-tokens", "4") == 0
     said = capsys.readouterr()
     assert "warning" not in said.err
     assert "step 12: 'the quick' → " in said.out
+
+
+def test_a_model_that_cannot_write_a_sample_trains(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    """With a tokenizer of words transformers cannot look for strings to stop at."""
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"stop_strings": ["fox"]}))
+    assert run(job, "--sample", "the quick", "--sample-tokens", "4") == 0
+    assert "warning: --sample: transformers cannot let the model write (ValueError: " in capsys.readouterr().err
+    assert len(evaluations(tmp_path / "out-a")) == 3
 
 
 def test_room_for_the_models_of_steps_is_asked_for_at_the_start(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from transformers import dynamic_module_utils
 
+from infinity.cli.main import main
 from tests.cli.test_finetune import run
 from tests.cli.test_resume import _job
 from tests.cli.test_resume import job as job
@@ -38,6 +39,8 @@ class OursForCausalLM(LlamaForCausalLM):
 def ours(job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)  # of another test, whose files are gone
     directory = tmp_path / "model"
     (directory / "modeling_ours.py").write_text(CODE)
     (directory / "part_of_it.py").write_text("SCALE = 2\n")
@@ -78,6 +81,15 @@ def test_code_that_is_trusted_is_run_and_goes_with_the_output(
         check=True,
     )
     assert made.stdout == "OursForCausalLM\n"
+
+
+def test_each_process_is_told_anew_to_trust_code(ours: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(ours, "--trust-remote-code", "--keep-store") == 0
+    more = ["finetune", "--resume", str(tmp_path / "swap-a"), "--steps", "3", "--output", str(tmp_path / "more")]
+    assert main(more) == 2
+    assert "With --trust-remote-code they are run." in capsys.readouterr().err
+    assert main([*more, "--trust-remote-code"]) == 0
+    assert "trust" not in (tmp_path / "more" / "run.yaml").read_text()
 
 
 def test_a_revision_is_asked_for_everywhere(

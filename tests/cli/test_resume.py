@@ -55,14 +55,15 @@ def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def _stop_after(job: dict[str, Any], number: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Start the job in a process of its own and send it a signal after its first step."""
+def _stop_after(job: dict[str, Any], number: int, *flags: str, at: str = "left") -> subprocess.CompletedProcess[str]:
+    """Start the job in a process of its own and send it a signal after its first step, or after a line about a step
+    that says `at`."""
     command = ["finetune", *(str(part) for item in job.items() for part in item), *flags]
     process = Forked(main, command)
     seen = ""
     for line in process.stdout:
         seen += line
-        if line.startswith("step ") and "left" in line:
+        if line.startswith("step ") and at in line:
             break
     process.send_signal(number)
     rest, _ = process.finished()

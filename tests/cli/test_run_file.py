@@ -63,7 +63,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
         ("save-best: 1\n", "save-best is 1; it is true or false"),
         ("resume: there\n", "--resume belongs on the command line"),
         ("options: other.yaml\n", "--options belongs on the command line"),
-        ("steps: 1\nepochs: 1\n", "--steps and --epochs exclude each other: leave one out"),
+        ("steps: 1\nepochs: 1\n", "--steps and --epochs exclude each other; leave one of them"),
         ("lr: 1\nlr: 2\n", "the key 'lr' is given twice"),
         ("- lr\n", "expected options and values, such as `lr: 1e-5`, found list"),
     ],
