@@ -113,7 +113,7 @@ class Loggers:
         PartialState()  # which the trackers' own log asks for
         tracker: Any
         if name == "tensorboard":
-            knows, has_past = (directory / name).is_dir(), False
+            knows = False
             tracker = TensorBoardTracker(name, directory, purge_step=0)  # all of it is written again
             tracker.start()
         else:
@@ -125,11 +125,11 @@ class Loggers:
                 resume="allow",
             )
             tracker.start()
-            knows = has_past = bool(getattr(tracker.tracker, "resumed", False))
+            knows = bool(getattr(tracker.tracker, "resumed", False))
         if not knows:
             self._say_options(name, tracker)
-        for step, values_at in () if has_past else self._past:
-            tracker.log(_all_grouped(values_at), step=step)
+            for step, values in self._past:
+                tracker.log(_all_grouped(values), step=step)
         self._trackers[name] = tracker
 
     def _say_options(self, name: str, tracker: Any) -> None:
