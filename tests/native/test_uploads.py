@@ -166,11 +166,15 @@ def test_an_error_of_the_gate_fails_a_job_with_its_number(call: int, tmp_path: P
 def test_a_job_that_is_canceled_leaves_the_others_alone(rig: Rig) -> None:
     release = threading.Event()
     rig.runtime.synchronizing = lambda event: release.wait(60) and None
-    begun, queued, last = (rig.upload(rig.part(begin * PIECE, 8 * PIECE)) for begin in (0, 20, 40))
-    rig.uploads.cancel(begun)
-    rig.uploads.cancel(queued)
-    assert not begun.done()
-    release.set()
+    try:
+        begun, queued, last = (rig.upload(rig.part(begin * PIECE, 8 * PIECE)) for begin in (0, 20, 40))
+        while "record" not in [name for name, *_ in rig.runtime.calls]:
+            pass  # until the first job is under way: before, it would be canceled at once
+        rig.uploads.cancel(begun)
+        rig.uploads.cancel(queued)
+        assert not begun.done()
+    finally:
+        release.set()  # else each piece waits for a minute
     for future in (begun, queued):
         failure = finish(future)
         assert failure is not None
