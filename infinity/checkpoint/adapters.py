@@ -27,6 +27,9 @@ from infinity.runtime.gathered import gathered
 
 Tensors = dict[str, torch.Tensor]
 
+CONFIG_NAME = "adapter_config.json"
+"""PEFT's name of the file that says what adapters are of."""
+
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is one of PEFT's models. PEFT is imported already if it is."""
@@ -64,7 +67,7 @@ def _write(model: Any, target: Path, state: Tensors) -> None:
         if not target.exists() or (target.is_dir() and not any(target.iterdir())):
             put_in_place(aside, target)
         else:
-            move_into(aside, target, last="adapter_config.json")
+            move_into(aside, target, last=CONFIG_NAME)
 
 
 @contextmanager

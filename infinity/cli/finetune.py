@@ -20,7 +20,7 @@ from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.loop import Run
 from infinity.cli.marked import Owner
 from infinity.cli.optimizers import moments_of
-from infinity.cli.options import require_alone
+from infinity.cli.options import option, require_alone
 from infinity.cli.output import Output, require_apart
 from infinity.cli.reading import Data, read
 from infinity.cli.ready import require_ready
@@ -320,7 +320,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("batch_size", "gradient_accumulation", "sequence_length", "steps", "epochs", "threads"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+            raise ConfigError(f"{option(name)} must be at least 1, not {value}")
     if options.sequence_length < 2:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
     if not options.lr > 0:
@@ -330,8 +330,8 @@ def _check(options: argparse.Namespace) -> None:
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
     if options.max_grad_norm < 0 or options.warmup_steps < 0:
         raise ConfigError("--max-grad-norm and --warmup-steps cannot be negative")
-    for option, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
-        with of_option(option):
+    for named, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
+        with of_option(named):
             find_files(paths or ())
     held_out = options.eval_data or options.eval_split
     require_alone("--eval-steps", options.eval_steps, "--eval-data or --eval-split", held_out)

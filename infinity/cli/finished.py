@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from infinity import files
+from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.cli.command import command
 from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import durable
@@ -117,7 +118,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
 
 
 def _result(output: Path) -> str:
-    if (output / "adapter_config.json").is_file():
+    if (output / ADAPTERS_NAME).is_file():
         return f"Its adapters are in {output}."
     return f"Its model is in {output}: a new run begins from it with --model."
 

@@ -17,14 +17,13 @@ from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES, say_if_slow
-from infinity.cli.options import require_alone
+from infinity.cli.options import option, require_alone
 from infinity.cli.ready import require_ready
 from infinity.cli.streams import Outlet
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
 from infinity.cli.writing import Drawing, prompt_ids, write
 from infinity.config import SwapConfig, load_config
-from infinity.echo import raised
-from infinity.errors import ConfigError, InfinityError, ModelError, printable
+from infinity.errors import ConfigError, printable
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics
 from infinity.sizes import format_bytes
@@ -47,7 +46,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
             hint = ", a file such as `weights: nvme` and `nvme: {paths: [/mnt/fast-disk/swap]}`"
             raise ConfigError(f"the following arguments are required: --{name}{hint if name == 'config' else ''}")
     for name in ("top_p", "top_k", "seed"):
-        require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--temperature", options.temperature)
+        require_alone(option(name), getattr(options, name), "--temperature", options.temperature)
     config = load_config(options.config)
     require_ready(config)
     with models.naming_the_option():
@@ -73,14 +72,9 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
         say_if_slow(model)
         _say(f"the weights are in place after {time.monotonic() - began:.1f} s")
         began, before = time.monotonic(), statistics(model).read_bytes
-        try:
-            written = write(
-                model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
-            )
-        except (ValueError, TypeError, NotImplementedError) as error:
-            if isinstance(error, InfinityError):
-                raise
-            raise ModelError(f"transformers cannot let the model write: {raised(error)}") from error
+        written = write(
+            model, ids, tokenizer, most, _drawing(options), streamer=_streamer(tokenizer), stop=lambda: _lost(out)
+        )
         ends = tokenizer.all_special_ids
         took, read = max(time.monotonic() - began, 1e-9), statistics(model).read_bytes - before
         _say(
@@ -160,7 +154,7 @@ def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: 
     model.requires_grad_(False)
     try:
         for path in made:
-            path.mkdir(mode=0o700, parents=False, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
         offload(model, mine)
         try:
             model.eval()

@@ -11,6 +11,7 @@ from typing import Any
 
 from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
+from infinity.cli.options import option
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.world import World
 from infinity.config import SwapConfig, load_config
@@ -85,25 +86,23 @@ _TRAINING: dict[str, Any] = {
 }
 """Options that decide the bits of the result, with their defaults."""
 _LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
-_BEFORE: dict[str, Any] = {
-    "epochs": None,
-    "loss_on": "all",
-    "no_packing": False,
-    "eval_data": None,
-    "eval_split": None,
-    "eval_steps": None,
-    "min_lr": 0.0,
-    "beta1": None,
-    "beta2": None,
-    "eps": None,
-    "revision": None,
-    "lora": None,
-    "lora_alpha": None,
-    "lora_dropout": None,
-    "lora_targets": None,
-    "freeze": None,
-    **_KEPT,
-}
+_NEW = (
+    "epochs",
+    "no_packing",
+    "eval_split",
+    "eval_steps",
+    "min_lr",
+    "beta1",
+    "beta2",
+    "eps",
+    "revision",
+    "lora",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_targets",
+    "freeze",
+)
+_BEFORE = {name: _TRAINING[name] for name in _NEW} | {"loss_on": "all", "eval_data": None} | _KEPT
 """What runs did that have no such options."""
 
 
@@ -167,8 +166,8 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
     """All options of a job, its swap config, and the run it resumes, as rank 0 finds it.
 
     Options that are not given come from the run: with --resume from the generations in its directory, or in the first
-    of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps may differ
-    from the run's.
+    of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps and
+    --epochs may differ from the run's.
 
     Raises:
         ConfigError: an option is missing, or differs from the run's; names the option.
@@ -232,7 +231,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
         given = None if name in _LENGTH else _plain(getattr(options, name, None))
         if given is not None and given != values[name]:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is {_said(given)}, and the run that is resumed has {_said(values[name])}"
+                f"{option(name)} is {_said(given)}, and the run that is resumed has {_said(values[name])}"
                 + (shared if name == "gradient_accumulation" else "")
                 + ": leave it out, or begin a new run"
             )
@@ -305,8 +304,8 @@ def _plain(value: Any) -> Any:
 
 
 def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[str, Any], int] | None:
-    """What the newest generation that can be read says of its run, as Past has it; None when there is nothing to
-    resume."""
+    """What the newest generation that can be read says of its run (Job.state_dict), and its step; None when there is
+    nothing to resume."""
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
         return checked(copy.body.tracked, copy.directory)[NAME], copy.manifest.step

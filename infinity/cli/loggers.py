@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from infinity.cli.evaluation import Evaluated
 from infinity.cli.job import values_of
 from infinity.cli.marked import Owner
+from infinity.cli.options import require_alone
 from infinity.cli.output import require_apart
 from infinity.cli.progress import StepFacts
 from infinity.durable import rng
@@ -251,8 +252,7 @@ def directory_of(options: argparse.Namespace) -> Path:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that do nothing, or need a library that is not there."""
-    if options.log_dir is not None and not options.logger:
-        raise ConfigError("--log-dir does nothing without --logger")
+    require_alone("--log-dir", options.log_dir, "--logger", options.logger)
     for name in options.logger or ():
         wanted = _MODULES.get(name, ())
         if wanted and all(importlib.util.find_spec(module) is None for module in wanted):

@@ -18,9 +18,8 @@ from infinity.cli.progress import StepFacts
 from infinity.cli.reading import Data
 from infinity.cli.saved_steps import SavedSteps
 from infinity.cli.world import World
-from infinity.cli.writing import prompt_ids, write
-from infinity.echo import raised
-from infinity.errors import ConfigError, InfinityError
+from infinity.cli.writing import WritingError, prompt_ids, write
+from infinity.errors import ConfigError
 
 _SAMPLE_TOKENS = 64
 _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
@@ -137,11 +136,9 @@ class Meanwhile:
         model.eval()
         try:
             return str(self._tokenizer.decode(write(model, ids, self._tokenizer, self._most), skip_special_tokens=True))
-        except (ValueError, TypeError, NotImplementedError) as error:  # of transformers, on all ranks alike
-            if isinstance(error, InfinityError):
-                raise
+        except WritingError as error:
             if self._world.speaks:
-                print(f"warning: --sample: transformers cannot let the model write ({raised(error)})", file=sys.stderr)
+                print(f"warning: --sample: {error}", file=sys.stderr, flush=True)
             return ""
         finally:
             model.train(training)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.other_ranks import resume
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import require_alone
+from infinity.cli.options import option, require_alone
 from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, InfinityError, ModelError
@@ -31,13 +32,12 @@ from infinity.runtime.statistics import statistics
 _ALL_LINEAR = "all-linear"
 """What PEFT calls every linear layer but the head."""
 _NAMED_MAX = 5
-_ADAPTERS = "adapter_config.json"
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options about parts of the model that do not go together, or need what is not there."""
     for name in ("lora_alpha", "lora_dropout", "lora_targets"):
-        require_alone(f"--{name.replace('_', '-')}", getattr(options, name), "--lora", options.lora)
+        require_alone(option(name), getattr(options, name), "--lora", options.lora)
     if options.lora is None:
         return
     if options.freeze:
@@ -81,7 +81,7 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
         hint = f" (there is {directory.parent / near[0]})" if near else ""
         say(f"--model {name}: there is no such directory{hint}; asking the Hugging Face hub for it")
         return
-    if (directory / _ADAPTERS).is_file() and not (directory / "config.json").is_file():
+    if (directory / ADAPTERS_NAME).is_file() and not (directory / "config.json").is_file():
         if adapters:
             return
         base, _ = adapted(name)
@@ -217,7 +217,7 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
 def adapted(directory: str) -> tuple[str, str | None]:
     """The model that a directory's adapters are of, and its revision; of any other model the name itself. Raises
     ModelError."""
-    if not (Path(directory).expanduser() / _ADAPTERS).is_file():
+    if not (Path(directory).expanduser() / ADAPTERS_NAME).is_file():
         return directory, None
     if importlib.util.find_spec("peft") is None:
         raise ModelError(f'{directory} holds adapters, which need PEFT: pip install "infinity-offload[hf]"')
@@ -225,11 +225,11 @@ def adapted(directory: str) -> tuple[str, str | None]:
 
     found = PeftConfig.from_pretrained(str(Path(directory).expanduser()))
     if not found.base_model_name_or_path:
-        raise ModelError(f"{directory}/adapter_config.json does not say which model the adapters are of")
+        raise ModelError(f"{directory}/{ADAPTERS_NAME} does not say which model the adapters are of")
     base = str(found.base_model_name_or_path)
     if base.startswith((os.sep, ".", "~")) and not Path(base).expanduser().is_dir():
         raise ModelError(
-            f"{directory} holds adapters of {base} (base_model_name_or_path in its adapter_config.json), and there is "
+            f"{directory} holds adapters of {base} (base_model_name_or_path in its {ADAPTERS_NAME}), and there is "
             "no such directory: write there where the model is now"
         )
     return base, found.revision

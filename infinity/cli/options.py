@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = super().parse_known_args(given, namespace)
         if unknown:
             name = unknown[0].partition("=")[0][:_MESSAGE_MAX]
-            others = f"--{OTHERS_NAMES.get(name.removeprefix('--').replace('-', '_'), '').replace('_', '-')}"
+            others = option(OTHERS_NAMES.get(name.removeprefix("--").replace("-", "_"), ""))
             known_ones = self._option_string_actions
             near = difflib.get_close_matches(name, known_ones, n=1, cutoff=0.5)
             near = [others] if others in known_ones else near
@@ -214,10 +214,15 @@ def require_file_place(option: str, place: Path | None) -> None:
         raise ConfigError(f"{option}: cannot write to {printable(place)}: {why}") from error
 
 
-def require_alone(option: str, given: object, needed: str, there: object) -> None:
+def option(name: str) -> str:
+    """As the command line has an option that a namespace calls `name`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require_alone(given_as: str, given: object, needed: str, there: object) -> None:
     """Raises ConfigError for an option that does nothing without another one, which is missing."""
     if given is not None and not there:
-        raise ConfigError(f"{option} does nothing without {needed}")
+        raise ConfigError(f"{given_as} does nothing without {needed}")
 
 
 def _short(text: str) -> str:

@@ -39,7 +39,7 @@ def with_file(options: argparse.Namespace) -> argparse.Namespace:
         both = [name for name in names if name in of_file]
         if len(both) > 1:
             raise ConfigError(
-                f"{file}: {_option(both[0])} and {_option(both[1])} exclude each other; leave one of them"
+                f"{file}: {types.option(both[0])} and {types.option(both[1])} exclude each other; leave one of them"
             )
         given |= set(names) if given.intersection(names) else set()
     return argparse.Namespace(**(vars(options) | {name: each for name, each in of_file.items() if name not in given}))
@@ -70,7 +70,7 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
         if name not in known:
             raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
         if name in _ON_THE_COMMAND_LINE:
-            raise ConfigError(f"{file}: {_option(name)} belongs on the command line")
+            raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
         action = known[name]
         if value is None or value == []:
             continue  # as if it were not there
@@ -88,10 +88,6 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
 def _hint(name: str, known: dict[str, Any]) -> str:
     near = [OTHERS_NAMES[name]] if name in OTHERS_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0].replace('_', '-')}?" if near else ""
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _listed(value: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import Any
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli.evaluation import Evaluated, best_of
 from infinity.cli.marked import Owner
+from infinity.cli.options import require_alone
 from infinity.cli.world import World, told
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, PeerError, SwapIOError, printable
@@ -153,16 +154,12 @@ class SavedSteps:
         except (InfinityError, OSError) as error:
             self.failed.append(f"{printable(link)} does not name the best model, the output: {raised(error)}")
         lines = list(self.failed)
-        if there := [f"step-{step}" for step in sorted(self._saved_steps())]:
+        if there := [f"step-{step}" for step in self._saved_steps()]:
             shown = ", ".join(there) if len(there) <= _SHOWN else f"{there[0]}, …, {there[-1]}"
             lines.append(f"models of steps: {printable(self._directory)}: {shown}")
         if best is not None:
-            named = link.resolve() if link.is_dir() else None
-            where = {_step_of(named.name) if named != self._output.resolve() else self._last} if named else set()
-            lines.append(
-                f"lowest held-out loss: {best.loss:.4f}, of step {best.step}: "
-                + (f"{link}" if best.step in where else "its model could not be saved")
-            )
+            where = link if best.step == self._linked_step() else "its model could not be saved"
+            lines.append(f"lowest held-out loss: {best.loss:.4f}, of step {best.step}: {where}")
         return [printable(line) for line in lines]
 
     def _is_periodic(self, step: int) -> bool:
@@ -183,6 +180,14 @@ class SavedSteps:
         """The model of a step, where it was saved."""
         found = (self._directory / f"{name}-{step}" for name in ("step", _BEST))
         return next((path for path in found if path.is_dir()), None)
+
+    def _linked_step(self) -> int | None:
+        """The step whose model the link `best` names."""
+        link = self._directory / _BEST
+        if not link.is_dir():
+            return None
+        target = link.resolve()
+        return self._last if target == self._output.resolve() else _step_of(target.name)
 
     def _link_best(self, target: Path) -> None:
         new = self._directory / _NEW_LINK
@@ -226,9 +231,8 @@ def prepare(options: argparse.Namespace, owner: Owner) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that do nothing without another one."""
-    if options.save_limit is not None and options.save_every is None:
-        raise ConfigError("--save-limit does nothing without --save-every")
-    if options.save_best and not (options.eval_data or options.eval_split):
-        raise ConfigError("--save-best does nothing without --eval-data or --eval-split")
+    held_out = options.eval_data or options.eval_split
+    require_alone("--save-limit", options.save_limit, "--save-every", options.save_every)
+    require_alone("--save-best", options.save_best or None, "--eval-data or --eval-split", held_out)
     if options.save_best and options.eval_steps is None:
         raise ConfigError("--save-best needs --eval-steps: else the last step is the only one that is evaluated")

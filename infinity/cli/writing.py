@@ -10,7 +10,11 @@ from typing import Any
 import torch
 
 from infinity.echo import raised
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError, ModelError
+
+
+class WritingError(ModelError):
+    """transformers cannot generate with this model, or with the settings in its generation_config.json."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ def write(
         drawing: None: each is the likeliest one, and no random number is drawn.
         streamer: is given each token once it is there.
         stop: asked after each token.
+
+    Raises:
+        WritingError: before the first token, and on all ranks alike.
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
@@ -95,14 +102,19 @@ def write(
         settings.top_p = settings.top_p if drawing.top_p is None else drawing.top_p
         settings.top_k = settings.top_k if drawing.top_k is None else drawing.top_k
         torch.manual_seed(drawing.seed % 2**64)
-    found = model.generate(
-        ids.to(model.device),
-        attention_mask=torch.ones_like(ids, device=model.device),
-        generation_config=settings,
-        streamer=streamer,
-        tokenizer=tokenizer,  # for stop_strings
-        stopping_criteria=[_Stop(stop)],
-    )
+    try:
+        found = model.generate(
+            ids.to(model.device),
+            attention_mask=torch.ones_like(ids, device=model.device),
+            generation_config=settings,
+            streamer=streamer,
+            tokenizer=tokenizer,  # for stop_strings
+            stopping_criteria=[_Stop(stop)],
+        )
+    except InfinityError:
+        raise
+    except (ValueError, TypeError, NotImplementedError) as error:  # what transformers raises for settings
+        raise WritingError(f"transformers cannot let the model write ({raised(error)})") from error
     written: list[int] = found[0, ids.shape[1] :].tolist()
     return written
 

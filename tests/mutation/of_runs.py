@@ -32,7 +32,7 @@ OF_RUNS = [
     Mutant(
         "a best model that was not saved is not named",
         "infinity/cli/saved_steps.py",
-        "if best.step in where else",
+        "if best.step == self._linked_step() else",
         "if True else",
         (_MEANWHILE, "-k", "not_claimed"),
     ),
