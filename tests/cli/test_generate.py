@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from infinity.cli.main import main
 from tests.cli.test_examples import CHATML, byte_level
@@ -110,9 +110,8 @@ def test_tokens_are_shown_as_they_come(model: Path, monkeypatch: pytest.MonkeyPa
     assert shown == list(range(13))  # the prompt, then each token after its pass
 
 
+@pytest.mark.parametrize("model", [llama], ids=["llama"], indirect=True)  # GPT-2's positions are too few
 def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(model: Path, capsys: Any) -> None:
-    if LlamaForCausalLM.__name__ not in (model / "config.json").read_text():
-        pytest.skip("its positions are too few")
     tokenizer = byte_level()
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(model)
@@ -190,9 +189,8 @@ def test_what_cannot_be_done_is_an_error_of_one_line(flags: list[str], says: str
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("model", [gpt2], ids=["gpt2"], indirect=True)  # it has 64 positions
 def test_room_for_fewer_tokens_is_said(model: Path, capsys: Any) -> None:
-    if LlamaForCausalLM.__name__ in (model / "config.json").read_text():
-        pytest.skip("its positions are many")
     assert main(arguments(model, "--prompt", "fox " * 20, "--max-tokens", "500")) == 0
     found = re.search(r"at most (\d+) tokens: the model has 64 positions", capsys.readouterr().err)
     assert found is not None
