@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from infinity.optim.sgd import SGD
     from infinity.runtime.gathered import gathered, state_dict
     from infinity.runtime.methods import no_sync
+    from infinity.runtime.micro_batches import backward
     from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.trace import trace
@@ -69,6 +70,7 @@ _HOMES = {
     "optim.sgd": ("SGD",),
     "runtime.gathered": ("gathered", "state_dict"),
     "runtime.methods": ("no_sync",),
+    "runtime.micro_batches": ("backward",),
     "checkpoint.other_ranks": ("resume",),
     "runtime.offload": ("close", "offload", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
@@ -110,6 +112,7 @@ __all__ = [
     "SwapCorruptionError",
     "SwapIOError",
     "SwapTimeoutError",
+    "backward",
     "close",
     "commit",
     "export_checkpoint",

@@ -7,6 +7,7 @@ Its memory is a range of addresses, of which nothing is ever touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -100,6 +101,9 @@ class Gpu:
 
     def current(self) -> Line:
         return self.compute
+
+    def on(self, stream: Line) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def record(self, on: Line, *, timed: bool = False) -> Event:
         return on.record()

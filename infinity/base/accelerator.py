@@ -13,6 +13,7 @@ checks that each two uses of the same bytes are ordered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -65,6 +66,9 @@ class Accelerator(Protocol):
 
     def current(self) -> Stream:
         """The stream that this thread's kernels are queued on."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """In this context this thread's kernels are queued on the stream."""
 
     def record(self, on: Stream, *, timed: bool = False) -> Event:
         """An event behind everything that is queued on the stream now.
@@ -135,6 +139,9 @@ class TorchAccelerator:
 
     def current(self) -> Stream:
         return self._module.current_stream(self.device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return self._module.stream(stream)  # type: ignore[no-any-return]
 
     def record(self, on: Stream, *, timed: bool = False) -> Event:
         arguments = {"enable_timing": True} if timed else _BLOCKING.get(self.device.type, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -77,6 +77,7 @@ class Coordinator(Stepping):
     def reset(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
         self.room.forget_uses()
+        self.passes.interrupted()
 
     @transition
     def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
@@ -102,11 +103,16 @@ class Coordinator(Stepping):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @transition
-    def begin_backward(self) -> None:
-        """An outermost backward pass brings its first gradient."""
+    def begin_backward(self, *, spanning: bool = False) -> None:
+        """An outermost backward pass brings its first gradient.
+
+        Args:
+            spanning: several passes of autograd are one: all micro-batches go through one unit after the other
+                (`passed`).
+        """
         self.readers.backward_begins()
         self._forget_cleared()
-        self.passes.begin()
+        self.passes.begin(spanning=spanning)
         if self.shared is not None:
             self.shared.take_completed()  # of a pass that an exception ended
         self.progress.carry_on()
@@ -120,10 +126,10 @@ class Coordinator(Stepping):
         self.progress.carry_on()
         left = self.room.hold(indices)
         with self.health.failing(SwapTimeoutError, PeerError):
-            if self.shared is not None:
+            if self.shared is not None and not self.passes.spanning:
                 self.shared.left(left)
                 self._landed(self.shared)
-            self.gradients.backward_begins(indices, self._staying)
+            self.gradients.backward_begins(indices, self.staying)
         for index in indices:
             self._bring(self.units[index])
 
@@ -157,7 +163,8 @@ class Coordinator(Stepping):
         """Land a piece of a parameter's gradient that backward brings. Returns whether it was the last one that the
         unit expects: then `complete` is due, once the parameter has its handle."""
         self._land(place, gradient, accumulate=accumulate)
-        return self.units[place.unit.index].gradients.arrivals.came(place.spec.name)
+        was_last = self.units[place.unit.index].gradients.arrivals.came(place.spec.name)
+        return was_last and not self.passes.spanning
 
     def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
@@ -176,6 +183,22 @@ class Coordinator(Stepping):
         if self.shared is None:
             self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
+    @transition
+    def passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
+        """In a spanning pass: the backward of a micro-batch has passed these units.
+
+        Args:
+            complete: those of them that have the gradients of all micro-batches now.
+        """
+        with self.health.failing(SwapTimeoutError, PeerError):
+            if self.shared is not None:
+                for index in indices:
+                    self.shared.left((index,), complete=index in complete)
+                self._landed(self.shared)
+                return
+        for index in complete:
+            self.complete(index)
+
     def _landed(self, shared: SharedGradients) -> None:
         for index in shared.take_completed():
             self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
@@ -186,7 +209,8 @@ class Coordinator(Stepping):
         left = self.room.hold(())
         with self.health.failing(SwapTimeoutError, PeerError):
             if self.shared is not None:
-                self.shared.left(left)
+                if not self.passes.spanning:
+                    self.shared.left(left)
                 if outermost:
                     self.shared.pass_ended()
                     self._show(self.shared.agreement.present)

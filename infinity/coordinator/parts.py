@@ -45,6 +45,7 @@ class Parts(Lender):
         rewritten: names of parameters that got other values since they were brought home, by no step.
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
+        staying: the units that stay on the device while the model runs, by index.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Parts(Lender):
             for unit, named in zip(units, parameters, strict=True)
             for name, parameter in named.items()
         }
-        self._staying = frozenset(unit.index for unit in units if unit.stays)
+        self.staying = frozenset(unit.index for unit in units if unit.stays)
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
         released, shadows = released_class(self), _open_shadows(shards, resources)
         gradients = [UnitGradients(each.unit, open_gradients(each.local, resources)) for each in shards]

@@ -10,7 +10,10 @@ unpacks it. Uses counted by a forward that died are forgotten when the next one 
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -67,8 +70,37 @@ class Structure:
         )
 
 
+class _Forward:
+    """The outermost forward of one thread, with its pair of saved-tensor hooks.
+
+    Attributes:
+        depth: modules of `scopes` that are being called; 0: no forward is under way.
+        begun: outermost forwards so far.
+    """
+
+    def __init__(self, saved: SavedTensors) -> None:
+        self._saved = saved
+        self._pushed = False
+        self.depth = 0
+        self.begun = 0
+
+    def push(self) -> None:
+        self.begun += 1
+        if torch.is_grad_enabled():
+            torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
+            self._pushed = True
+
+    def pop(self) -> None:
+        if self._pushed:
+            self._pushed = False
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 class Scope:
     """The outermost forward under way: it owns the pair of saved-tensor hooks.
+
+    Where all micro-batches go through one unit after the other (micro_batches.py) each has a forward in a thread of its
+    own, a lane, and these are one for the coordinator.
 
     Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
     exception. Ctrl-C skips post-hooks; then the next outermost forward, step, gathering or the end of the model finds
@@ -80,47 +112,84 @@ class Scope:
         self._ends = ends
         self._structure = structure
         self._saved = SavedTensors(coordinator)
-        self._depth = 0
+        self._own = _Forward(self._saved)
+        self._lanes: dict[int, _Forward] = {}  # by thread
         self._call: Call | None = None
-        self._pushed = False
         self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
+
+    @property
+    def begun(self) -> int:
+        """Outermost forwards so far, but for those of lanes."""
+        return self._own.begun
 
     def enter(self) -> None:
         if in_backward():
             return
-        if self._depth and not self._runs_here():
-            self.abandon()
-        if self._depth == 0:
-            try:
-                self._open()
-            except BaseException:
-                self._close()
-                raise
-        self._depth += 1
+        forward = self._lanes.get(threading.get_ident())
+        if forward is None:
+            forward = self._own
+            if forward.depth == 0 or not self._runs_here():
+                self._begin()
+        elif forward.depth == 0:
+            forward.push()
+        forward.depth += 1
 
     def leave(self) -> None:
-        if in_backward() or self._depth == 0:
+        forward = self._lanes.get(threading.get_ident(), self._own)
+        if in_backward() or forward.depth == 0:
             return
-        self._depth -= 1
-        if self._depth == 0:
-            self._close()
+        forward.depth -= 1
+        if forward.depth == 0:
+            forward.pop()
+            if forward is self._own:
+                self._close()
 
     def abandon(self) -> None:
         """Forget a forward that an exception ended without its post-hooks."""
-        self._depth = 0
+        self._own.depth = 0
+        self._own.pop()
         self._close()
         self.coordinator.reset()
 
-    def _open(self) -> None:
+    @contextmanager
+    def lanes(self) -> Iterator[None]:
+        """In this context the threads that are in `lane` have forwards, and no others. They are training forwards."""
+        if self._own.depth:
+            self.abandon()
+        try:
+            self._open(training=True)
+            yield
+        finally:
+            self._close()
+
+    @contextmanager
+    def lane(self) -> Iterator[None]:
+        """The forwards of this thread are those of a lane in this context."""
+        thread = threading.get_ident()
+        self._lanes[thread] = forward = _Forward(self._saved)
+        try:
+            yield
+        finally:
+            del self._lanes[thread]
+            forward.pop()
+
+    def _begin(self) -> None:
+        if self._own.depth:
+            self.abandon()
+        try:
+            self._open(training=torch.is_grad_enabled())
+            self._own.push()
+        except BaseException:
+            self._own.pop()
+            self._close()
+            raise
+
+    def _open(self, *, training: bool) -> None:
         self._structure.require_unchanged()
         self.coordinator.reset()
         self._ends.forget()
         self.coordinator.timeline.forget("forward", "backward")
-        training = torch.is_grad_enabled()
         self.coordinator.begin_forward(training=training)
-        if training:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
-            self._pushed = True
         self._call = Call()
         self.coordinator.forward_begins(self._end_if_dead)
         for index in self._staying:
@@ -128,9 +197,6 @@ class Scope:
 
     def _close(self) -> None:
         self._call = None
-        if self._pushed:
-            self._pushed = False
-            torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._staying:
             self.coordinator.release(index)
         self.coordinator.forward_ends()
@@ -139,7 +205,7 @@ class Scope:
         return self._call is not None and self._call.of_this_thread and self._call.runs
 
     def _end_if_dead(self) -> None:
-        if self._depth and self._call is not None and self._call.of_this_thread and not self._call.runs:
+        if self._own.depth and self._call is not None and self._call.of_this_thread and not self._call.runs:
             self.abandon()
 
 
@@ -327,11 +393,13 @@ class ParameterHooks(Guard):
 class BackwardEnds:
     """One callback at the end of every backward pass in which a gradient arrived.
 
-    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward.
+    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward. In `spanning`,
+    all passes are one.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._spanning = False
         self._tasks: list[int] = []  # of the passes under way, the innermost last
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
@@ -340,11 +408,23 @@ class BackwardEnds:
         self._tasks.clear()
         self._put_back()
 
+    @contextmanager
+    def spanning(self) -> Iterator[None]:
+        """All passes of autograd in this context are one backward pass of the model."""
+        self._coordinator.begin_backward(spanning=True)
+        self._spanning = True
+        try:
+            yield
+        finally:
+            self._spanning = False
+        self._coordinator.timeline.end_all("backward")
+        self._coordinator.end_backward(outermost=True)
+
     def watch(self) -> None:
         task = torch._C._current_graph_task_id()
         if task == -1 or task in self._tasks:
             return
-        if not self._tasks:
+        if not self._tasks and not self._spanning:
             self._coordinator.begin_backward()
         self._tasks.append(task)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
@@ -354,6 +434,8 @@ class BackwardEnds:
         if task in self._tasks:
             del self._tasks[self._tasks.index(task) :]
         self._put_back()
+        if self._spanning:
+            return
         if not self._tasks:
             self._coordinator.timeline.end_all("backward")
         self._coordinator.end_backward(outermost=not self._tasks)

@@ -22,7 +22,7 @@ from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
 from infinity.errors import ConfigError, ModelError, ResumeError
-from infinity.runtime.anew import Resize, remember_handles, remember_readers, take_back
+from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
@@ -36,6 +36,7 @@ from infinity.runtime.hooks import (
     Structure,
 )
 from infinity.runtime.methods import Given, give_methods
+from infinity.runtime.micro_batches import remember
 from infinity.runtime.pins import generation_of
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
@@ -303,12 +304,12 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _install(
     model: nn.Module, found: Discovery, coordinator: Coordinator
-) -> tuple[list[RemovableHandle], list[RemovableHandle]]:
+) -> tuple[list[RemovableHandle], list[Handle]]:
     """Put the hooks on parameters and on modules, and return them."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, Structure(model), ends)
     on_parameters: list[RemovableHandle] = []
-    on_modules: list[RemovableHandle] = []
+    on_modules: list[Handle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
         on_modules.append(site.module.register_forward_hook(SiteLeave(coordinator, site.units), always_call=True))
@@ -321,4 +322,6 @@ def _install(
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             on_parameters.append(parameter.register_hook(hooks.before))
             on_parameters.append(parameter.register_post_accumulate_grad_hook(hooks.after))
+    on_modules.append(remember(model, coordinator, scope, ends, found.sites))
+    on_modules.append(remember(model, coordinator, scope, ends, found.sites))
     return on_parameters, [*on_modules, *guard(model, coordinator)]

@@ -57,6 +57,10 @@ class Passes:
 
     Args:
         arrivals: of every unit.
+
+    Attributes:
+        spanning: the pass under way takes all micro-batches through one unit after the other, and it is told when a
+            unit has the gradients of all of them.
     """
 
     def __init__(self, arrivals: Sequence[Arrivals]) -> None:
@@ -65,19 +69,30 @@ class Passes:
         self._passes_learned = 1
         self._accumulating = 0
         self._told = False  # no_sync was used since the last step: the passes outside of it are the last ones
+        self.spanning = False
 
-    def begin(self) -> None:
-        """An outermost backward pass begins."""
+    def begin(self, *, spanning: bool = False) -> None:
+        """An outermost backward pass begins. Args: spanning: as the attribute."""
+        self.spanning = spanning
+        self._told = self._told or spanning
         for each in self._arrivals:
             each.begin_pass()
 
     def end(self) -> None:
         """The outermost backward pass is over."""
+        spanned, self.spanning = self.spanning, False
         if not any(each.any_came for each in self._arrivals):
             return
         self._passes += 1
         for each in self._arrivals:
-            each.end_pass()
+            if spanned:
+                each.begin_pass()  # how many pieces came says nothing of a pass with one micro-batch
+            else:
+                each.end_pass()
+
+    def interrupted(self) -> None:
+        """An exception ended the pass under way."""
+        self.spanning = False
 
     def step_ended(self) -> None:
         """The gradients of the passes so far were used."""

@@ -279,10 +279,18 @@ class SharedGradients(Gradients):
     def of(self, place: Place) -> SharedGroup:  # type: ignore[override]
         return self._groups[place.unit.index, place.group_index]
 
-    def left(self, units: Iterable[int]) -> None:
-        """The backward of other units begins. Raises PeerError."""
+    def left(self, units: Iterable[int], *, complete: bool | None = None) -> None:
+        """The backward of other units begins, or of another micro-batch.
+
+        Args:
+            complete: whether these units have all gradients of the pass; None: where no piece is missing.
+
+        Raises:
+            PeerError: a rank failed.
+        """
         for index in units:
-            self._outbox.send(index, complete=self._units[index].arrivals.all_came)
+            all_came = self._units[index].arrivals.all_came
+            self._outbox.send(index, complete=all_came if complete is None else complete)
         self._outbox.land()
 
     def pass_ended(self) -> None:

@@ -1,0 +1,195 @@
+"""Whether the units of a model form a chain, learned from one forward in ordinary order.
+
+[Note: what a chain is]
+All micro-batches can go through one unit after the other where nothing but what a unit is given comes from what ran
+before it. So where a unit begins the graph can be cut, if no edge goes past the cut. While the forward is recorded,
+each tensor that a unit is given passes a `_Mark`, a node that changes nothing: an edge from there is one that the cut
+replaces. Any other edge between two pieces goes past all cuts between them, and they are none.
+
+What remains are the stages: from one cut to the next. A stage may have several units, as where an image is put amid
+embedded words. Where a loss has a part for each router of a mixture of experts, edges go past all units and nothing
+remains.
+
+What else couples micro-batches is a buffer that the forward changes, as the means of BatchNorm: their order matters.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.runtime.pieces import next_number, number_of
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What runs from one cut to the next.
+
+    Attributes:
+        site: it begins where this one is entered (by its number).
+        reentrant: that is in a reentrant checkpoint.
+        units: that its modules read, by index.
+    """
+
+    site: int
+    reentrant: bool
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The stages of a model.
+
+    Attributes:
+        before: units that are read before the first cut.
+    """
+
+    stages: tuple[Stage, ...]
+    before: tuple[int, ...] = ()
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether most units are in a stage of their own, or nearly: those of one stage are fetched for each
+        micro-batch where they have no room together."""
+        units = {unit for stage in self.stages for unit in stage.units}
+        return len(self.stages) > 1 and 2 * len(self.stages) > len(units)
+
+    def after(self, stage: int, site: int) -> int | None:
+        """The next stage that begins at a site. Args: stage: that runs now; -1: none has begun."""
+        later = range(stage + 1, len(self.stages))
+        return next((index for index in later if self.stages[index].site == site), None)
+
+    def units_of(self, stage: int) -> tuple[int, ...]:
+        """Args: stage: -1 for what is before the first cut."""
+        return self.before if stage < 0 else self.stages[stage].units
+
+
+class _Mark(torch.autograd.Function):
+    """The same values, behind a node that can be told from others."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        return gradient
+
+
+def mark(tensor: torch.Tensor) -> torch.Tensor:
+    """What a unit is given in place of a tensor, while a forward is recorded."""
+    marked: torch.Tensor = _Mark.apply(tensor)
+    return marked
+
+
+@dataclass
+class _Candidate:
+    """Where the graph might be cut.
+
+    Attributes:
+        site: that is entered there; None: none was, in that reentrant checkpoint.
+        begins: the number of the first node behind it.
+        units: that are read from here to the next candidate.
+    """
+
+    site: int | None
+    reentrant: bool
+    begins: int
+    units: list[int]
+
+
+class Recorder:
+    """A forward in ordinary order, in one thread.
+
+    Args:
+        model: whose buffers are looked at.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = _versions(model)
+        self._candidates = [_Candidate(None, False, 0, [])]
+
+    def cut(self, site: int | None, *, reentrant: bool = False) -> None:
+        """The graph might be cut here."""
+        self._candidates.append(_Candidate(site, reentrant, next_number(), []))
+
+    def entered(self, site: int, units: Sequence[int], *, begins: bool) -> None:
+        """A site is entered. Args: begins: it is the first one in a reentrant checkpoint that might be cut."""
+        last = self._candidates[-1]
+        if begins:
+            last.site = site
+        last.units += [index for index in units if index not in last.units]
+
+    def chain(self, loss: torch.Tensor) -> Chain:
+        """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss."""
+        begins = [each.begins for each in self._candidates]
+        crossing = [
+            (bisect_right(begins, number_of(lower)) - 1, bisect_right(begins, number_of(upper)) - 1, _is_mark(upper))
+            for upper, lower in _edges(loss.grad_fn)
+        ]
+        kept = {at for at, each in enumerate(self._candidates) if each.site is not None}
+        while True:
+            past = {
+                at
+                for lower, upper, marked in crossing
+                if not (marked and upper in kept)
+                for at in range(lower + 1, upper + 1)
+            }
+            if not past & kept:
+                return self._stages(kept)
+            kept -= past
+
+    def _stages(self, kept: set[int]) -> Chain:
+        stages, units = list[Stage](), list[int]()
+        before: tuple[int, ...] = ()
+        first: _Candidate | None = None
+        for at, each in enumerate(self._candidates):
+            if at in kept:
+                if first is None:
+                    before = tuple(units)
+                else:
+                    stages.append(_stage(first, units))
+                first, units = each, []
+            units += [index for index in each.units if index not in units]
+        if first is not None:
+            stages.append(_stage(first, units))
+        return Chain(tuple(stages), before)
+
+    def changed_buffer(self) -> str:
+        """The name of a buffer that the forward has changed; "" where it has changed none."""
+        now = _versions(self._model)
+        return next((name for name, version in now.items() if self._buffers.get(name) != version), "")
+
+
+def _stage(first: _Candidate, units: Sequence[int]) -> Stage:
+    assert first.site is not None
+    return Stage(first.site, first.reentrant, tuple(units))
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+
+
+def _is_mark(node: Any) -> bool:
+    return str(node.name()) == "_MarkBackward"
+
+
+def _edges(root: Any) -> Iterator[tuple[Any, Any]]:
+    """Every edge of a graph, but for those to leaves: (the node above, the node below)."""
+    seen, waiting = {id(root): root}, [root] if root is not None else []
+    while waiting:
+        upper = waiting.pop()
+        for lower, _ in upper.next_functions:
+            if lower is None or hasattr(lower, "variable"):
+                continue
+            yield upper, lower
+            if id(lower) not in seen:
+                seen[id(lower)] = lower
+                waiting.append(lower)

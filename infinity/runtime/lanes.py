@@ -1,0 +1,153 @@
+"""Forwards of several micro-batches that take turns, each in a thread of its own.
+
+A forward is a call of the user's code, which cannot be left amid a module and entered again, but in a thread: it waits
+there. One thread runs at a time, and the one that drives them waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from infinity.base.accelerator import Accelerator
+
+
+class _Ended(BaseException):
+    """The lane is not wanted any more. It is no Exception, so that the user's code lets it pass."""
+
+
+class Lane:
+    """A call in a thread of its own, which runs from `resume` to its next `park`, or to its end.
+
+    Attributes:
+        result: what the call returned, once it is `over`.
+    """
+
+    def __init__(self, call: Callable[[], Any], surroundings: Surroundings) -> None:
+        self._call = call
+        self._surroundings = surroundings
+        self._go = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
+        self._running = self._unwanted = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self.over = False
+        self.result: Any = None
+
+    def resume(self) -> None:
+        """Let the call run on until it parks or ends. Raises what the call raised."""
+        self._running = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
+            self._thread.start()
+        else:
+            self._go.release()
+        self._wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame
+
+    def _wait(self) -> None:
+        """Ctrl-C may end this, while the lane still runs."""
+        self._back.acquire()
+        self._running = False
+
+    def park(self) -> None:
+        """In the call: wait for `resume`."""
+        self._back.release()
+        self._go.acquire()
+        if self._unwanted:
+            raise _Ended
+
+    def end(self) -> None:
+        """Nobody wants the rest of the call. When this returns nothing of it runs any more; Ctrl-C waits for that."""
+        self._unwanted = True
+        interrupted: BaseException | None = None
+        while self._thread is not None:
+            try:
+                if self._running:  # it parks, or ends
+                    self._wait()
+                if not self.over:
+                    self._running = True
+                    self._go.release()
+                    self._wait()
+                self._thread.join()
+                self._thread = None
+            except KeyboardInterrupt as error:
+                interrupted = error
+        self._error = None
+        if interrupted is not None:
+            raise interrupted
+
+    def _run(self) -> None:
+        try:
+            with self._surroundings.here():
+                self.result = self._surroundings.context.copy().run(self._call)
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            del self._call  # with what it holds of the micro-batch
+            self.over = True
+            self._back.release()
+
+
+class Surroundings:
+    """What torch keeps for each thread, as it is where this is made: whether graphs are made, autocast, modes (of which
+    a default device is one), the stream.
+
+    Args:
+        accelerator: that the model computes on; None: the CPU.
+    """
+
+    def __init__(self, accelerator: Accelerator | None) -> None:
+        self.context = contextvars.copy_context()
+        self._accelerator = accelerator
+        self._stream = None if accelerator is None else accelerator.current()
+        self._gradients = torch.is_grad_enabled()
+        self._functions, self._dispatches = _modes()
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.device.type]
+        self._autocast = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in dict.fromkeys(kinds)
+        }
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """In this context this thread has them."""
+        with ExitStack() as entered:
+            if self._accelerator is not None:
+                entered.enter_context(self._accelerator.on(self._stream))
+            functions, dispatches = (len(modes) for modes in _modes())  # which a thread may begin with
+            for mode in self._functions[functions:]:
+                torch._C._push_on_torch_function_stack(mode)
+                entered.callback(torch._C._pop_torch_function_stack)
+            for mode in self._dispatches[dispatches:]:
+                torch._C._push_on_torch_dispatch_stack(mode)
+                entered.callback(torch._C._pop_torch_dispatch_stack, None)
+            for kind, (enabled, dtype) in self._autocast.items():
+                entered.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._autocast_cache))
+            entered.enter_context(torch.set_grad_enabled(self._gradients))
+            yield
+
+
+def why_not_in_threads() -> str:
+    """What this thread has that another cannot be given; "" where there is nothing."""
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return "it is called in a context of saved-tensor hooks" if hooked else ""
+
+
+def _modes() -> tuple[list[Any], list[Any]]:
+    """Of this thread: of functions, and of operations."""
+    return _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()

@@ -1,0 +1,251 @@
+"""infinity.backward: the gradients of several micro-batches, with each unit's weights fetched once per direction.
+
+[Note: the order of micro-batches]
+Ordinary accumulation runs one micro-batch after the other, and reads all weights for each of them. Here all
+micro-batches go through one stage (chain.py) before the next one begins:
+
+    forward     stage 0: m0 m1 m2 │ stage 1: m2 m1 m0 │ …          to and fro: what one has made last is used first
+    last stage  m0 forward, m0 backward, m1 forward, m1 backward, …  so that the logits of one are there at a time
+    backward    … │ stage 1: m0 m1 m2 │ stage 0: m0 m1 m2
+
+Each parameter's gradients come in the order of the micro-batches, and are added in fp32, as they are in ordinary order;
+the random numbers of each are its own in both (random_streams.py). So both orders end in the same bits, but for
+
+    a parameter that several stages use (tied weights)     autograd adds its pieces in its dtype; here they come apart,
+                                                           and are added in fp32
+    a tensor that several units are given (the output      its pieces are added for each unit first, and then in fp32
+    of an encoder)
+
+The first call runs in ordinary order, and learns the stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.errors import ConfigError, InfinityError
+from infinity.runtime.chain import Chain, Recorder
+from infinity.runtime.hooks import BackwardEnds, Scope
+from infinity.runtime.lanes import why_not_in_threads
+from infinity.runtime.random_streams import RandomStreams
+from infinity.runtime.vertical import Recording, Vertical, Watch
+from infinity.state.discover import HookSite
+
+logger = logging.getLogger(__name__)
+
+MicroBatch = TypeVar("MicroBatch")
+LossOf = Callable[[MicroBatch], torch.Tensor]
+
+
+def backward(
+    model: nn.Module, loss_fn: LossOf[MicroBatch], micro_batches: Sequence[MicroBatch], *, vertical: bool = True
+) -> list[torch.Tensor]:
+    """Compute the gradients of several micro-batches, which add up as after a backward pass for each. No step is taken.
+
+        losses = infinity.backward(model, lambda batch: model(**batch).loss / len(batches), batches)
+        optim.step()
+
+    Where the units of the model form a chain, as in a transformer, the weights of each are fetched once for the forward
+    and once for the backward of all micro-batches ([Note: the order of micro-batches] in runtime/micro_batches.py).
+    Where they do not, one line of log says why, and the micro-batches are computed one after the other.
+
+    What a forward keeps for backward is kept of all micro-batches at once: without activation checkpointing that is as
+    much as one batch of them all would keep; with it, what goes from one unit to the next.
+
+    Each micro-batch draws random numbers of its own from torch's generators, the same ones in either order. The
+    forwards run in threads, one at a time.
+
+    Args:
+        model: an offloaded model, or a module around one.
+        loss_fn: calls the model with a micro-batch, once, and returns a scalar: what one would call `.backward()` on.
+            It divides by the number of micro-batches, or scales, as the caller wishes.
+        micro_batches: what `loss_fn` takes, one by one; they may differ in size.
+        vertical: False: ordinary accumulation, one micro-batch after the other.
+
+    Returns:
+        What `loss_fn` returned for each, detached.
+
+    Raises:
+        ModelError: the model was never offloaded.
+        ConfigError: there is no micro-batch.
+        others: what `loss_fn` raises, and what a forward or a backward pass of the model raises. Gradients of some
+            micro-batches may have come by then: call zero_grad(), and go on.
+    """
+    micro_batches = list(micro_batches)
+    if not micro_batches:
+        raise ConfigError("infinity.backward was given no micro-batch")
+    coordinator = registry.coordinator_of(model)
+    return _of(coordinator).backward(loss_fn, micro_batches, vertical=vertical)
+
+
+def remember(model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Any) -> Any:
+    """These are the hooks of an offloaded model. Returns a handle that forgets them."""
+    _known[model] = MicroBatches(model, coordinator, scope, ends, sites)
+    return _Known(model)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDictionary()
+
+
+class _Known:
+    """Of a model that is remembered. Does not keep it alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = weakref.ref(model)
+
+    def remove(self) -> None:
+        model = self._of()
+        if model is not None:
+            _known.pop(model, None)
+
+
+def _of(coordinator: Coordinator) -> MicroBatches:
+    model = registry.model_of(coordinator)
+    if model is None:
+        raise InfinityError("the offloaded model is gone")
+    return _known[model]
+
+
+class MicroBatches:
+    """The backward of one offloaded model's micro-batches. It does not keep the model alive.
+
+    Attributes:
+        chain: what was learned; None: nothing was yet, or it was found wanting.
+        why_ordinary: why the micro-batches are computed one after the other; "" where they are not, or nothing was
+            learned yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._coordinator = coordinator
+        self._scope = scope
+        self._ends = ends
+        self._names = [site.name for site in sites]
+        staying = {unit.index for unit in coordinator.units if unit.unit.stays}
+        inner = [site for site in sites if site.units]
+        self._sites = [
+            (number, weakref.ref(site.module), site.units, not set(site.units) <= staying)
+            for number, site in enumerate(inner)
+        ]
+        self.chain: Chain | None = None
+        self.why_ordinary = ""
+        self._mode: tuple[bool, ...] = ()
+
+    def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
+        """As backward()."""
+        streams = RandomStreams(len(micro_batches), self._coordinator.resources.torch_device)
+        vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
+        if not vertical or self._why_not_here():
+            return self._one_by_one(loss_fn, micro_batches, streams, learns=False)
+        if self._mode != self._mode_now():
+            self.chain, self.why_ordinary = None, ""
+        if self.chain is None:
+            return self._one_by_one(loss_fn, micro_batches, streams, learns=not self.why_ordinary)
+        return Vertical(self._coordinator, self._scope, self._ends, self.chain, streams).run(
+            loss_fn, micro_batches, self._watched
+        )
+
+    def _mode_now(self) -> tuple[bool, ...]:
+        """What the stages may depend on: BatchNorm changes its buffers while it trains."""
+        model = self._model()
+        return () if model is None else tuple(module.training for module in model.modules())
+
+    def _why_not_here(self) -> bool:
+        why = why_not_in_threads()
+        if why:
+            logger.warning("infinity.backward computes one micro-batch after the other, because %s", why)
+        return bool(why)
+
+    # -- ordinary order -----------------------------------------------------------------------------------------------
+
+    def _one_by_one(
+        self, loss_fn: LossOf[Any], micro_batches: list[Any], streams: RandomStreams, *, learns: bool
+    ) -> list[torch.Tensor]:
+        losses = []
+        for index, micro_batch in enumerate(micro_batches):
+            with streams.of(index), ExitStack() as entered:
+                if index < len(micro_batches) - 1:
+                    entered.enter_context(self._coordinator.accumulating())
+                loss = self._learn(loss_fn, micro_batch) if learns and index == 0 else loss_fn(micro_batch)
+                torch.autograd.backward(loss)
+                losses.append(loss.detach())
+                del loss
+        return losses
+
+    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> torch.Tensor:
+        """Compute the loss of a micro-batch, and learn the stages."""
+        model = self._model()
+        assert model is not None
+        recorder, before = Recorder(model), self._scope.begun
+        with self._watched(Recording(recorder)):
+            loss = loss_fn(micro_batch)
+        self._mode = self._mode_now()
+        self.why_ordinary = self._found(recorder, loss, self._scope.begun - before)
+        told = self._coordinator.meet("the stages of the model", [self.why_ordinary, _told(self.chain)])
+        self.why_ordinary = next((f"{why} (rank {rank})" for rank, (why, _) in enumerate(told) if why), "")
+        if not self.why_ordinary and any(stages != told[0][1] for _, stages in told):
+            self.why_ordinary = "the ranks run the units of the model in different orders"
+        if len(told) == 1:
+            self.why_ordinary = told[0][0]
+        if self.why_ordinary:
+            self.chain = None
+            logger.warning("micro-batches are computed one after the other: %s", self.why_ordinary)
+        return loss
+
+    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int) -> str:
+        """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""
+        buffer = recorder.changed_buffer()
+        if forwards != 1:
+            return f"the loss function calls the model {forwards} times for one micro-batch"
+        if buffer:
+            return f"the forward changes the buffer '{buffer}', so that the order of micro-batches matters"
+        self.chain = recorder.chain(loss)
+        if not self.chain.worth_it:
+            return (
+                "the units of the model form no chain: what a unit computes is used past the units behind it, as the "
+                "routers of a mixture of experts are by the loss"
+            )
+        return ""
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watched(self, watch: Watch) -> Iterator[None]:
+        """While this is open, `watch` hears of every site that is entered and left."""
+        handles: list[RemovableHandle] = []
+        try:
+            for number, of, units, cuts in self._sites:
+                module = of()
+                if module is None:
+                    continue
+
+                def enter(module: nn.Module, args: Any, kwargs: Any, at: Any = (number, units, cuts)) -> Any:
+                    site, read, may_cut = at
+                    return watch.enter(site, read, (args, kwargs), cuts=may_cut)
+
+                def leave(module: nn.Module, args: Any, output: Any) -> None:
+                    watch.leave()
+
+                handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+            with watch.open():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _told(chain: Chain | None) -> Any:
+    return None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
