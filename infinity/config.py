@@ -151,6 +151,9 @@ class SwapConfig(_Section):
     the step makes wrong. before_forward begins updates with the step; each unit's next use waits for its own update.
     off: step() returns when all updates are done. auto: during_backward as long as its updates are kept, else
     before_forward. Never changes a bit of the result."""
+    vertical: bool = False
+    """Whether a backward pass has several micro-batches, which go through one unit after the other, so that its weights
+    are fetched once for all of them: as infinity.backward does it, and the Trainer under `infinity run`."""
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
     """Steps between durable generations; 0 = no generations, states are updated in place. auto: as often as the disks
     have room for and costs little (plan/frequency.py); the plan says how often that is, and why."""

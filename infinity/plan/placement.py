@@ -246,7 +246,7 @@ class GradientPlacement:
     def landing_bytes(self) -> int:
         """Of the window; 0 where nothing spills. Where it is for a further pass alone, which the caller said does not
         come, there is room for the largest unit, and each waits for the one before."""
-        unexpected = self.problem.told == 1 and self.in_ram == self.problem.trained
+        unexpected = self.problem.told == 1 and not self.problem.config.vertical and self.in_ram == self.problem.trained
         return sum(sorted(self._scratch, reverse=True)[: 1 if unexpected else 2])
 
     @property

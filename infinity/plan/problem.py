@@ -203,8 +203,9 @@ class Problem:
 
     @property
     def adds_up(self) -> bool:
-        """Whether a parameter has several gradients before a step: of several passes, or of several ranks."""
-        return self.passes > 1 or self.limits.shares > 0
+        """Whether a parameter has several gradients before a step: of several passes, of several micro-batches in one,
+        or of several ranks."""
+        return self.passes > 1 or self.config.vertical or self.limits.shares > 0
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

@@ -37,7 +37,7 @@ def traffic(
     """Count what a step moves. Each argument but the first names the units, by index, that have so much in RAM."""
     passes, read, written, committed = problem.passes, 0, 0, 0
     # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
-    widens = passes == 1 or not problem.limits.in_place
+    widens = not (passes > 1 or problem.config.vertical) or not problem.limits.in_place
     for unit in problem.units:
         if unit.index in weights_in_ram:
             committed += unit.trained_weight

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.runtime.pieces import next_number, number_of
+from infinity.runtime.saved import Kept
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Chain:
 
     Attributes:
         before: units that are read before the first cut.
+        kept_bytes: what the forward of one micro-batch keeps until the last stage begins.
     """
 
     stages: tuple[Stage, ...]
     before: tuple[int, ...] = ()
+    kept_bytes: int = 0
 
     @property
     def worth_it(self) -> bool:
@@ -95,13 +98,15 @@ class _Candidate:
     Attributes:
         site: that is entered there; None: none was, in that reentrant checkpoint.
         begins: the number of the first node behind it.
+        kept_bytes: that the forward keeps until here.
         units: that are read from here to the next candidate.
     """
 
     site: int | None
     reentrant: bool
     begins: int
-    units: list[int]
+    kept_bytes: int = 0
+    units: list[int] = field(default_factory=list)
 
 
 class Recorder:
@@ -109,16 +114,18 @@ class Recorder:
 
     Args:
         model: whose buffers are looked at.
+        kept: counts what the forward keeps.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kept: Kept) -> None:
         self._model = model
+        self._kept = kept
         self._buffers = _versions(model)
-        self._candidates = [_Candidate(None, False, 0, [])]
+        self._candidates = [_Candidate(None, False, 0)]
 
     def cut(self, site: int | None, *, reentrant: bool = False) -> None:
         """The graph might be cut here."""
-        self._candidates.append(_Candidate(site, reentrant, next_number(), []))
+        self._candidates.append(_Candidate(site, reentrant, next_number(), self._kept.nbytes))
 
     def entered(self, site: int, units: Sequence[int], *, begins: bool) -> None:
         """A site is entered. Args: begins: it is the first one in a reentrant checkpoint that might be cut."""
@@ -160,7 +167,8 @@ class Recorder:
             units += [index for index in each.units if index not in units]
         if first is not None:
             stages.append(_stage(first, units))
-        return Chain(tuple(stages), before)
+        kept_bytes = 0 if first is None else first.kept_bytes
+        return Chain(tuple(stages), before, kept_bytes)
 
     def changed_buffer(self) -> str:
         """The name of a buffer that the forward has changed; "" where it has changed none."""

@@ -27,7 +27,7 @@ from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard
-from infinity.runtime.saved import SavedTensors
+from infinity.runtime.saved import Kept, SavedTensors
 from infinity.state.discover import HookSite
 from infinity.state.released import in_backward
 from infinity.state.unit import Place
@@ -150,6 +150,15 @@ class Scope:
         self._own.pop()
         self._close()
         self.coordinator.reset()
+
+    @contextmanager
+    def weighing(self) -> Iterator[Kept]:
+        """In this context what forwards keep is counted."""
+        self._saved.kept = kept = Kept()
+        try:
+            yield kept
+        finally:
+            self._saved.kept = None
 
     @contextmanager
     def lanes(self) -> Iterator[None]:

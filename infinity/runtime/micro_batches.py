@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +39,7 @@ from infinity.runtime.hooks import BackwardEnds, Scope
 from infinity.runtime.lanes import why_not_in_threads
 from infinity.runtime.random_streams import RandomStreams
 from infinity.runtime.vertical import Recording, Vertical, Watch
+from infinity.sizes import format_bytes
 from infinity.state.discover import HookSite
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class MicroBatches:
         chain: what was learned; None: nothing was yet, or it was found wanting.
         why_ordinary: why the micro-batches are computed one after the other; "" where they are not, or nothing was
             learned yet.
+        fit: how many micro-batches memory.device has room for at a time, by what the first one kept.
     """
 
     def __init__(
@@ -141,7 +143,9 @@ class MicroBatches:
         ]
         self.chain: Chain | None = None
         self.why_ordinary = ""
+        self.fit = 1
         self._mode: tuple[bool, ...] = ()
+        self._said = 0
 
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
         """As backward()."""
@@ -153,9 +157,39 @@ class MicroBatches:
             self.chain, self.why_ordinary = None, ""
         if self.chain is None:
             return self._one_by_one(loss_fn, micro_batches, streams, learns=not self.why_ordinary)
-        return Vertical(self._coordinator, self._scope, self._ends, self.chain, streams).run(
-            loss_fn, micro_batches, self._watched
-        )
+        losses = list[torch.Tensor]()
+        for group in self._groups(self.chain, len(micro_batches)):
+            vertically = Vertical(self._coordinator, self._scope, self._ends, self.chain, streams, group)
+            is_last = group.stop == len(micro_batches)
+            with nullcontext() if is_last else self._coordinator.accumulating():
+                losses += vertically.run(loss_fn, micro_batches[group.start : group.stop], self._watched)
+        return losses
+
+    def _groups(self, chain: Chain, count: int) -> list[range]:
+        """Micro-batches that go through the units together: as many as memory.device has room for."""
+        groups = -(-count // self.fit)
+        if groups > 1 and self._said < count:
+            self._said = count
+            logger.warning(
+                "%d micro-batches go through the units in %d groups, each of which fetches the weights once per "
+                "direction: what one of them keeps between forward and backward is %s, and memory.device has %s for "
+                "that, enough for %d. Recompute activations, or raise memory.device by %s.",
+                count,
+                groups,
+                format_bytes(chain.kept_bytes),
+                format_bytes(self._room_bytes()),
+                self.fit,
+                format_bytes(max(count * chain.kept_bytes - self._room_bytes(), 0)),
+            )
+        return [range(count * at // groups, count * (at + 1) // groups) for at in range(groups)]
+
+    def _room_bytes(self) -> int:
+        """What the plan leaves of memory.device for activations; where the device's memory is RAM, what is left of
+        memory.host, too."""
+        plan = self._coordinator.plan
+        limits = plan.budgets.limits
+        room = limits.device - plan.device_bytes
+        return max(room + (limits.host - plan.host_bytes if limits.in_place else 0), 0)
 
     def _mode_now(self) -> tuple[bool, ...]:
         """What the stages may depend on: BatchNorm changes its buffers while it trains."""
@@ -188,21 +222,30 @@ class MicroBatches:
         """Compute the loss of a micro-batch, and learn the stages."""
         model = self._model()
         assert model is not None
-        recorder, before = Recorder(model), self._scope.begun
-        with self._watched(Recording(recorder)):
-            loss = loss_fn(micro_batch)
+        before = self._scope.begun
+        with self._scope.weighing() as kept:
+            recorder = Recorder(model, kept)
+            with self._watched(Recording(recorder)):
+                loss = loss_fn(micro_batch)
         self._mode = self._mode_now()
         self.why_ordinary = self._found(recorder, loss, self._scope.begun - before)
-        told = self._coordinator.meet("the stages of the model", [self.why_ordinary, _told(self.chain)])
-        self.why_ordinary = next((f"{why} (rank {rank})" for rank, (why, _) in enumerate(told) if why), "")
-        if not self.why_ordinary and any(stages != told[0][1] for _, stages in told):
-            self.why_ordinary = "the ranks run the units of the model in different orders"
-        if len(told) == 1:
-            self.why_ordinary = told[0][0]
+        self._agree()
         if self.why_ordinary:
             self.chain = None
             logger.warning("micro-batches are computed one after the other: %s", self.why_ordinary)
         return loss
+
+    def _agree(self) -> None:
+        """All ranks do alike: as few micro-batches at a time as fit each of them."""
+        kept_bytes = 0 if self.chain is None else self.chain.kept_bytes
+        fit = max(self._room_bytes() // max(kept_bytes, 1), 1)
+        told = self._coordinator.meet("the stages of the model", [self.why_ordinary, _told(self.chain), fit])
+        self.fit = min(fit for *_, fit in told)
+        if len(told) == 1:
+            return
+        self.why_ordinary = next((f"{why} (rank {rank})" for rank, (why, *_) in enumerate(told) if why), "")
+        if not self.why_ordinary and any(stages != told[0][1] for _, stages, _ in told):
+            self.why_ordinary = "the ranks run the units of the model in different orders"
 
     def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int) -> str:
         """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""

@@ -24,10 +24,33 @@ _SavedWeight = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...], int]
 """A view of a unit's weights: the unit and its version, dtype, size, stride, and the offset in elements."""
 
 
+class Kept:
+    """Memory that a forward keeps for its backward, beside weights.
+
+    Attributes:
+        nbytes: so far; each piece of memory counts once.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._storages: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self.nbytes += storage.nbytes()
+
+
 class SavedTensors:
-    """The pair of hooks."""
+    """The pair of hooks.
+
+    Attributes:
+        kept: is told of what is saved; None: nobody wants to know.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
+        self.kept: Kept | None = None
         self._require = coordinator.require
         self._units = coordinator.units
         self._unit_at = coordinator.room.unit_at
@@ -49,6 +72,8 @@ class SavedTensors:
                     f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
                     f"in the store. {USE_GATHERED}"
                 )
+            if self.kept is not None:
+                self.kept.add(tensor)
         return tensor.detach(), tensor._version
 
     def unpack(self, saved: _SavedTensor | _SavedWeight) -> torch.Tensor:

@@ -103,16 +103,28 @@ class _Forward:
 
 
 class Vertical:
-    """One call of infinity.backward. Used once."""
+    """Micro-batches that go through the stages together. Used once.
+
+    Args:
+        streams: of all micro-batches of a call.
+        numbers: of these among them.
+    """
 
     def __init__(
-        self, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, chain: Chain, streams: RandomStreams
+        self,
+        coordinator: Coordinator,
+        scope: Scope,
+        ends: BackwardEnds,
+        chain: Chain,
+        streams: RandomStreams,
+        numbers: range,
     ) -> None:
         self._coordinator = coordinator
         self._scope = scope
         self._ends = ends
         self._chain = chain
         self._streams = streams
+        self._numbers = numbers
         self._here = threading.local()
         self._kept: list[int] = []
         self._losses: dict[int, torch.Tensor] = {}
@@ -180,7 +192,7 @@ class Vertical:
     def _resume(self, stage: int, index: int, forward: _Forward) -> None:
         if forward.stage != stage or forward.lane.over:  # it has skipped the stage
             return
-        with self._streams.of(index):
+        with self._streams.of(self._numbers[index]):
             forward.lane.resume()
         if forward.lane.over:
             loss, forward.lane.result = forward.lane.result, None
@@ -188,7 +200,7 @@ class Vertical:
             self._losses[index] = loss.detach()
 
     def _backward(self, stage: int, index: int, forward: _Forward, count: int) -> None:
-        with self._streams.of(index):
+        with self._streams.of(self._numbers[index]):
             forward.tape.backward(stage)
         units = self._chain.units_of(stage)
         complete = [] if index < count - 1 else [unit for unit in units if self._first_stage(unit) == stage]

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.coordinator import together
+from infinity.runtime import micro_batches
 from tests.ranks.workers import run
 
 WIDTH, DEPTH, TOKENS = 96, 3, 8
@@ -99,6 +100,7 @@ def train(
     some: bool = False,
     disturbed: bool = False,
     cleared: bool = False,
+    vertical: bool = False,
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], list[float], dict[str, str]]:
@@ -107,6 +109,7 @@ def train(
     Args:
         some: the second head is used by some batches only, drawn at random, and in the second step by none.
         cleared: after each step there is a backward pass whose gradients are set to None by hand.
+        vertical: where there are several ranks, infinity.backward takes all micro-batches of a rank.
         disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
     """
     several = dist.is_initialized()
@@ -121,11 +124,18 @@ def train(
                 losses.append(trained(batch(step, 77, kind)).item())
             trained(batch(step, 78, kind)).backward()
             optim.zero_grad()
-        for turn in range(micro):
-            indices = [turn * ranks + rank] if several else range(turn * ranks, (turn + 1) * ranks)
+        indices = range(rank, micro * ranks, ranks) if several else range(micro * ranks)
+
+        def loss_of(index: int, step: int = step) -> torch.Tensor:
+            drawn = random.Random(100 * step + index).random() < 0.4
+            loss: torch.Tensor = trained(batch(step, index, kind), both=some and drawn and step != 1)
+            return loss
+
+        if vertical and several:
+            losses += [loss.item() for loss in infinity.backward(trained, loss_of, indices)]
+        else:
             for index in indices:
-                drawn = random.Random(100 * step + index).random() < 0.4
-                loss = trained(batch(step, index, kind), both=some and drawn and step != 1)
+                loss = loss_of(index)
                 loss.backward()
                 losses.append(loss.item())
         if not several:
@@ -138,6 +148,7 @@ def train(
             trained(batch(step, 79, kind), both=step % 2 == 0).backward()
             for parameter in trained.parameters():
                 parameter.grad = None
+    assert (micro_batches._known[trained].chain is not None) == (vertical and several)
     with infinity.gathered(trained, trained):
         weights = {name: digest(parameter) for name, parameter in trained.named_parameters()}
     infinity.close(trained)

@@ -62,6 +62,30 @@ def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Pat
     require_equal(tmp_path, config, 2, 3, dtype="bfloat16", max_grad_norm=0.01)
 
 
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("micro", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("overlap", ["off", "during_backward", "auto"])
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_micro_batches_of_all_ranks_may_go_through_one_unit_after_the_other(
+    tmp_path: Path,
+    tiers: dict[str, Any],
+    ranks: int,
+    micro: int,
+    dtype: str,
+    overlap: str,
+    some: bool,
+    recomputed: bool,
+) -> None:
+    config, model = tiers | {"overlap": overlap}, {"recomputed": recomputed}
+    require_equal(
+        tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=0.01, some=some, vertical=True, model=model
+    )
+
+
 def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) -> tuple[list[str], list[int], int]:
     """The weights, the updates that had begun before each step, and how many were undone. The backward of rank `late`
     takes longer. It begins when all ranks have committed the step before."""
