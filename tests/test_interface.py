@@ -62,6 +62,7 @@ NAMES = {
     "SwapCorruptionError": "(SwapIOError)",
     "SwapIOError": "(InfinityError, OSError)",
     "SwapTimeoutError": "(SwapIOError)",
+    "backward": "(model, loss_fn, micro_batches, *, vertical=True)",
     "close": "(model, *, discard=False)",
     "commit": "(model)",
     "export_checkpoint": "(store_directory, out, *, step=None, config=None, max_shard_size='5GB', also=None)",
@@ -107,6 +108,7 @@ KEYS: dict[str, object] = {
     "update.threads": None,
     "ranks.gather": "auto",
     "overlap": "auto",
+    "vertical": False,
     "commit_every": "auto",
     "keep": 1,
     "pins": 0,
@@ -117,7 +119,7 @@ OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
         "--options --model --revision --trust-remote-code --data --eval-data --eval-split --eval-steps "
-        "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size "
+        "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --micro-batches "
         "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
         "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
         "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze "

@@ -140,14 +140,26 @@ def _add_data(where: Any) -> None:
     )
 
 
-def _add_training(tune: argparse.ArgumentParser) -> None:
-    job = tune.add_argument_group("training")
+def _add_sizes(job: argparse._ArgumentGroup) -> None:
+    """How long the run is, and how many tokens a step has."""
     length = job.add_mutually_exclusive_group()
     length.add_argument("--steps", type=whole(1, STEPS_MAX), help="optimizer steps; default: one pass over the data")
     length.add_argument("--epochs", type=whole(1, STEPS_MAX), help="passes over the data, in place of --steps")
-    job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per backward pass (default 1)")
+    job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per micro-batch (default 1)")
+    job.add_argument(
+        "--micro-batches",
+        type=whole(1, TOKENS_MAX),
+        metavar="N",
+        help="micro-batches per backward pass (default 1): all of them go through one layer of the model before the "
+        "next one, so that its weights are fetched once for all",
+    )
     job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
     job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
+
+
+def _add_training(tune: argparse.ArgumentParser) -> None:
+    job = tune.add_argument_group("training")
+    _add_sizes(job)
     job.add_argument(
         "--loss-on",
         type=word,

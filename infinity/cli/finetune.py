@@ -85,7 +85,8 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     if tell("whether the run has ended", has_ended)[0]:
         return None
     resolved = job.resolve(options, world, tell)
-    options, config, resuming = resolved.options, resolved.config, resolved.steps is not None
+    options, resuming = resolved.options, resolved.steps is not None
+    config = resolved.config.model_copy(update={"vertical": True}) if options.micro_batches > 1 else resolved.config
     _check(options)
     output = _output(options, config, resolved.steps) if world.speaks else None
     owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
@@ -317,7 +318,15 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("batch_size", "gradient_accumulation", "sequence_length", "steps", "epochs", "threads"):
+    for name in (
+        "batch_size",
+        "micro_batches",
+        "gradient_accumulation",
+        "sequence_length",
+        "steps",
+        "epochs",
+        "threads",
+    ):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ConfigError(f"{option(name)} must be at least 1, not {value}")

@@ -58,6 +58,7 @@ _TRAINING: dict[str, Any] = {
     "steps": None,
     "epochs": None,
     "batch_size": 1,
+    "micro_batches": 1,
     "gradient_accumulation": 1,
     "sequence_length": 1024,
     "loss_on": "answers",
@@ -88,6 +89,7 @@ _TRAINING: dict[str, Any] = {
 _LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
 _NEW = (
     "epochs",
+    "micro_batches",
     "no_packing",
     "eval_split",
     "eval_steps",

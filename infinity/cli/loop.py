@@ -27,6 +27,7 @@ from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.runtime.micro_batches import backward
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import finish_commit, track
@@ -85,7 +86,7 @@ class Run:
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
         if data.shares_sequences:
             require_separates(model)
-        per_step = options.batch_size * options.gradient_accumulation * world.count
+        per_step = options.batch_size * options.micro_batches * options.gradient_accumulation * world.count
         self._steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
@@ -171,14 +172,12 @@ class Run:
 
     def _step(self, step: int, progress: PlainProgress | RichProgress) -> StepFacts:
         learning_rate = float(self._optim.param_groups[0]["lr"])
-        parts, tokens = list[float](), 0
-        batches = [next(self._batches) for _ in range(self.options.gradient_accumulation)]
-        for batch, share in zip(batches, self._shares(batches), strict=True):
-            loss_of_batch = self._loss(batch)
-            part = loss_of_batch / len(batches) if share is None else loss_of_batch * share
-            self._scaler.scale(part).backward()
-            parts.append(part.item())
-            tokens += batch.ids.numel() * self._world.count
+        together = self.options.micro_batches
+        batches = [next(self._batches) for _ in range(self.options.gradient_accumulation * together)]
+        shared, parts = list(zip(batches, self._shares(batches), strict=True)), list[float]()
+        for first in range(0, len(batches), together):
+            parts += self._backward(shared[first : first + together], len(batches))
+        tokens = sum(batch.ids.numel() for batch in batches) * self._world.count
         loss = self._mean(told(self.model, "the loss", parts))
         self._update(step, loss, progress)
         self._optim.zero_grad()
@@ -213,6 +212,28 @@ class Run:
         self._began, self._first, self._now = (
             without(each, before, after) for each in (self._began, self._first, self._now)
         )
+
+    def _backward(self, shared: Sequence[tuple[Batch, float | None]], of_step: int) -> list[float]:
+        """One backward pass. Returns the part that each batch has in the loss of the step.
+
+        Args:
+            shared: batches with their shares.
+            of_step: how many batches the step has.
+        """
+        parts = dict[int, torch.Tensor]()
+
+        def loss_of(index: int) -> torch.Tensor:
+            batch, share = shared[index]
+            loss = self._loss(batch)
+            part = loss / of_step if share is None else loss * share
+            parts[index] = part.detach()
+            return self._scaler.scale(part)
+
+        if len(shared) == 1:
+            loss_of(0).backward()
+        else:
+            backward(self.model, loss_of, range(len(shared)))
+        return [parts[index].item() for index in range(len(shared))]
 
     def _shares(self, batches: Sequence[Batch]) -> Sequence[float | None]:
         """What the mean loss of each batch counts for in the step: each token that is learned counts the same,

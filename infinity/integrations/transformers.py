@@ -31,6 +31,7 @@ from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
+from infinity.integrations.vertical import TrainingSteps
 
 
 def replace_training(run: Run, patches: Patches) -> None:
@@ -40,6 +41,7 @@ def replace_training(run: Run, patches: Patches) -> None:
     patches.wrap(kind, "__init__", of.init)
     patches.wrap(kind, "create_optimizer", of.create_optimizer)
     patches.wrap(kind, "get_optimizer_cls_and_kwargs", of.get_optimizer)
+    patches.wrap(kind, "training_step", of.training_step)
     patches.wrap(kind, "_load_from_checkpoint", of.load_from_checkpoint)
     patches.wrap(kind, "_save_checkpoint", of.save_checkpoint)
     patches.wrap(kind, "_save", of.save)
@@ -52,6 +54,7 @@ class _OfTrainer:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._resumes_from: Path | None = None
+        self._steps = TrainingSteps()
 
     def init(self, original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
@@ -68,9 +71,8 @@ class _OfTrainer:
         """What this Trainer wishes: a script may have several."""
         wish_for(trainer.args, self._run)
         self._run.computes_in(trainer.accelerator.mixed_precision)
-        self._run.wish(
-            accumulation_steps=trainer.args.gradient_accumulation_steps, pins=_pins_of(trainer.args, self._run)
-        )
+        passes = 1 if self._run.config.vertical else trainer.args.gradient_accumulation_steps
+        self._run.wish(accumulation_steps=passes, pins=_pins_of(trainer.args, self._run))
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
         self._tell(trainer)
@@ -94,6 +96,13 @@ class _OfTrainer:
 
     def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
         return class_and_options(args) or original(args, *others, **options)
+
+    def training_step(
+        self, original: Callable[..., torch.Tensor], trainer: Any, model: nn.Module, *given: Any, **named: Any
+    ) -> torch.Tensor:
+        if not self._run.config.vertical or trainer.args.gradient_accumulation_steps == 1:
+            return original(trainer, model, *given, **named)
+        return self._steps(original, trainer, model, *given, **named)
 
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
@@ -179,6 +188,12 @@ class TrainerMixin:
         theirs: Any = super()
         kind, options = class_and_options(args) or theirs.get_optimizer_cls_and_kwargs(args, model)
         return ours_for(kind), options
+
+    def training_step(self, model: nn.Module, *given: Any, **named: Any) -> torch.Tensor:
+        theirs: Any = super()
+        return self._infinity.training_step(
+            lambda _, *args, **options: theirs.training_step(*args, **options), self, model, *given, **named
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._infinity.load_from_checkpoint(_never, self, resume_from_checkpoint, model)

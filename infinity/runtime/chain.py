@@ -170,10 +170,10 @@ class Recorder:
         kept_bytes = 0 if first is None else first.kept_bytes
         return Chain(tuple(stages), before, kept_bytes)
 
-    def changed_buffer(self) -> str:
-        """The name of a buffer that the forward has changed; "" where it has changed none."""
+    def changed_buffers(self) -> list[str]:
+        """The names of the buffers that the forward has changed."""
         now = _versions(self._model)
-        return next((name for name, version in now.items() if self._buffers.get(name) != version), "")
+        return [name for name, version in now.items() if self._buffers.get(name) != version]
 
 
 def _stage(first: _Candidate, units: Sequence[int]) -> Stage:

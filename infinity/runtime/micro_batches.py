@@ -16,7 +16,8 @@ the random numbers of each are its own in both (random_streams.py). So both orde
     a tensor that several units are given (the output      its pieces are added for each unit first, and then in fp32
     of an encoder)
 
-The first call runs in ordinary order, and learns the stages.
+The first call computes the forward of the first micro-batch once more, before all others, to learn the stages. Nothing
+comes of that forward: a run that is resumed, and learns anew, ends in the bits of one that never stopped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def backward(
     much as one batch of them all would keep; with it, what goes from one unit to the next.
 
     Each micro-batch draws random numbers of its own from torch's generators, the same ones in either order. The
-    forwards run in threads, one at a time.
+    forwards run in threads, one at a time. The first call computes the forward of the first micro-batch once more, to
+    learn which units the model has one after the other.
 
     Args:
         model: an offloaded model, or a module around one.
@@ -152,11 +154,12 @@ class MicroBatches:
         streams = RandomStreams(len(micro_batches), self._coordinator.resources.torch_device)
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
         if not vertical or self._why_not_here():
-            return self._one_by_one(loss_fn, micro_batches, streams, learns=False)
+            return self._one_by_one(loss_fn, micro_batches, streams)
         if self._mode != self._mode_now():
-            self.chain, self.why_ordinary = None, ""
+            with streams.unchanged(0):
+                self._learn(loss_fn, micro_batches[0])
         if self.chain is None:
-            return self._one_by_one(loss_fn, micro_batches, streams, learns=not self.why_ordinary)
+            return self._one_by_one(loss_fn, micro_batches, streams)
         losses = list[torch.Tensor]()
         for group in self._groups(self.chain, len(micro_batches)):
             vertically = Vertical(self._coordinator, self._scope, self._ends, self.chain, streams, group)
@@ -204,36 +207,48 @@ class MicroBatches:
 
     # -- ordinary order -----------------------------------------------------------------------------------------------
 
-    def _one_by_one(
-        self, loss_fn: LossOf[Any], micro_batches: list[Any], streams: RandomStreams, *, learns: bool
-    ) -> list[torch.Tensor]:
+    def _one_by_one(self, loss_fn: LossOf[Any], micro_batches: list[Any], streams: RandomStreams) -> list[torch.Tensor]:
         losses = []
         for index, micro_batch in enumerate(micro_batches):
             with streams.of(index), ExitStack() as entered:
                 if index < len(micro_batches) - 1:
                     entered.enter_context(self._coordinator.accumulating())
-                loss = self._learn(loss_fn, micro_batch) if learns and index == 0 else loss_fn(micro_batch)
+                loss = loss_fn(micro_batch)
                 torch.autograd.backward(loss)
                 losses.append(loss.detach())
                 del loss
         return losses
 
-    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> torch.Tensor:
-        """Compute the loss of a micro-batch, and learn the stages."""
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
+        """Learn the stages from a forward of which nothing comes: buffers that it changes are put back."""
         model = self._model()
         assert model is not None
-        before = self._scope.begun
+        self.chain, self._mode, before = None, self._mode_now(), self._scope.begun
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with self._scope.weighing() as kept:
             recorder = Recorder(model, kept)
             with self._watched(Recording(recorder)):
                 loss = loss_fn(micro_batch)
-        self._mode = self._mode_now()
         self.why_ordinary = self._found(recorder, loss, self._scope.begun - before)
+        del loss
+        changed = set(recorder.changed_buffers())
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in changed and name in buffers:
+                    buffer.copy_(buffers[name])
         self._agree()
         if self.why_ordinary:
             self.chain = None
             logger.warning("micro-batches are computed one after the other: %s", self.why_ordinary)
-        return loss
+        elif self.chain is not None:
+            logger.info(
+                "micro-batches go through %d stages of the model; each keeps %s from forward to backward, and %d fit",
+                len(self.chain.stages),
+                format_bytes(self.chain.kept_bytes),
+                self.fit,
+            )
 
     def _agree(self) -> None:
         """All ranks do alike: as few micro-batches at a time as fit each of them."""
@@ -249,11 +264,11 @@ class MicroBatches:
 
     def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int) -> str:
         """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""
-        buffer = recorder.changed_buffer()
+        changed = recorder.changed_buffers()
         if forwards != 1:
             return f"the loss function calls the model {forwards} times for one micro-batch"
-        if buffer:
-            return f"the forward changes the buffer '{buffer}', so that the order of micro-batches matters"
+        if changed:
+            return f"the forward changes the buffer '{changed[0]}', so that the order of micro-batches matters"
         self.chain = recorder.chain(loss)
         if not self.chain.worth_it:
             return (

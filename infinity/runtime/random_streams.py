@@ -40,6 +40,14 @@ class RandomStreams:
             self._states[index] = [generator.get_state() for generator in self._generators]
             self._set(outside)
 
+    @contextmanager
+    def unchanged(self, index: int) -> Iterator[None]:
+        """As `of`; what is drawn in this context is drawn from the stream once more afterwards."""
+        before = self._states[index]
+        with self.of(index):
+            yield
+        self._states[index] = before
+
     def _set(self, states: list[torch.Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)

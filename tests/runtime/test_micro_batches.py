@@ -365,6 +365,47 @@ def test_saved_tensor_hooks_around_the_call_keep_the_ordinary_order(
     assert "because it is called in a context of saved-tensor hooks" in warnings()[0]
 
 
+def test_more_micro_batches_than_the_device_has_room_for_go_in_groups(
+    small: Small, warnings: Callable[[], list[str]]
+) -> None:
+    model, batches = small(lambda: models.llama(8), 5, overlap="off")
+    infinity.backward(model, loss_of(model, 5), batches)
+    model.zero_grad()
+    known = micro_batches._known[model]
+    assert known.fit > 5
+    other, _ = small(lambda: models.llama(8), 5, overlap="off")
+    wanted = trained(other, batches, 1.0, vertical=False)
+    known.fit = 2
+    fetched = infinity.statistics(model).read_bytes
+    infinity.backward(model, loss_of(model, 5), batches)
+    weights = sum(unit.unit.weight_bytes for unit in registry.coordinator_of(model).units)
+    assert 3 * weights < infinity.statistics(model).read_bytes - fetched <= 6 * weights
+    model.zero_grad()
+    require_same(trained(model, batches, 1.0, vertical=True), wanted)
+    assert [text[:61] for text in warnings()] == ["5 micro-batches go through the units in 3 groups, each of whi"]
+
+
+def test_how_many_fit_is_what_the_plan_leaves_by_what_one_keeps(small: Small) -> None:
+    model, batches = small(lambda: models.llama(8), 4)
+    infinity.backward(model, loss_of(model, 4), batches)
+    kept: set[tuple[int, int]] = set()
+    infinity.close(model)
+    plain, _ = made(lambda: models.llama(8), "nothing", torch.bfloat16)
+    weights = {parameter.untyped_storage()._cdata for parameter in plain.parameters()}
+    head: list[int] = []
+    plain.model.layers[7].register_forward_pre_hook(lambda *_: head.append(sum(nbytes for _, nbytes in kept)))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept.add((storage._cdata, storage.nbytes()))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        plain(**batches[0])
+    assert micro_batches._known[model].chain.kept_bytes == head[0]  # type: ignore[union-attr]
+
+
 # -- tied weights ----------------------------------------------------------------------------------------------------
 
 
@@ -507,8 +548,8 @@ def test_autocast_and_modes_are_those_of_the_caller(offload: Any, tmp_path: Path
     for _ in range(2):
         with torch.autocast("cpu", torch.float16), Counting():
             infinity.backward(model, loss_fn, inputs())
-    assert seen == [(True, torch.float16)] * 6
-    assert counted == {"MainThread": 9, "infinity-lane": 9}
+    assert seen == [(True, torch.float16)] * 7
+    assert counted == {"MainThread": 3, "infinity-lane": 18}
 
 
 def test_reentrant_checkpoints_of_other_threads_are_left_alone(offload: Any, tmp_path: Path) -> None:

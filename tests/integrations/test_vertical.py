@@ -1,0 +1,87 @@
+"""`vertical: true`: the micro-batches of a Trainer's step go through one unit after the other."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+import infinity
+from infinity.coordinator import registry
+from infinity.integrations.transformers import Trainer as OffloadedTrainer
+from infinity.runtime import micro_batches
+from tests.integrations.conftest import Launch
+from tests.integrations.training import Rows, log_of, trainer
+
+WAYS: dict[str, dict[str, Any]] = {
+    "clipping": {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine"},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "a last step of fewer": {"per_device_train_batch_size": 5, "max_steps": -1, "num_train_epochs": 2},
+}
+
+
+def is_vertical(model: Any) -> bool:
+    return micro_batches._known[model].chain is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_norms_are_those_of_the_plain_script(
+    way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    logs = []
+    for context in (nullcontext(), launch(vertical=True)):
+        with context as run:
+            one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=4, **WAYS[way])
+            one.train()
+            logs.append(log_of(one))
+            if run is not None:
+                assert is_vertical(one.model)
+                assert registry.coordinator_of(one.model).plan.forecast.passes == 1
+    assert len(logs[0]) >= 4
+    torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
+
+
+def test_the_weights_are_read_once_for_all(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    read = []
+    for number, vertical in enumerate((False, True)):
+        paths = {"paths": [str(tmp_path / f"swap{number}")]}
+        with launch(vertical=vertical, overlap="off", commit_every=0, nvme=paths):
+            one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=8, max_steps=3)
+            one.train()
+            read.append(infinity.statistics(one.model).weight_bytes_read)
+    assert read[1] < read[0] / 3
+
+
+def test_a_trainer_of_infinity_has_it_from_its_config(
+    checkpoint: Path, rows: Rows, swap_config: Any, tmp_path: Path
+) -> None:
+    plain = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=2)
+    config = swap_config(vertical=True)
+    ours = OffloadedTrainer(model=plain.model, args=plain.args, train_dataset=rows, swap_config=config)
+    ours.train()
+    assert is_vertical(ours.model)
+    infinity.close(ours.model)
+
+
+def test_a_step_with_two_backward_passes_is_an_error_that_says_what_to_set(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    class Twice(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *others: Any, **options: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *others, **options)
+            loss.backward(retain_graph=True)
+            return loss
+
+    with launch(vertical=True):
+        one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=2)
+        twice = Twice(model=one.model, args=one.args, train_dataset=rows)
+        with pytest.raises(infinity.ModelError, match="2 backward passes for a micro-batch.*Set vertical: false"):
+            twice.train()
