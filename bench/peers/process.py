@@ -127,6 +127,10 @@ class Child:
         fields = Path(f"/proc/{self._running().pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
 
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
     def stop(self) -> None:
         """Let the process clean up and exit; kill it if it does not."""
         process, self._process = self._process, None

@@ -51,6 +51,7 @@ def _config(job: Job) -> dict[str, Any]:
     adamw = {"lr": work.lr, "betas": work.betas, "eps": work.eps, "weight_decay": work.weight_decay}
     return {
         "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": work.micro_batches,
         "bf16": {"enabled": work.dtype == "bfloat16"},
         "gradient_clipping": work.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": adamw},
@@ -74,14 +75,17 @@ def setup(job: Job) -> Contender:
         # be written to parameters that are empty by then. No dtype is given: 0.19.8 would take bf16 for any on the CPU.
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
-    tokens = job.workload.build_batch()
+    batches = job.workload.build_batches()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step() -> float:
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
+        total = 0.0
+        for tokens in batches:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            total += float(loss.detach()) / len(batches)
+        return total
 
     facts = {
         "numel": numel,

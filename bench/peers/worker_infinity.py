@@ -19,7 +19,7 @@ from peers.workload import Job
 
 def setup(job: Job) -> Contender:
     """Build the model, offload it and make its optimizer. Options: keys of the swap config."""
-    work = job.workload
+    work, vertical = job.workload, job.options.pop("vertical", False)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         torch.distributed.init_process_group("gloo")
     config: dict[str, Any] = {
@@ -27,10 +27,12 @@ def setup(job: Job) -> Contender:
         "activations": "recompute" if work.recompute else "keep",
         "nvme": {"paths": [job.swap_dir] if job.swap_dir else []},
         "commit_every": 0,
+        "vertical": vertical,
         **job.options,
     }
-    model = infinity.offload(work.build_model(), config)
-    tokens = work.build_batch()
+    passes = 1 if vertical else work.micro_batches
+    model = infinity.offload(work.build_model(), config, accumulation_steps=passes if work.micro_batches > 1 else None)
+    batches = work.build_batches()
     optim = infinity.AdamW(
         model.parameters(),
         lr=work.lr,
@@ -42,18 +44,25 @@ def setup(job: Job) -> Contender:
     plan = infinity.statistics(model).plan
     placement = plan.placement
 
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss
+        return loss / len(batches)
+
     def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        if len(batches) == 1:
+            losses = [loss_of(batches[0])]
+            losses[0].backward()
+        else:
+            losses = infinity.backward(model, loss_of, batches, vertical=vertical)
         optim.step()
         optim.zero_grad()
-        return float(loss.detach())
+        return sum(float(loss.detach()) for loss in losses)
 
     def settle() -> None:
         infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
-        return asdict(replay_step(registry.coordinator_of(model)))
+        return asdict(replay_step(registry.coordinator_of(model), passes))
 
     facts = {
         "package": str(Path(infinity.__file__).parent),

@@ -13,7 +13,7 @@ from peers.workload import Job
 def trained(job: Job, model: Any, numel: int, describes: str) -> Contender:
     """A model with torch's AdamW. Args: describes: the system, in words."""
     work = job.workload
-    tokens = work.build_batch()
+    batches = work.build_batches()
     optim = torch.optim.AdamW(
         model.parameters(),
         lr=work.lr,
@@ -24,13 +24,16 @@ def trained(job: Job, model: Any, numel: int, describes: str) -> Contender:
     )
 
     def step() -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        total = 0.0
+        for tokens in batches:
+            loss = model(input_ids=tokens, labels=tokens).loss / len(batches)
+            loss.backward()
+            total += float(loss.detach())
         if work.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), work.max_grad_norm)
         optim.step()
         optim.zero_grad()
-        return float(loss.detach())
+        return total
 
     facts = {
         "numel": numel,

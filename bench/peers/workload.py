@@ -19,7 +19,8 @@ class Workload:
     Attributes:
         layers, hidden, intermediate, heads, vocabulary: the Llama model's shape. `kv_heads`: 0 = as many as heads;
             `tied`: embedding and head are one.
-        batch, tokens: the shape of the one synthetic batch that every step uses.
+        batch, tokens: the shape of a synthetic batch; every step uses the same ones.
+        micro_batches: batches of a step, whose gradients add up.
         dtype: of the weights, as torch calls it.
         recompute: every contender recomputes activations in its backward, layer by layer.
         seed: of the weights and of the batch.
@@ -33,6 +34,7 @@ class Workload:
     vocabulary: int = 8192
     batch: int = 1
     tokens: int = 256
+    micro_batches: int = 1
     dtype: str = "bfloat16"
     recompute: bool = False
     kv_heads: int = 0
@@ -85,10 +87,15 @@ class Workload:
 
     def build_batch(self) -> torch.Tensor:
         """Token ids (batch, tokens), int64, the labels as well."""
+        return self.build_batches()[0]
+
+    def build_batches(self) -> list[torch.Tensor]:
+        """`build_batch` for each micro-batch."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(0, self.vocabulary, (self.batch, self.tokens), generator=generator)
+        shape = self.batch, self.tokens
+        return [torch.randint(0, self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
 
 
 WORKLOADS = {"256": Workload(), "2048": Workload(batch=4, tokens=512, recompute=True)}

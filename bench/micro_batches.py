@@ -1,0 +1,191 @@
+#!/usr/bin/env python3
+"""A step of several micro-batches: all of them through one unit after the other, and one after the other, in turns;
+with the disk as it is and throttled, beside plain torch in memory and DeepSpeed ZeRO-3.
+
+    bash bench/peers/setup.sh                                         # once: DeepSpeed's own environment
+    python bench/micro_batches.py --json build/micro-batches.json     # as root: the disk is throttled by a cgroup
+    python bench/micro_batches.py --systems vertical,ordinary,processor --layers 4 --rounds 3       # the short one
+
+| system | what it is |
+|---|---|
+| vertical, ordinary | infinity.backward(..., vertical=True and False); weights and optimizer states on NVMe |
+| ..., throttled | the same, reading and writing 0.5 GB/s each at most |
+| processor | infinity with everything in RAM and no overlap: what the processor has to do |
+| torch | plain torch in memory with the same recomputation; weights and moments in bf16, no fp32 master |
+| deepspeed | ZeRO-3, weights and optimizer states on NVMe, as many accumulation steps |
+
+The bound of a system is the larger of `processor` and of its own replay: the bytes of its step with nothing else, in
+the same round. Quote the ratios, which are taken within rounds; single times on a shared machine mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.process import BENCH_DIR, Worker
+from peers.report import format_table, machine_facts, write_result
+from peers.turns import started
+from peers.variants import params_on_nvme
+from peers.workload import Job, Workload
+
+_CHECKOUT = BENCH_DIR.parent
+_CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
+SYSTEMS = ("vertical", "ordinary", "vertical, throttled", "ordinary, throttled", "processor", "torch", "deepspeed")
+
+
+def job(system: str, workload: Workload, directory: Path) -> Job:
+    if system == "torch":
+        return Job(workload)
+    if system == "deepspeed":
+        return Job(workload, str(directory / "deepspeed"), params_on_nvme(workload))
+    if system == "processor":
+        options: dict[str, Any] = {"weights": "host", "optimizer": "host", "overlap": "off"}
+        return Job(workload, "", options | {"vertical": False})
+    kept = workload.tokens * workload.hidden * 2 * (workload.layers + 2) * workload.micro_batches
+    memory = {
+        "device": 8 * 2 * workload.numel // workload.layers + 2 * kept,
+        "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and what moves states
+    }
+    options = {"weights": "nvme", "optimizer": "nvme", "overlap": "auto", "memory": memory}
+    return Job(workload, str(directory / system.replace(", ", "-")), options | {"vertical": "vertical" in system})
+
+
+def worker_of(system: str, workload: Workload, directory: Path, args: argparse.Namespace) -> Worker:
+    kind = system if system in ("torch", "deepspeed") else "infinity"
+    python = args.peers_python if system == "deepspeed" else Path(sys.executable)
+    log = _CHECKOUT / "build" / "bench-logs" / f"micro-batches-{system.replace(', ', '-')}.log"
+    return Worker(system, python, f"peers.worker_{kind}", job(system, workload, directory), log, timeout_s=1800)
+
+
+@contextmanager
+def throttled(workers: list[Worker], directory: Path, rate: float) -> Iterator[None]:
+    """In this context these workers, which have started, read and write so many bytes a second at most."""
+    if not workers:
+        yield
+        return
+    device = os.stat(directory).st_dev
+    _CGROUP.mkdir(exist_ok=True)
+    for direction in ("read", "write"):
+        limit = f"{os.major(device)}:{os.minor(device)} {int(rate)}"
+        (_CGROUP / f"blkio.throttle.{direction}_bps_device").write_text(limit)
+    for worker in workers:
+        (_CGROUP / "cgroup.procs").write_text(str(worker.pid))
+    try:
+        yield
+    finally:
+        for pid in (_CGROUP / "cgroup.procs").read_text().split():
+            (_CGROUP.parent / "cgroup.procs").write_text(pid)
+        _CGROUP.rmdir()
+
+
+def measure(workers: list[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """What each found in each round, with its replay. Every round begins with another."""
+    for number in range(rounds):
+        turn, found = number % len(workers), {}
+        for worker in (*workers[turn:], *workers[:turn]):
+            found[worker.name] = worker.step()
+            if worker.facts["replays"]:
+                found[worker.name]["replay"] = worker.replay()
+        yield found
+
+
+def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int) -> dict[str, dict[str, float]]:
+    """By system: medians of seconds, of its bound, of what it takes of that and of the ordinary order beside it, and
+    bytes per parameter."""
+    summary = {}
+    for name in rounds[0]:
+        bounds = [
+            max(each["processor"]["seconds"], each[name].get("replay", {}).get("seconds", 0.0)) for each in rounds
+        ]
+        seconds = [each[name]["seconds"] for each in rounds]
+        beside = name.replace("vertical", "ordinary")
+        counters = rounds[-1][name]["counters"]
+        summary[name] = {
+            "seconds": statistics.median(seconds),
+            "bound_s": statistics.median(bounds),
+            "of_bound": statistics.median(mine / bound for mine, bound in zip(seconds, bounds, strict=True)),
+            "of_ordinary": statistics.median(each[name]["seconds"] / each[beside]["seconds"] for each in rounds)
+            if beside in rounds[0]
+            else float("nan"),
+            "bytes_per_parameter": (counters.get("read_bytes", 0) + counters.get("written_bytes", 0)) / numel,
+            "peak_rss_bytes": max(each[name]["peak_rss_bytes"] for each in rounds),
+            "loss": rounds[-1][name]["loss"],
+        }
+    return summary
+
+
+def table(summary: dict[str, dict[str, float]]) -> str:
+    header = ("system", "s/step", "bound, s", "/ bound", "/ ordinary", "B per parameter", "peak RSS, GB", "loss")
+    return format_table(
+        header,
+        [
+            (
+                name,
+                f"{row['seconds']:.2f}",
+                f"{row['bound_s']:.2f}",
+                f"{row['of_bound']:.2f}",
+                f"{row['of_ordinary']:.3f}",
+                f"{row['bytes_per_parameter']:.1f}",
+                f"{row['peak_rss_bytes'] / 1e9:.2f}",
+                f"{row['loss']:.4f}",
+            )
+            for name, row in summary.items()
+        ],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--systems", default=";".join(SYSTEMS).replace(", ", "-").replace(";", ","))
+    add("--micro-batches", type=int, default=8)
+    add("--tokens", type=int, default=512)
+    add("--layers", type=int, default=16)
+    add("--rounds", type=int, default=5, help="turns of each system; a turn measures the mean of three steps")
+    add("--rate", type=float, default=0.5e9, help="bytes per second of the throttled disk, each way")
+    add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
+    add("--peers-python", type=Path, default=_CHECKOUT / ".venv-peers" / "bin" / "python")
+    add("--json", type=Path, help="write everything measured to this file")
+    args = parser.parse_args()
+    systems = [name.replace("-", ", ") for name in args.systems.split(",")]
+    workload = Workload(
+        layers=args.layers, tokens=args.tokens, micro_batches=args.micro_batches, recompute=True, max_grad_norm=1.0
+    )
+    args.swap_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="micro-batches-", dir=args.swap_dir) as directory, ExitStack() as stack:
+        workers = [worker_of(name, workload, Path(directory), args) for name in systems]
+        stack.enter_context(started(workers))
+        slow = [worker for worker in workers if "throttled" in worker.name]
+        stack.enter_context(throttled(slow, Path(directory), args.rate))
+        rounds = []
+        for found in measure(workers, args.rounds):
+            rounds.append(found)
+            print("  ".join(f"{name} {told['seconds']:.2f} s" for name, told in found.items()), flush=True)
+        facts = {worker.name: worker.facts for worker in workers}
+    summary = summarise(rounds, workload.numel)
+    print(f"\n{workload.numel / 1e6:.0f} M parameters, {args.micro_batches} × {args.tokens} tokens\n{table(summary)}")
+    if args.json:
+        result = {
+            "machine": machine_facts(args.swap_dir),
+            "workload": asdict(workload),
+            "rate": args.rate,
+            "summary": summary,
+            "facts": facts,
+            "rounds": rounds,
+        }
+        write_result(args.json, result, {_CHECKOUT: "<checkout>"})
+
+
+if __name__ == "__main__":
+    main()
