@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from infinity.checkpoint.other_ranks import resume
     from infinity.checkpoint.save import save_pretrained
     from infinity.config import SwapConfig, load_config
+    from infinity.integrations.chunked_loss import use_chunked_loss
     from infinity.optim.adagrad import Adagrad
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.lion import Lion
     from infinity.optim.sgd import SGD
+    from infinity.runtime.cross_entropy import chunked_cross_entropy
     from infinity.runtime.gathered import gathered, state_dict
     from infinity.runtime.methods import no_sync
     from infinity.runtime.micro_batches import backward
@@ -64,10 +66,12 @@ _HOMES = {
     "checkpoint.load": ("load_pretrained",),
     "checkpoint.save": ("save_pretrained",),
     "config": ("SwapConfig", "load_config"),
+    "integrations.chunked_loss": ("use_chunked_loss",),
     "optim.adagrad": ("Adagrad",),
     "optim.adamw": ("Adam", "AdamW"),
     "optim.lion": ("Lion",),
     "optim.sgd": ("SGD",),
+    "runtime.cross_entropy": ("chunked_cross_entropy",),
     "runtime.gathered": ("gathered", "state_dict"),
     "runtime.methods": ("no_sync",),
     "runtime.micro_batches": ("backward",),
@@ -113,6 +117,7 @@ __all__ = [
     "SwapIOError",
     "SwapTimeoutError",
     "backward",
+    "chunked_cross_entropy",
     "close",
     "commit",
     "export_checkpoint",
@@ -129,6 +134,7 @@ __all__ = [
     "synchronize",
     "trace",
     "track",
+    "use_chunked_loss",
 ]
 __version__ = "0.1.0"
 

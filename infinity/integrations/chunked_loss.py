@@ -1,0 +1,336 @@
+"""The loss of a language model of transformers, without its logits.
+
+[Note: where the loss is computed]
+A causal model calls its head, may scale and cap what comes of it, and gives that to `loss_function` with the labels. By
+then the logits are whole. So the loss is computed where the head is called, with the head's weights at hand and the
+labels that the model was called with (runtime/cross_entropy.py). What the head returns are `_Logits`: they have a shape
+and no values, and remember what is done with them. `loss_function` returns the loss that is there already.
+
+Whether a model can do that, and what it does with its logits, is found out by trying once, on a few tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from infinity.errors import InfinityError, ModelError
+from infinity.runtime.cross_entropy import cross_entropy
+from infinity.runtime.guards import Guard
+
+logger = logging.getLogger(__name__)
+
+_TRIED_TOKENS = 16
+_IGNORED = -100
+_TOLERANCE = 1e-4
+
+Step = tuple[str, float]
+"""Something that is done with all logits: ("times", c), ("by", c) or ("tanh", 0)."""
+
+
+def use_chunked_loss(model: nn.Module) -> str:
+    """From now on a call of the model with labels computes the loss without whole logits, where it can.
+
+    The loss and the gradients are those of the ordinary way (infinity.chunked_cross_entropy). The output's `logits`
+    have a shape and no values: reading them is an error. Without labels the model computes logits as ever.
+
+    The model is tried once, on a few tokens, without a graph.
+
+    Args:
+        model: a causal language model of transformers, or a module around one, such as PEFT's.
+
+    Returns:
+        "", or why the model keeps the ordinary loss, which a line of log says, too.
+    """
+    why = _use(model)
+    if why:
+        logger.warning("the loss is computed from whole logits: %s", why)
+    return why
+
+
+def _use(model: nn.Module) -> str:
+    found = _language_model(model)
+    if found is None:
+        return f"{type(model).__name__} has no language model of transformers in it"
+    language, head = found
+    if type(head) is not nn.Linear:
+        return f"its head is a {type(head).__name__}, and not a linear layer"
+    if language.loss_function is not ForCausalLMLoss:
+        return (
+            f"its loss is {getattr(language.loss_function, '__name__', 'one of its own')}, not that of a causal model"
+        )
+    if "labels" not in inspect.signature(language.forward).parameters:
+        return f"the forward of {type(language).__name__} takes no labels"
+    chunked = _ChunkedLoss(language, head)
+    chunked.install()
+    why = chunked.attempt()
+    if why:
+        chunked.remove()
+    return why
+
+
+def _language_model(model: nn.Module) -> tuple[Any, nn.Module] | None:
+    """The outermost model of transformers that has a head, and the head."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            try:
+                head = module.get_output_embeddings()
+            except NotImplementedError:
+                continue
+            if isinstance(head, nn.Module):
+                return module, head
+    return None
+
+
+@dataclass
+class _Call:
+    """A call of the model with labels.
+
+    Attributes:
+        targets: int64 [..., tokens], what each hidden state is to predict.
+        divisor: of the sum of the losses; None: their number.
+        labels: as the model was given them.
+        loss: once the head was called.
+        raw: what the head gave, where the model is tried.
+    """
+
+    targets: torch.Tensor
+    divisor: Any
+    labels: Any
+    loss: torch.Tensor | None = None
+    raw: torch.Tensor | None = None
+
+
+class _UnreadableError(ModelError):
+    """Something was done with logits that are not there."""
+
+
+class _ChunkedLoss:
+    """What is put on one model.
+
+    Attributes:
+        steps: what the model does with its logits; None while it is tried.
+    """
+
+    def __init__(self, language: Any, head: nn.Linear) -> None:
+        self._language = language
+        self._head = head
+        self._here = threading.local()
+        self._original: Callable[..., torch.Tensor] = language.loss_function
+        self._had_own = "_loss_function" in vars(language)
+        self._signature = inspect.signature(language.forward)
+        self._handles: list[Any] = []
+        self._tried: tuple[float, float] | None = None
+        self.steps: tuple[Step, ...] | None = None
+
+    def install(self) -> None:
+        before, after = _Before(self), _After(self)
+        self._handles = [
+            self._language.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            self._language.register_forward_hook(after, always_call=True),
+        ]
+        object.__setattr__(self._head, "forward", _HeadForward(self))
+        self._language.loss_function = _LossFunction(self)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        object.__delattr__(self._head, "forward")
+        if self._had_own:
+            self._language.loss_function = self._original
+        else:
+            del self._language._loss_function
+
+    def attempt(self) -> str:
+        """Try the model. Returns why it cannot do without its logits."""
+        device = next(self._language.parameters()).device
+        vocabulary = self._head.out_features
+        ids = torch.arange(_TRIED_TOKENS, device=device)[None] % vocabulary
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+                self._language(input_ids=ids, labels=ids)
+        except _UnreadableError as error:
+            return str(error)
+        except InfinityError:
+            raise
+        except Exception as error:
+            return f"{type(self._language).__name__} could not be tried ({type(error).__name__}: {error})"
+        if self._tried is None:
+            return f"{type(self._language).__name__} does not compute its loss from what its head gives"
+        ordinary, ours = self._tried
+        if not math.isclose(ordinary, ours, rel_tol=_TOLERANCE):
+            self.steps = None
+            return f"its loss is {ordinary}, and from its head alone it would be {ours}"
+        return ""
+
+    # -- a call -------------------------------------------------------------------------------------------------------
+
+    def begins(self, args: Any, kwargs: Any) -> None:
+        given = self._signature.bind_partial(*args, **kwargs).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given = {**given, **given.pop(name, {})}
+        labels, targets = given.get("labels"), given.get("shift_labels")
+        if labels is None:
+            return  # shift_labels alone have no part in a loss
+        if targets is None:
+            targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        self._here.call = _Call(targets, given.get("num_items_in_batch"), labels)
+
+    def ends(self) -> None:
+        self._here.call = None
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In place of the head's forward."""
+        call: _Call | None = getattr(self._here, "call", None)
+        if call is None or call.loss is not None or hidden.shape[:-1] != call.targets.shape:
+            return nn.functional.linear(hidden, self._head.weight, self._head.bias)
+        if self.steps is None:
+            call.raw = nn.functional.linear(hidden, self._head.weight, self._head.bias)
+            return _Logits.of(call.raw, call.raw)
+        scale, softcap = _scale_and_cap(self.steps)
+        blank = torch.empty((*hidden.shape[:-1], self._head.out_features), dtype=hidden.dtype, device="meta")
+        call.loss, logits = cross_entropy(
+            hidden,
+            self._head.weight,
+            call.targets.to(hidden.device),
+            bias=self._head.bias,
+            scale=scale,
+            softcap=softcap,
+            ignore_index=_IGNORED,
+            divisor=call.divisor,
+            beside=[_Logits.of(blank)],
+        )
+        return logits
+
+    def loss(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of `loss_function`."""
+        call: _Call | None = getattr(self._here, "call", None)
+        if not isinstance(logits, _Logits):
+            return self._original(logits, labels, *args, **kwargs)
+        if call is None or labels is not call.labels or kwargs.get("ignore_index", _IGNORED) != _IGNORED:
+            raise _UnreadableError("its loss has other labels than those that the model was called with")
+        if self.steps is None:
+            assert call.raw is not None
+            ordinary = self._original(logits.whole, labels, *args, **kwargs)
+            self.steps = logits.steps
+            scale, softcap = _scale_and_cap(self.steps)
+            self._tried = ordinary.item(), _loss_of(call.raw, call.targets, scale, softcap).item()
+            return ordinary
+        if call.loss is None or logits.steps != self.steps:
+            raise ModelError(
+                f"{type(self._language).__name__} did something else with its logits ({logits.steps}) than when it was "
+                f"tried ({self.steps}), so its loss cannot be computed without them"
+            )
+        return call.loss
+
+
+def _scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None]:
+    """What the steps are for infinity.chunked_cross_entropy. Raises _UnreadableError where they are nothing of that."""
+    scale, cap, rest = 1.0, None, list(steps)
+    if len(rest) >= 3 and [kind for kind, _ in rest[-3:]] == ["by", "tanh", "times"] and rest[-3][1] == rest[-1][1]:
+        cap, rest = rest[-1][1], rest[:-3]
+    for kind, number in rest:
+        if kind == "tanh":
+            raise _UnreadableError("it does more with its logits than to scale and to cap them")
+        scale *= number if kind == "times" else 1.0 / number
+    return scale, cap
+
+
+def _loss_of(raw: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    logits = raw.float() * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.reshape(-1), ignore_index=_IGNORED)
+
+
+class _Before(Guard):
+    def __init__(self, of: _ChunkedLoss) -> None:
+        self._of = of
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._of.begins(args, kwargs)
+
+
+class _After(Guard):
+    def __init__(self, of: _ChunkedLoss) -> None:
+        self._of = of
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._of.ends()
+
+
+class _HeadForward(Guard):
+    def __init__(self, of: _ChunkedLoss) -> None:
+        self._of = of
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._of.head(hidden)
+
+
+class _LossFunction(Guard):
+    def __init__(self, of: _ChunkedLoss) -> None:
+        self._of = of
+
+    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._of.loss(logits, labels, *args, **kwargs)
+
+
+class _Logits(torch.Tensor):
+    """Logits that are not there.
+
+    Attributes:
+        steps: what was done with them.
+        whole: what they would be, where the model is tried.
+    """
+
+    steps: tuple[Step, ...]
+    whole: torch.Tensor | None
+
+    @classmethod
+    def of(cls, like: torch.Tensor, whole: torch.Tensor | None = None, steps: tuple[Step, ...] = ()) -> _Logits:
+        with torch._C.DisableTorchFunctionSubclass():
+            blank = torch.empty(like.shape, dtype=like.dtype, device="meta")
+            made: _Logits = torch.Tensor._make_subclass(cls, blank)
+        made.steps, made.whole = steps, whole
+        return made
+
+    def after(self, func: Callable[..., Any], args: Any, kwargs: Any, *steps: Step) -> _Logits:
+        whole = None if self.whole is None else func(self.whole, *args, **kwargs)
+        return _Logits.of(self if whole is None else whole, whole, (*self.steps, *steps))
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"logits of shape {tuple(self.shape)}, which were never computed (infinity.use_chunked_loss)"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "size", "dim", "numel", "stride", "is_floating_point", "register_hook"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        logits, *others = args
+        number = others[0] if len(others) == 1 and isinstance(others[0], int | float) else None
+        if isinstance(logits, _Logits):
+            if name in _PRODUCTS and number is not None:
+                return logits.after(func, others, kwargs, ("times", float(number)))
+            if name in _QUOTIENTS and number is not None:
+                return logits.after(func, others, kwargs, ("by", float(number)))
+            if name == "tanh":
+                return logits.after(func, others, kwargs, ("tanh", 0.0))
+            if name in ("float", "contiguous") or (name == "to" and not logits.steps):
+                return logits.after(func, others, kwargs)
+        raise _UnreadableError(f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss")
+
+
+_PRODUCTS = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
+_QUOTIENTS = ("div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide")

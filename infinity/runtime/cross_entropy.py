@@ -1,0 +1,290 @@
+"""The loss of a language model's head, computed without its logits ever being there as a whole.
+
+For 8,192 tokens and a vocabulary of 128,000 the logits are 2 GiB in bf16, 4 more in fp32 for the loss, and as much
+again for their gradient. Here they are made piece by piece, and what they are wanted for is taken at once: the loss and
+the gradients of the hidden states and of the head. So the backward has nothing left to compute but a factor. (As in
+Liger-Kernel, arXiv 2410.10989, section 3.2.)
+
+[Note: two ways through the logits]
+
+                     V
+            ┌─────────────────┐      by tokens: the loss, and the gradient of the hidden states, a sum over V
+          T │ a piece is a row │     by words:  the gradient of the head, a sum over T
+            │ of tokens, or a  │
+            │ column of words  │     Each element is summed up in one product, in fp32, and rounded once, as it is
+            └─────────────────┘      where the logits are whole.
+
+Adding up the head's gradient token by token would round a part of it each time, and need as much memory as the head in
+fp32. Going through the logits by words computes them once more instead: four products for three. Where all tokens fit
+one piece there is one way, and three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.errors import ConfigError
+
+_CHUNK_BYTES = 256 << 20
+"""Of a piece of the logits in fp32."""
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    divisor: torch.Tensor | float | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> torch.Tensor:
+    """The cross entropy of `hidden @ weight.T + bias` and the labels.
+
+    The same as torch.nn.functional.cross_entropy of the fp32 logits, but that the logits are never whole. Tokens with
+    no label are left out of everything.
+
+    Args:
+        hidden: [..., H], what the head is given.
+        weight: [V, H], of the head, on the same device, of the same dtype.
+        labels: int64 [...], the token that each hidden state is to predict: they are not shifted here.
+        bias: [V], of the head.
+        scale: that the logits are multiplied by.
+        softcap: c: the logits become c · tanh(logits / c), after the scale.
+        ignore_index: the label of tokens that have no part in the loss.
+        divisor: what the sum over the tokens is divided by; None: the number of tokens that have a label.
+        chunk_bytes: of the logits that are there at a time, in fp32; there is a copy of them in the dtype of `hidden`.
+
+    Returns:
+        The loss, an fp32 scalar; NaN where no token has a label, as in torch.
+
+    Raises:
+        ConfigError: shapes that do not fit each other, or a label beyond the vocabulary.
+    """
+    return cross_entropy(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        divisor=divisor,
+        chunk_bytes=chunk_bytes,
+    )[0]
+
+
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    ignore_index: int,
+    divisor: torch.Tensor | float | None,
+    chunk_bytes: int = _CHUNK_BYTES,
+    beside: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """As chunked_cross_entropy. Returns the loss, and behind it new tensors that were given, which become outputs of
+    the same node of the graph: so what waits for their gradient hears when the loss is run backward.
+
+    Args:
+        beside: the new tensors; they get no gradient.
+    """
+    vocabulary, width = weight.shape
+    if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)} and labels "
+            f"{list(labels.shape)}; they must be [..., H], [V, H] and [...]"
+        )
+    flat = labels.reshape(-1)
+    chosen = (flat != ignore_index).nonzero().squeeze(1)
+    wanted = flat[chosen]
+    if wanted.numel() and not (int(wanted.min()) >= 0 and int(wanted.max()) < vocabulary):
+        raise ConfigError(
+            f"chunked_cross_entropy: a label is {int(wanted.max())}, and the vocabulary has {vocabulary} tokens"
+        )
+    if divisor is None:
+        divisor = float(wanted.numel()) if wanted.numel() else math.nan
+    head = _Head(scale, softcap, max(chunk_bytes // 4, 1), float(divisor))
+    found: tuple[torch.Tensor, ...] = _CrossEntropy.apply(
+        hidden.reshape(-1, width), weight, bias, chosen, wanted, head, beside
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What is done with the logits.
+
+    Attributes:
+        chunk_numel: logits of a piece.
+        divisor: of the sum of the losses.
+    """
+
+    scale: float
+    softcap: float | None
+    chunk_numel: int
+    divisor: float
+
+    @property
+    def share(self) -> float:
+        """What a token's gradient is multiplied by before it is rounded: 1 / divisor but for its power of two, which is
+        exact later, and which would take small gradients out of fp16's range."""
+        return math.frexp(1.0 / self.divisor)[0] if math.isfinite(self.divisor) else 1.0
+
+    @property
+    def factor(self) -> float:
+        """The rest."""
+        return 1.0 / self.divisor / self.share
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """fp32 [tokens, V], computed as the model computes them."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.float()
+
+    def gradient(
+        self, logits: torch.Tensor, normal: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Of what `linear` gave, times `divisor * share`; takes the place of the logits.
+
+        Args:
+            normal: the logarithm of the sum of the exponentials of all logits of a token, [tokens, 1].
+            rows, labels: of the tokens whose label is among these logits, and which logit that is.
+        """
+        slope = None if self.softcap is None else 1.0 - (logits / self.softcap).square_()
+        gradient = logits.sub_(normal).exp_()
+        gradient[rows, labels] -= 1.0
+        if slope is not None:
+            gradient.mul_(slope)
+        return gradient.mul_(self.share * self.scale)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """See the top of the file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        chosen: torch.Tensor,
+        labels: torch.Tensor,
+        head: _Head,
+        beside: Sequence[torch.Tensor],
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        wants_hidden, *wants_head = ctx.needs_input_grad[:3]
+        states = hidden if len(chosen) == len(hidden) else hidden[chosen]
+        pieces = _Pieces(states, weight, bias, labels, head)
+        of_states = torch.empty_like(states) if wants_hidden else None
+        of_weight, of_bias = (
+            torch.empty_like(each) if wants and each is not None else None
+            for each, wants in zip((weight, bias), wants_head, strict=True)
+        )
+        whole = pieces.by_tokens(of_states, of_weight, of_bias)
+        if not whole and any(wants_head):
+            pieces.by_words(of_weight, of_bias)
+        of_hidden = of_states
+        if of_states is not None and states is not hidden:
+            of_hidden = torch.zeros_like(hidden)
+            of_hidden[chosen] = of_states
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.factor = head.factor
+        return (pieces.total / head.divisor).float(), *beside
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        of_loss = gradients[0]
+        if of_loss is None:
+            return (None,) * 7
+        factor = of_loss.float() * ctx.factor
+        return *(None if each is None else each * factor for each in ctx.saved_tensors), *(None,) * 4
+
+
+class _Pieces:
+    """[Note: two ways through the logits]
+
+    Args:
+        states: [tokens, H], of the tokens that have labels.
+
+    Attributes:
+        total: the sum of the losses, fp64.
+    """
+
+    def __init__(
+        self,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: _Head,
+    ) -> None:
+        self._states, self._weight, self._bias, self._labels, self._head = states, weight, bias, labels, head
+        self._normals: list[torch.Tensor] = []
+        self.total = torch.zeros((), dtype=torch.float64, device=states.device)
+
+    def by_tokens(
+        self, of_states: torch.Tensor | None, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None
+    ) -> bool:
+        """The loss, and the gradient of the states. Returns whether there was one piece only; then the gradients of the
+        head are there, too."""
+        count = max(self._head.chunk_numel // len(self._weight), 1)
+        starts = range(0, len(self._states), count)
+        for start in starts:
+            part = slice(start, start + count)
+            states, labels = self._states[part], self._labels[part]
+            logits = self._head.logits(states, self._weight, self._bias)
+            normal = torch.logsumexp(logits, dim=1, keepdim=True)
+            self._normals.append(normal)
+            self.total += (normal - logits.gather(1, labels[:, None])).sum(dtype=torch.float64)
+            whole = len(starts) == 1
+            if of_states is None and ((of_weight is None and of_bias is None) or not whole):
+                continue
+            rows = torch.arange(len(labels), device=labels.device)
+            gradient = self._head.gradient(logits, normal, rows, labels).to(states.dtype)
+            if of_states is not None:
+                torch.mm(gradient, self._weight, out=of_states[part])
+            if whole:
+                _to_head(gradient, states, of_weight, of_bias)
+        return len(starts) == 1
+
+    def by_words(self, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None) -> None:
+        """The gradients of the head."""
+        normal = torch.cat(self._normals) if self._normals else self._states.new_empty((0, 1), dtype=torch.float32)
+        count = max(self._head.chunk_numel // max(len(self._states), 1), 1)
+        for start in range(0, len(self._weight), count):
+            part = slice(start, start + count)
+            bias = None if self._bias is None else self._bias[part]
+            logits = self._head.logits(self._states, self._weight[part], bias)
+            rows = ((self._labels >= start) & (self._labels < start + count)).nonzero().squeeze(1)
+            gradient = self._head.gradient(logits, normal, rows, self._labels[rows] - start).to(self._states.dtype)
+            _to_head(
+                gradient,
+                self._states,
+                None if of_weight is None else of_weight[part],
+                None if of_bias is None else of_bias[part],
+            )
+
+
+def _to_head(
+    gradient: torch.Tensor, states: torch.Tensor, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None
+) -> None:
+    if of_weight is not None:
+        torch.mm(gradient.t(), states, out=of_weight)
+    if of_bias is not None:
+        of_bias.copy_(gradient.sum(0, dtype=torch.float32))
