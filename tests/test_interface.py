@@ -63,6 +63,10 @@ NAMES = {
     "SwapIOError": "(InfinityError, OSError)",
     "SwapTimeoutError": "(SwapIOError)",
     "backward": "(model, loss_fn, micro_batches, *, vertical=True)",
+    "chunked_cross_entropy": (
+        "(hidden, weight, labels, *, bias=None, scale=1.0, softcap=None, ignore_index=-100, divisor=None, "
+        "chunk_bytes=268435456)"
+    ),
     "close": "(model, *, discard=False)",
     "commit": "(model)",
     "export_checkpoint": "(store_directory, out, *, step=None, config=None, max_shard_size='5GB', also=None)",
@@ -89,6 +93,7 @@ NAMES = {
     "synchronize": "(model)",
     "trace": "(model, path)",
     "track": "(*objects, model=None, **named)",
+    "use_chunked_loss": "(model)",
 }
 KEYS: dict[str, object] = {
     "weights": "auto",
@@ -122,7 +127,7 @@ OPTIONS = {
         "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --micro-batches "
         "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
         "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
-        "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze "
+        "--no-chunked-loss --seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze "
         "--save-every --save-limit --save-best --sample --sample-tokens --log-every --logger --log-dir "
         "--verbose --trace --trace-steps"
     ),

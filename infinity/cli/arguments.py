@@ -157,29 +157,7 @@ def _add_sizes(job: argparse._ArgumentGroup) -> None:
     job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
 
 
-def _add_training(tune: argparse.ArgumentParser) -> None:
-    job = tune.add_argument_group("training")
-    _add_sizes(job)
-    job.add_argument(
-        "--loss-on",
-        type=word,
-        choices=("answers", "all"),
-        help="of rows with a prompt or messages: learn the completion, or what the assistant says (answers, the "
-        "default), or everything (all)",
-    )
-    job.add_argument(
-        "--no-packing",
-        action="store_true",
-        default=None,
-        help="one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
-    )
-    job.add_argument(
-        "--dtype",
-        type=word,
-        choices=DTYPE_NAMES,
-        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled, and fp32 "
-        "needs no master",
-    )
+def _add_optimizer(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--optimizer",
         type=word,
@@ -204,11 +182,43 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--max-grad-norm", type=number(1e-12, 1e12, or_zero=True), help="norm to clip to; 0: no clipping (default 1.0)"
     )
+
+
+def _add_training(tune: argparse.ArgumentParser) -> None:
+    job = tune.add_argument_group("training")
+    _add_sizes(job)
+    job.add_argument(
+        "--loss-on",
+        type=word,
+        choices=("answers", "all"),
+        help="of rows with a prompt or messages: learn the completion, or what the assistant says (answers, the "
+        "default), or everything (all)",
+    )
+    job.add_argument(
+        "--no-packing",
+        action="store_true",
+        default=None,
+        help="one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
+    )
+    job.add_argument(
+        "--dtype",
+        type=word,
+        choices=DTYPE_NAMES,
+        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled, and fp32 "
+        "needs no master",
+    )
+    _add_optimizer(job)
     job.add_argument(
         "--no-loss-scale",
         action="store_true",
         default=None,
         help="do not scale the loss with --dtype fp16 (by default torch.amp.GradScaler does)",
+    )
+    job.add_argument(
+        "--no-chunked-loss",
+        action="store_true",
+        default=None,
+        help="compute the logits of all tokens before the loss (by default a few at a time, where the model can)",
     )
     job.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
     job.add_argument("--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice")

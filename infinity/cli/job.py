@@ -83,6 +83,7 @@ _TRAINING: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "no_loss_scale": False,
+    "no_chunked_loss": False,
     "seed": 0,
 }
 """Options that decide the bits of the result, with their defaults."""
@@ -104,7 +105,9 @@ _NEW = (
     "lora_targets",
     "freeze",
 )
-_BEFORE = {name: _TRAINING[name] for name in _NEW} | {"loss_on": "all", "eval_data": None} | _KEPT
+_BEFORE = (
+    {name: _TRAINING[name] for name in _NEW} | {"loss_on": "all", "eval_data": None, "no_chunked_loss": True} | _KEPT
+)
 """What runs did that have no such options."""
 
 

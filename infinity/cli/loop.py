@@ -27,6 +27,7 @@ from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.integrations.chunked_loss import use_chunked_loss
 from infinity.runtime.micro_batches import backward
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
@@ -70,7 +71,6 @@ class Run:
             if self.durable
             else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
         )
-        model.config.use_cache = False
         self._data = data
         self._batches = Batches(data.trained, options.batch_size, options.seed, world)
         self._optim = make_optimizer(
@@ -90,7 +90,7 @@ class Run:
         self._steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
-        say_if_slow(model)
+        _prepare(model, options)
         self.history = History()
         self._meanwhile = Meanwhile(model, data, tokenizer, options, world, self._steps, self.history, owner)
         self.saved = self._meanwhile.saved
@@ -299,3 +299,11 @@ class Run:
             evaluations=self.history.evaluations,
             again=again(self.options, extended=self.origin.extended),
         )
+
+
+def _prepare(model: Any, options: argparse.Namespace) -> None:
+    """What a model is told before it is trained."""
+    model.config.use_cache = False
+    say_if_slow(model)
+    if not options.no_chunked_loss:
+        use_chunked_loss(model)

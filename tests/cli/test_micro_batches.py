@@ -36,7 +36,7 @@ def test_micro_batches_end_in_the_bits_of_as_many_passes_and_move_the_weights_on
     (passes, planned_passes), (together, planned) = (bytes_of(tmp_path / f"out-{name}") for name in "ab")
     assert together <= planned < 30
     assert together < passes - 6
-    assert planned_passes - planned == pytest.approx(12, abs=0.5)
+    assert planned_passes - planned == pytest.approx(12, abs=1)  # two bytes, in padded units, three times more each way
 
 
 def test_passes_and_micro_batches_may_be_combined(tmp_path: Path) -> None:
