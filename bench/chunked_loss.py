@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The loss of a large vocabulary with and without whole logits, forward and backward: seconds and peak memory, in turns.
+"""The loss of a large vocabulary, with and without whole logits: seconds and peak memory, in turns.
 
     python bench/chunked_loss.py --json build/chunked-loss.json        # 8,192 tokens, 128 k words, hidden 512
     python bench/chunked_loss.py --tokens 2048 --rounds 3              # the short one
@@ -9,8 +9,8 @@
 | whole | torch: `cross_entropy(linear(hidden, weight).float(), labels)` |
 | chunked | infinity.chunked_cross_entropy |
 
-Each turn is a process of its own, so that its peak is its own. `above` is the peak over what the process had before; the
-gradients of the hidden states and of the head are a part of it in both. Quote the ratios.
+Each turn is forward and backward, in a process of its own, so that its peak is its own. `above` is the peak over what
+the process had before; the gradients of the hidden states and of the head are a part of it in both. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def main() -> None:
     itemsize = 2 if args.dtype == "bfloat16" else 4
     gradients = itemsize * args.hidden * (args.tokens + args.vocabulary)
     print(
-        f"\n{args.tokens} tokens, {args.vocabulary} words, hidden {args.hidden}, {args.dtype}; seconds, chunked / whole: "
-        f"{ratio:.2f}"
+        f"\n{args.tokens} tokens, {args.vocabulary} words, hidden {args.hidden}, {args.dtype}; "
+        f"seconds, chunked / whole: {ratio:.2f}"
     )
     print(
         format_table(

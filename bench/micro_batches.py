@@ -41,6 +41,7 @@ from peers.workload import Job, Workload
 
 _CHECKOUT = BENCH_DIR.parent
 _CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
+_BLOCKS_ON_DEVICE = 3
 SYSTEMS = ("vertical", "ordinary", "vertical, throttled", "ordinary, throttled", "processor", "torch", "deepspeed")
 
 
@@ -53,8 +54,9 @@ def job(system: str, workload: Workload, directory: Path) -> Job:
         options: dict[str, Any] = {"weights": "host", "optimizer": "host", "overlap": "off"}
         return Job(workload, "", options | {"vertical": False})
     kept = workload.tokens * workload.hidden * 2 * (workload.layers + 2) * workload.micro_batches
+    blocks = _BLOCKS_ON_DEVICE * 2 * workload.numel // workload.layers
     memory = {
-        "device": 8 * 2 * workload.numel // workload.layers + 2 * kept,
+        "device": 2 * max(blocks, kept),  # half of it is for weights
         "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and what moves states
     }
     options = {"weights": "nvme", "optimizer": "nvme", "overlap": "auto", "memory": memory}
