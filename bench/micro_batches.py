@@ -154,6 +154,7 @@ def main() -> None:
     add("--micro-batches", type=int, default=8)
     add("--tokens", type=int, default=512)
     add("--layers", type=int, default=16)
+    add("--max-grad-norm", type=float, help="clip to this norm; 0.01 clips in every step; default: no clipping")
     add("--rounds", type=int, default=5, help="turns of each system; a turn measures the mean of three steps")
     add("--rate", type=float, default=0.5e9, help="bytes per second of the throttled disk, each way")
     add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
@@ -162,7 +163,11 @@ def main() -> None:
     args = parser.parse_args()
     systems = [name.replace("-", ", ") for name in args.systems.split(",")]
     workload = Workload(
-        layers=args.layers, tokens=args.tokens, micro_batches=args.micro_batches, recompute=True, max_grad_norm=1.0
+        layers=args.layers,
+        tokens=args.tokens,
+        micro_batches=args.micro_batches,
+        recompute=True,
+        max_grad_norm=args.max_grad_norm,
     )
     args.swap_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="micro-batches-", dir=args.swap_dir) as directory, ExitStack() as stack:

@@ -212,6 +212,31 @@ def test_a_step_moves_at_most_26_bytes_per_parameter(count: int, small: Small) -
     assert moved <= 26 * padded
 
 
+def test_updates_begin_when_the_last_micro_batch_has_passed_a_unit(small: Small) -> None:
+    model, batches = small(lambda: models.llama(8), 4, overlap="during_backward")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    coordinator, begun = registry.coordinator_of(model), []
+    passed = type(coordinator).passed
+
+    def seen(self: Any, indices: Any, *, complete: Any) -> None:
+        passed(self, indices, complete=complete)
+        begun.append(len(self.updates.speculative))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(coordinator), "passed", seen)
+        for _ in range(3):
+            infinity.backward(model, loss_of(model, 4), batches)
+            optim.step()
+            optim.zero_grad()
+            infinity.synchronize(model)
+    assert coordinator.speculation.counts.undone == 0
+    assert coordinator.speculation.counts.early > 0
+    of_step = begun[-len(begun) // 3 :]
+    assert of_step[:3] == [0, 0, 0]
+    assert of_step == sorted(of_step)
+    assert of_step[-5] > 4  # long before the last unit
+
+
 # -- what is no chain ------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +298,7 @@ def both(make: Callable[[], nn.Module], offload: Any, tmp_path: Path, steps: int
             losses += infinity.backward(model, model, inputs(), vertical=vertical)
             optim.step()
             optim.zero_grad()
-        results.append((losses, weights_of(model) | states_of(model)))
+        results.append((losses, weights_of(model) | states_of(model) | dict(model.named_buffers())))
         ended.append(model)
         require_no_leaks(model)
     assert results[0][0] == results[1][0]

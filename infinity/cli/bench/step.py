@@ -127,7 +127,7 @@ def _replay(
         console.print(plan.describe(), markup=False, highlight=False)
         steps = []
         for number in range(_WARM_UP_STEPS + options.steps):
-            step = replay_step(coordinator, options.micro_batches)
+            step = replay_step(coordinator, 1 if config.vertical else options.micro_batches)
             steps.append(step)
             if number >= _WARM_UP_STEPS:
                 console.print(f"step {number + 1 - _WARM_UP_STEPS} of {options.steps}: {step.seconds:.3f} s")

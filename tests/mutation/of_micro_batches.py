@@ -1,0 +1,120 @@
+"""Mutants of infinity.backward and of the loss without whole logits."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import Mutant
+
+_TESTS = "tests/runtime/test_micro_batches.py"
+_LOSS = "tests/runtime/test_cross_entropy.py"
+_CHUNKED = "tests/integrations/test_chunked_loss.py"
+_VERTICAL = "infinity/runtime/vertical.py"
+_CHAIN = "infinity/runtime/chain.py"
+_MICRO = "infinity/runtime/micro_batches.py"
+
+OF_MICRO_BATCHES = [
+    Mutant(
+        "gradients come in another order of micro-batches",
+        _VERTICAL,
+        "                    for index, forward in enumerate(forwards):\n",
+        "                    for index, forward in reversed(list(enumerate(forwards))):\n",
+        (_TESTS, "-k", "both_orders"),
+    ),
+    Mutant(
+        "micro-batches share their random numbers",
+        _VERTICAL,
+        "        with self._streams.of(self._numbers[index]):\n            forward.lane.resume()\n",
+        "        forward.lane.resume()\n",
+        (_TESTS, "-k", "both_orders"),
+    ),
+    Mutant(
+        "learning draws random numbers",
+        _MICRO,
+        "            with streams.unchanged(0):\n",
+        "            with streams.of(0):\n",
+        (_TESTS, "-k", "both_orders"),
+    ),
+    Mutant(
+        "learning changes buffers",
+        _MICRO,
+        "                if name in changed and name in buffers:\n",
+        "                if False:\n",
+        (_TESTS, "-k", "a_buffer"),
+    ),
+    Mutant(
+        "updates begin after any micro-batch",
+        _VERTICAL,
+        "        complete = [] if index < count - 1 else [",
+        "        complete = [",
+        (_TESTS, "-k", "updates_begin"),
+    ),
+    Mutant(
+        "a weight of several stages is complete after the first",
+        _VERTICAL,
+        "if self._first_stage(unit) == stage]",
+        "if True]",
+        (_TESTS, "-k", "comes_twice"),
+    ),
+    Mutant(
+        "edges past a cut do not matter",
+        _CHAIN,
+        "                if not (marked and upper in kept)\n",
+        "                if False\n",
+        (_TESTS, "-k", "goes_past"),
+    ),
+    Mutant(
+        "a mark at a cut that was given up is no edge",
+        _CHAIN,
+        "                if not (marked and upper in kept)\n",
+        "                if not marked\n",
+        (_TESTS, "-k", "goes_past"),
+    ),
+    Mutant(
+        "buffers that change do not matter",
+        _MICRO,
+        "        if changed:\n",
+        "        if False:\n",
+        (_TESTS, "-k", "a_buffer"),
+    ),
+    Mutant(
+        "a lane that nobody wants runs on",
+        "infinity/runtime/lanes.py",
+        "        if self._unwanted:\n            raise _Ended\n",
+        "",
+        (_TESTS, "-k", "an_exception"),
+    ),
+    Mutant(
+        "room for micro-batches does not matter",
+        _MICRO,
+        "        groups = -(-count // self.fit)\n",
+        "        groups = 1\n",
+        (_TESTS, "-k", "in_groups"),
+    ),
+    Mutant(
+        "the slope of the softcap",
+        "infinity/runtime/cross_entropy.py",
+        "        if slope is not None:\n            gradient.mul_(slope)\n",
+        "",
+        (_LOSS, "-k", "fp32"),
+    ),
+    Mutant(
+        "small gradients of fp16 are scaled before they are rounded",
+        "infinity/runtime/cross_entropy.py",
+        "return math.frexp(1.0 / self.divisor)[0] if",
+        "return 1.0 / self.divisor if",
+        (_LOSS, "-k", "vanish"),
+    ),
+    Mutant(
+        "the loss has the labels of its own tokens",
+        "infinity/integrations/chunked_loss.py",
+        "targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]",
+        "targets = labels",
+        (_CHUNKED, "-k", "every_causal_model"),
+    ),
+    Mutant(
+        "what a model does with its logits does not matter",
+        "infinity/integrations/chunked_loss.py",
+        "        scale, softcap = _scale_and_cap(self.steps)\n        blank",
+        "        scale, softcap = 1.0, None\n        blank",
+        (_CHUNKED, "-k", "every_causal_model"),
+    ),
+]
