@@ -113,14 +113,11 @@ class Recorder:
     """A forward in ordinary order, in one thread.
 
     Args:
-        model: whose buffers are looked at.
         kept: counts what the forward keeps.
     """
 
-    def __init__(self, model: nn.Module, kept: Kept) -> None:
-        self._model = model
+    def __init__(self, kept: Kept) -> None:
         self._kept = kept
-        self._buffers = _versions(model)
         self._candidates = [_Candidate(None, False, 0)]
 
     def cut(self, site: int | None, *, reentrant: bool = False) -> None:
@@ -170,19 +167,41 @@ class Recorder:
         kept_bytes = 0 if first is None else first.kept_bytes
         return Chain(tuple(stages), before, kept_bytes)
 
-    def changed_buffers(self) -> list[str]:
-        """The names of the buffers that the forward has changed."""
-        now = _versions(self._model)
-        return [name for name, version in now.items() if self._buffers.get(name) != version]
-
 
 def _stage(first: _Candidate, units: Sequence[int]) -> Stage:
     assert first.site is not None
     return Stage(first.site, first.reentrant, tuple(units))
 
 
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(buffer), buffer._version) for name, buffer in model.named_buffers()}
+class Buffers:
+    """The buffers of a model, as they are where this is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def changed(self) -> list[str]:
+        """The names of those that have other values now. Versions do not tell: those of BatchNorm's means stay."""
+        return [
+            name
+            for name, buffer in self._model.named_buffers()
+            if name in self._before and not _same_bits(buffer, self._before[name])
+        ]
+
+    def put_back(self) -> None:
+        """They have the values of before."""
+        changed = self.changed()
+        with torch.no_grad():
+            for name, buffer in self._model.named_buffers():
+                if name in changed:
+                    buffer.resize_(self._before[name].shape).copy_(self._before[name])
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*flat)
 
 
 def _is_mark(node: Any) -> bool:

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
-from infinity.runtime.chain import Chain, Recorder
+from infinity.runtime.chain import Buffers, Chain, Recorder
 from infinity.runtime.hooks import BackwardEnds, Scope
 from infinity.runtime.lanes import why_not_in_threads
 from infinity.runtime.random_streams import RandomStreams
@@ -226,18 +226,14 @@ class MicroBatches:
         model = self._model()
         assert model is not None
         self.chain, self._mode, before = None, self._mode_now(), self._scope.begun
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffers = Buffers(model)
         with self._scope.weighing() as kept:
-            recorder = Recorder(model, kept)
+            recorder = Recorder(kept)
             with self._watched(Recording(recorder)):
                 loss = loss_fn(micro_batch)
-        self.why_ordinary = self._found(recorder, loss, self._scope.begun - before)
+        self.why_ordinary = self._found(recorder, loss, self._scope.begun - before, buffers.changed())
         del loss
-        changed = set(recorder.changed_buffers())
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in changed and name in buffers:
-                    buffer.copy_(buffers[name])
+        buffers.put_back()
         self._agree()
         if self.why_ordinary:
             self.chain = None
@@ -262,9 +258,8 @@ class MicroBatches:
         if not self.why_ordinary and any(stages != told[0][1] for _, stages, _ in told):
             self.why_ordinary = "the ranks run the units of the model in different orders"
 
-    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int) -> str:
+    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int, changed: Sequence[str]) -> str:
         """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""
-        changed = recorder.changed_buffers()
         if forwards != 1:
             return f"the loss function calls the model {forwards} times for one micro-batch"
         if changed:

@@ -172,8 +172,10 @@ class Vertical:
             with self._ends.spanning():
                 self._last(last, forwards)
                 for stage in range(last - 1, -2, -1):
+                    self._keep(stage)
                     for index, forward in enumerate(forwards):
                         self._backward(stage, index, forward, len(forwards))
+                    self._give_back()
 
     def _through(self, stage: int, forwards: Sequence[_Forward]) -> None:
         """All micro-batches go through a stage, to and fro."""
@@ -229,7 +231,7 @@ class Vertical:
         if stage is None or not (checkpoint or torch.is_grad_enabled()):
             return None
         forward.wait_for(stage)
-        self._keep(stage, units)
+        self._keep(stage)
         if checkpoint:
             forward.tape.pieces[-1].stage = stage
             return None
@@ -254,13 +256,13 @@ class Vertical:
         cut: Sequence[Any] = replaced(inputs, forward.tape.cut(forward.stage))
         return cut
 
-    def _keep(self, stage: int, units: Sequence[int]) -> None:
-        """Units that are all that a stage reads stay on the device until the last micro-batch has passed it."""
-        if self._kept or not set(self._chain.units_of(stage)) <= {*units, *self._coordinator.staying}:
+    def _keep(self, stage: int) -> None:
+        """The one unit whose weights a stage has fetched stays on the device until the last micro-batch has passed."""
+        units = [index for index in self._chain.units_of(stage) if index not in self._coordinator.staying]
+        if len(units) != 1 or self._kept:
             return
-        for index in units:
-            self._coordinator.acquire(index)
-            self._kept.append(index)
+        self._coordinator.acquire(units[0])
+        self._kept = units
 
     def _give_back(self) -> None:
         kept, self._kept = self._kept, []

@@ -36,8 +36,8 @@ OF_MICRO_BATCHES = [
     Mutant(
         "learning changes buffers",
         _MICRO,
-        "                if name in changed and name in buffers:\n",
-        "                if False:\n",
+        "        buffers.put_back()\n",
+        "",
         (_TESTS, "-k", "a_buffer"),
     ),
     Mutant(

@@ -156,6 +156,13 @@ def small(offload: Any, tmp_path: Path) -> Callable[..., tuple[Any, list[models.
     return make
 
 
+@pytest.fixture(autouse=True)
+def _room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The devices of these tests have room for hardly more than weights."""
+    if "fit" not in request.node.name:
+        monkeypatch.setattr(micro_batches.MicroBatches, "_room_bytes", lambda self: 1 << 30)
+
+
 Small = Callable[..., tuple[Any, list[models.Batch]]]
 
 
