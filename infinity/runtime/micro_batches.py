@@ -23,6 +23,7 @@ comes of that forward: a run that is resumed, and learns anew, ends in the bits 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -291,8 +292,9 @@ class MicroBatches:
                 def leave(module: nn.Module, args: Any, output: Any) -> None:
                     watch.leave()
 
-                handles.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+                before, after = _not_compiled(enter), _not_compiled(leave)
+                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                handles.append(module.register_forward_hook(after, always_call=True))
             with watch.open():
                 yield
         finally:
@@ -302,3 +304,8 @@ class MicroBatches:
 
 def _told(chain: Chain | None) -> Any:
     return None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
+
+
+def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile leaves as it is, where it is in use."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook

@@ -602,3 +602,14 @@ def test_reentrant_checkpoints_of_other_threads_are_left_alone(offload: Any, tmp
     infinity.backward(model, loss_fn, inputs())
     assert plain.weight.grad is not None
     assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
+
+
+def test_a_compiled_model_is_cut_between_what_is_compiled(small: Small) -> None:
+    losses = []
+    for vertical in (False, True):
+        model, batches = small()
+        compiled = torch.compile(model, backend="eager")
+        found = infinity.backward(compiled, loss_of(compiled, 4), batches, vertical=vertical)
+        losses.append([loss.item() for loss in found])
+        assert is_vertical(model) == vertical
+    assert losses[0] == losses[1]
