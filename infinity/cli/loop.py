@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from infinity.config import SwapConfig
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.integrations.chunked_loss import use_chunked_loss
+from infinity.runtime.methods import no_sync
 from infinity.runtime.micro_batches import backward
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
@@ -176,7 +178,9 @@ class Run:
         batches = [next(self._batches) for _ in range(self.options.gradient_accumulation * together)]
         shared, parts = list(zip(batches, self._shares(batches), strict=True)), list[float]()
         for first in range(0, len(batches), together):
-            parts += self._backward(shared[first : first + together], len(batches))
+            is_last = first + together == len(batches)
+            with nullcontext() if is_last or together == 1 else no_sync(self.model):
+                parts += self._backward(shared[first : first + together], len(batches))
         tokens = sum(batch.ids.numel() for batch in batches) * self._world.count
         loss = self._mean(told(self.model, "the loss", parts))
         self._update(step, loss, progress)

@@ -103,12 +103,12 @@ class Coordinator(Stepping):
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @transition
-    def begin_backward(self, *, spanning: bool = False) -> None:
+    def begin_backward(self, *, spanning: int = 0) -> None:
         """An outermost backward pass brings its first gradient.
 
         Args:
-            spanning: several passes of autograd are one: all micro-batches go through one unit after the other
-                (`passed`).
+            spanning: several passes of autograd are one: so many micro-batches go through one unit after the other
+                (`passed`). 0: an ordinary pass.
         """
         self.readers.backward_begins()
         self._forget_cleared()

@@ -63,6 +63,8 @@ def _use(model: nn.Module) -> str:
     if found is None:
         return f"{type(model).__name__} has no language model of transformers in it"
     language, head = found
+    if isinstance(language.loss_function, _LossFunction):
+        return ""
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, and not a linear layer"
     if language.loss_function is not ForCausalLMLoss:
@@ -193,7 +195,10 @@ class _ChunkedLoss:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """In place of the head's forward."""
         call: _Call | None = getattr(self._here, "call", None)
+        weight = self._head.weight
         if call is None or call.loss is not None or hidden.shape[:-1] != call.targets.shape:
+            return nn.functional.linear(hidden, weight, self._head.bias)
+        if hidden.dtype != weight.dtype or torch.is_autocast_enabled(hidden.device.type):
             return nn.functional.linear(hidden, self._head.weight, self._head.bias)
         if self.steps is None:
             call.raw = nn.functional.linear(hidden, self._head.weight, self._head.bias)

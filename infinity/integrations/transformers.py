@@ -42,6 +42,7 @@ def replace_training(run: Run, patches: Patches) -> None:
     patches.wrap(kind, "create_optimizer", of.create_optimizer)
     patches.wrap(kind, "get_optimizer_cls_and_kwargs", of.get_optimizer)
     patches.wrap(kind, "training_step", of.training_step)
+    patches.wrap(kind, "train", of.train)
     patches.wrap(kind, "_load_from_checkpoint", of.load_from_checkpoint)
     patches.wrap(kind, "_save_checkpoint", of.save_checkpoint)
     patches.wrap(kind, "_save", of.save)
@@ -102,7 +103,14 @@ class _OfTrainer:
     ) -> torch.Tensor:
         if not self._run.config.vertical or trainer.args.gradient_accumulation_steps == 1:
             return original(trainer, model, *given, **named)
+        if type(trainer)._prepare_inputs is not transformers.Trainer._prepare_inputs:
+            self._steps.warn_of(trainer)
+            return original(trainer, model, *given, **named)
         return self._steps(original, trainer, model, *given, **named)
+
+    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._steps.forget(trainer)
+        return original(trainer, *args, **kwargs)
 
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
@@ -188,6 +196,10 @@ class TrainerMixin:
         theirs: Any = super()
         kind, options = class_and_options(args) or theirs.get_optimizer_cls_and_kwargs(args, model)
         return ours_for(kind), options
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        theirs: Any = super()
+        return self._infinity.train(lambda _, *given, **named: theirs.train(*given, **named), self, *args, **kwargs)
 
     def training_step(self, model: nn.Module, *given: Any, **named: Any) -> torch.Tensor:
         theirs: Any = super()

@@ -7,6 +7,7 @@ the Trainer adds up is the same.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,12 +20,29 @@ from infinity.errors import ModelError
 from infinity.integrations.patches import patched
 from infinity.runtime.micro_batches import backward
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingSteps:
     """The training steps of all Trainers."""
 
     def __init__(self) -> None:
         self._waiting: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def forget(self, trainer: Any) -> None:
+        """Micro-batches of a step that something ended."""
+        self._waiting.pop(trainer, None)
+
+    def warn_of(self, trainer: Any) -> None:
+        """Say once that a Trainer's micro-batches go one after the other: when it prepares inputs matters to it."""
+        if trainer not in self._warned:
+            self._warned.add(trainer)
+            logger.warning(
+                "vertical: true does nothing for %s, which prepares its inputs step by step: its micro-batches go one "
+                "after the other",
+                type(trainer).__name__,
+            )
 
     def __call__(
         self, original: Callable[..., torch.Tensor], trainer: Any, model: Any, *given: Any, **named: Any

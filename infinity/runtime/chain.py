@@ -77,7 +77,7 @@ class _Mark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view_as(tensor)
+        return tensor.detach()  # no view: whoever is given it may write to it
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -114,14 +114,25 @@ class Recorder:
 
     Args:
         kept: counts what the forward keeps.
+
+    Attributes:
+        changed_flag: of torch, that is set otherwise for a part of the forward; "" where none is.
+        came_with_graph: a part of the graph was made before the forward.
     """
 
     def __init__(self, kept: Kept) -> None:
         self._kept = kept
+        self._begins = next_number()
+        self._flags = _flags()
         self._candidates = [_Candidate(None, False, 0)]
+        self.changed_flag = ""
+        self.came_with_graph = False
 
     def cut(self, site: int | None, *, reentrant: bool = False) -> None:
         """The graph might be cut here."""
+        self.changed_flag = next(
+            (name for name, now in _flags().items() if now != self._flags[name]), self.changed_flag
+        )
         self._candidates.append(_Candidate(site, reentrant, next_number(), self._kept.nbytes))
 
     def entered(self, site: int, units: Sequence[int], *, begins: bool) -> None:
@@ -134,6 +145,7 @@ class Recorder:
     def chain(self, loss: torch.Tensor) -> Chain:
         """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss."""
         begins = [each.begins for each in self._candidates]
+        self.came_with_graph = any(number_of(lower) < self._begins for _, lower in _edges(loss.grad_fn))
         crossing = [
             (bisect_right(begins, number_of(lower)) - 1, bisect_right(begins, number_of(upper)) - 1, _is_mark(upper))
             for upper, lower in _edges(loss.grad_fn)
@@ -171,6 +183,46 @@ class Recorder:
 def _stage(first: _Candidate, units: Sequence[int]) -> Stage:
     assert first.site is not None
     return Stage(first.site, first.reentrant, tuple(units))
+
+
+def _flags() -> dict[str, Any]:
+    """What torch keeps for all threads, and code sets for a while."""
+    cuda = torch.backends.cuda
+    return {
+        "the default dtype": torch.get_default_dtype(),
+        "flash_sdp_enabled": cuda.flash_sdp_enabled(),
+        "mem_efficient_sdp_enabled": cuda.mem_efficient_sdp_enabled(),
+        "math_sdp_enabled": cuda.math_sdp_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+    }
+
+
+class Attributes:
+    """The attributes of a model's modules, as they are where this is made. (Parameters, buffers and hooks are not.)"""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = {name: (module, _plain(module)) for name, module in model.named_modules()}
+
+    def changed(self) -> str:
+        """The name of one that is another now; "" where none is."""
+        for name, (module, before) in self._before.items():
+            for key, value in _plain(module).items():
+                if key not in before or not _is_same(value, before[key]):
+                    return f"{name}.{key}" if name else key
+        return ""
+
+
+def _plain(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and isinstance(one, int | float | str | tuple) and one == other)
 
 
 class Buffers:

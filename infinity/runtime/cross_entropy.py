@@ -32,6 +32,7 @@ from infinity.errors import ConfigError
 
 _CHUNK_BYTES = 256 << 20
 """Of a piece of the logits in fp32."""
+_SCALED_NUMEL = 16 << 20
 
 
 def chunked_cross_entropy(
@@ -140,12 +141,12 @@ class _Head:
     def share(self) -> float:
         """What a token's gradient is multiplied by before it is rounded: 1 / divisor but for its power of two, which is
         exact later, and which would take small gradients out of fp16's range."""
-        return math.frexp(1.0 / self.divisor)[0] if math.isfinite(self.divisor) else 1.0
+        return math.frexp(1.0 / self.divisor)[0] if self.divisor and math.isfinite(self.divisor) else 1.0
 
     @property
     def factor(self) -> float:
         """The rest."""
-        return 1.0 / self.divisor / self.share
+        return 1.0 / self.divisor / self.share if self.divisor else math.inf
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """fp32 [tokens, V], computed as the model computes them."""
@@ -191,20 +192,19 @@ class _CrossEntropy(torch.autograd.Function):
         wants_hidden, *wants_head = ctx.needs_input_grad[:3]
         states = hidden if len(chosen) == len(hidden) else hidden[chosen]
         pieces = _Pieces(states, weight, bias, labels, head)
-        of_states = torch.empty_like(states) if wants_hidden else None
-        of_weight, of_bias = (
-            torch.empty_like(each) if wants and each is not None else None
-            for each, wants in zip((weight, bias), wants_head, strict=True)
+        of_states, of_weight, of_bias = (
+            torch.empty_like(each, dtype=_sums_in(each.dtype)) if wants and each is not None else None
+            for each, wants in zip((states, weight, bias), (wants_hidden, *wants_head), strict=True)
         )
         whole = pieces.by_tokens(of_states, of_weight, of_bias)
         if not whole and any(wants_head):
             pieces.by_words(of_weight, of_bias)
         of_hidden = of_states
         if of_states is not None and states is not hidden:
-            of_hidden = torch.zeros_like(hidden)
+            of_hidden = torch.zeros_like(hidden, dtype=of_states.dtype)
             of_hidden[chosen] = of_states
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.factor = head.factor
+        ctx.factor, ctx.dtype = head.factor, hidden.dtype
         return (pieces.total / head.divisor).float(), *beside
 
     @staticmethod
@@ -213,7 +213,8 @@ class _CrossEntropy(torch.autograd.Function):
         if of_loss is None:
             return (None,) * 7
         factor = of_loss.float() * ctx.factor
-        return *(None if each is None else each * factor for each in ctx.saved_tensors), *(None,) * 4
+        scaled = (None if each is None else _scaled(each, factor, ctx.dtype) for each in ctx.saved_tensors)
+        return *scaled, *(None,) * 4
 
 
 class _Pieces:
@@ -258,7 +259,7 @@ class _Pieces:
             rows = torch.arange(len(labels), device=labels.device)
             gradient = self._head.gradient(logits, normal, rows, labels).to(states.dtype)
             if of_states is not None:
-                torch.mm(gradient, self._weight, out=of_states[part])
+                torch.mm(*(each.to(of_states.dtype) for each in (gradient, self._weight)), out=of_states[part])
             if whole:
                 _to_head(gradient, states, of_weight, of_bias)
         return len(starts) == 1
@@ -285,6 +286,22 @@ def _to_head(
     gradient: torch.Tensor, states: torch.Tensor, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None
 ) -> None:
     if of_weight is not None:
-        torch.mm(gradient.t(), states, out=of_weight)
+        torch.mm(*(each.to(of_weight.dtype) for each in (gradient.t(), states)), out=of_weight)
     if of_bias is not None:
         of_bias.copy_(gradient.sum(0, dtype=torch.float32))
+
+
+def _sums_in(dtype: torch.dtype) -> torch.dtype:
+    """What gradients are summed up in, and kept in until they are divided: fp16 has no range for many tokens."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`gradient` times `factor`, an fp32 scalar, rounded once. (On a GPU a scalar is rounded to the tensor's dtype
+    first.)"""
+    found = torch.empty_like(gradient, dtype=dtype)
+    rows = max(_SCALED_NUMEL // max(gradient[:1].numel(), 1), 1)
+    for first in range(0, len(gradient), rows):
+        part = slice(first, first + rows)
+        found[part] = gradient[part].float() * factor
+    return found

@@ -418,9 +418,9 @@ class BackwardEnds:
         self._put_back()
 
     @contextmanager
-    def spanning(self) -> Iterator[None]:
-        """All passes of autograd in this context are one backward pass of the model."""
-        self._coordinator.begin_backward(spanning=True)
+    def spanning(self, count: int) -> Iterator[None]:
+        """All passes of autograd in this context are one backward pass of the model, with so many micro-batches."""
+        self._coordinator.begin_backward(spanning=count)
         self._spanning = True
         try:
             yield

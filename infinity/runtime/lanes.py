@@ -27,7 +27,7 @@ class Lane:
     """A call in a thread of its own, which runs from `resume` to its next `park`, or to its end.
 
     Attributes:
-        result: what the call returned, once it is `over`.
+        over: the call has ended.
     """
 
     def __init__(self, call: Callable[[], Any], surroundings: Surroundings) -> None:
@@ -38,16 +38,17 @@ class Lane:
         self._running = self._unwanted = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._result: Any = None
         self.over = False
-        self.result: Any = None
 
     def resume(self) -> None:
         """Let the call run on until it parks or ends. Raises what the call raised."""
-        self._running = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
+            thread.start()  # which may fail
+            self._thread, self._running = thread, True
         else:
+            self._running = True
             self._go.release()
         self._wait()
         error, self._error = self._error, None
@@ -56,6 +57,11 @@ class Lane:
                 raise error
             finally:
                 del error  # whose traceback has this frame
+
+    def take_result(self) -> Any:
+        """What the call returned, which is not kept any longer."""
+        result, self._result = self._result, None
+        return result
 
     def _wait(self) -> None:
         """Ctrl-C may end this, while the lane still runs."""
@@ -92,7 +98,7 @@ class Lane:
     def _run(self) -> None:
         try:
             with self._surroundings.here():
-                self.result = self._surroundings.context.copy().run(self._call)
+                self._result = self._surroundings.context.copy().run(self._call)
         except _Ended:
             pass
         except BaseException as error:

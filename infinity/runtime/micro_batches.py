@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
-from infinity.runtime.chain import Buffers, Chain, Recorder
+from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
 from infinity.runtime.hooks import BackwardEnds, Scope
 from infinity.runtime.lanes import why_not_in_threads
 from infinity.runtime.random_streams import RandomStreams
@@ -222,19 +222,27 @@ class MicroBatches:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
-        """Learn the stages from a forward of which nothing comes: buffers that it changes are put back."""
+    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any, *, again: bool = True) -> None:
+        """Learn the stages from a forward of which nothing comes: buffers that it changes are put back. Args: again:
+        where attributes of modules change, see whether they do another time: some are set once."""
         model = self._model()
         assert model is not None
-        self.chain, self._mode, before = None, self._mode_now(), self._scope.begun
-        buffers = Buffers(model)
-        with self._scope.weighing() as kept:
-            recorder = Recorder(kept)
-            with self._watched(Recording(recorder)):
-                loss = loss_fn(micro_batch)
-        self.why_ordinary = self._found(recorder, loss, self._scope.begun - before, buffers.changed())
-        del loss
-        buffers.put_back()
+        self.chain, mode, before = None, self._mode_now(), self._scope.begun
+        buffers, attributes = Buffers(model), Attributes(model)
+        try:
+            with self._scope.weighing() as kept:
+                recorder = Recorder(kept)
+                with self._watched(Recording(recorder)):
+                    loss = loss_fn(micro_batch)
+            changed = [*buffers.changed(), attributes.changed()][0]
+            self.why_ordinary = self._found(recorder, loss, self._scope.begun - before, changed)
+            del loss
+        finally:
+            buffers.put_back()
+        if again and attributes.changed():
+            self._learn(loss_fn, micro_batch, again=False)
+            return
+        self._mode = mode
         self._agree()
         if self.why_ordinary:
             self.chain = None
@@ -259,13 +267,17 @@ class MicroBatches:
         if not self.why_ordinary and any(stages != told[0][1] for _, stages, _ in told):
             self.why_ordinary = "the ranks run the units of the model in different orders"
 
-    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int, changed: Sequence[str]) -> str:
+    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int, changed: str) -> str:
         """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""
         if forwards != 1:
             return f"the loss function calls the model {forwards} times for one micro-batch"
         if changed:
-            return f"the forward changes the buffer '{changed[0]}', so that the order of micro-batches matters"
+            return f"the forward changes '{changed}' of the model, so that the order of micro-batches matters"
         self.chain = recorder.chain(loss)
+        if recorder.changed_flag:
+            return f"{recorder.changed_flag} is set for a part of the forward, and is the same for all micro-batches"
+        if recorder.came_with_graph:
+            return "the micro-batch, or what the loss function adds to it, comes with a graph of its own"
         if not self.chain.worth_it:
             return (
                 "the units of the model form no chain: what a unit computes is used past the units behind it, as the "

@@ -323,5 +323,4 @@ def _install(
             on_parameters.append(parameter.register_hook(hooks.before))
             on_parameters.append(parameter.register_post_accumulate_grad_hook(hooks.after))
     on_modules.append(remember(model, coordinator, scope, ends, found.sites))
-    on_modules.append(remember(model, coordinator, scope, ends, found.sites))
     return on_parameters, [*on_modules, *guard(model, coordinator)]

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointFunction
+
+from infinity.errors import ModelError
 
 Replace = Callable[[torch.Tensor], torch.Tensor]
 
@@ -42,19 +43,32 @@ def number_of(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+_ADVICE = (
+    "which must not happen: a micro-batch has another graph than the first one had. Call infinity.backward with "
+    "vertical=False."
+)
+
+
 class _Sum:
-    """The gradient of a value, as far as it has come."""
+    """The gradient of a value, as far as it has come.
+
+    Attributes:
+        closed: nothing more may come.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._sum: torch.Tensor | None = None
+        self.closed = False
 
     @property
     def came(self) -> bool:
         return self._sum is not None
 
     def add(self, gradient: torch.Tensor) -> None:
-        """A unit that was given the value brings its part."""
+        """A unit that was given the value brings its part. Raises ModelError: what made the value was run already."""
+        if self.closed:
+            raise ModelError(f"a gradient came too late for what made its tensor, {_ADVICE}")
         if self._sum is None:
             self._sum = gradient
         else:
@@ -103,7 +117,7 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: _Sum) -> torch.Tensor:
         ctx.gradient = gradient
-        return tensor.new_empty(())
+        return tensor.new_empty((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
@@ -127,13 +141,32 @@ class Piece:
         self.loss: torch.Tensor | None = None
 
     def backward(self) -> None:
-        """Run it backward, once everything that it made has its gradient. It keeps nothing alive afterwards."""
-        roots = [value.tail for value in self.values if value.gradient.came]
-        if self.loss is not None:
-            roots.append(self.loss)
+        """Run it backward, once everything that it made has its gradient. It keeps nothing alive afterwards.
+
+        Raises:
+            ModelError: it has parts in common with others.
+        """
+        roots = self._roots()
+        for value in self.values:
+            value.gradient.closed = True
         self.values, self.loss = [], None
-        if roots:
+        if not roots:
+            return
+        try:
             torch.autograd.backward(roots)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise ModelError(f"a part of a graph was to be run backward twice, {_ADVICE}") from error
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to run."""
+        return bool(self._roots())
+
+    def _roots(self) -> list[torch.Tensor]:
+        roots = [value.tail for value in self.values if value.gradient.came]
+        return roots if self.loss is None else [*roots, self.loss]
 
 
 class Tape:
@@ -150,6 +183,10 @@ class Tape:
         self.pieces.append(Piece(stage))
         self._begins.append(next_number())
         return self._crossing
+
+    def is_of(self, stage: int) -> None:
+        """The piece that began last is of another stage than was said."""
+        self.pieces[-1].stage = stage
 
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
         key = id(tensor.grad_fn), tensor.output_nr
@@ -169,19 +206,38 @@ class Tape:
         piece.loss = loss
         self._values.clear()
 
+    def waits(self, stage: int) -> bool:
+        """Whether the last piece of a stage has something to run."""
+        return bool(self.pieces) and self.pieces[-1].stage == stage and self.pieces[-1].waits
+
     def backward(self, stage: int) -> None:
         """Run the pieces of a stage backward, which must be the last of those that were not run."""
         while self.pieces and self.pieces[-1].stage == stage:
             self.pieces.pop().backward()
 
 
-def replaced(given: Any, replace: Replace) -> Any:
-    """Arguments of a call, with another tensor in place of each that a graph has made."""
+def replaced(
+    args: Sequence[Any], kwargs: Mapping[str, Any], replace: Replace
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call, with another tensor in place of each that a graph has made, also in tuples. Other containers
+    stay as they are: whoever is called may write to them."""
+    made: dict[int, torch.Tensor] = {}  # a tensor that is given twice stays one
 
-    def each(leaf: Any) -> Any:
-        return replace(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
+    def each(given: Any) -> Any:
+        if isinstance(given, torch.Tensor):
+            if given.grad_fn is None:
+                return given
+            if id(given) not in made:
+                made[id(given)] = replace(given)
+            return made[id(given)]
+        if not isinstance(given, tuple):
+            return given
+        found = [each(inner) for inner in given]
+        if all(new is old for new, old in zip(found, given, strict=True)):
+            return given
+        return type(given)(*found) if hasattr(given, "_fields") else type(given)(found)
 
-    return tree_map(each, given)
+    return tuple(map(each, args)), {name: each(given) for name, given in kwargs.items()}
 
 
 # -- reentrant checkpointing ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.runtime.chain import Chain, Recorder, mark
 from infinity.runtime.hooks import BackwardEnds, Scope
 from infinity.runtime.lanes import Lane, Surroundings
-from infinity.runtime.pieces import Replace, Tape, reentrant_calls, replaced
+from infinity.runtime.pieces import Tape, reentrant_calls, replaced
 from infinity.runtime.random_streams import RandomStreams
 
 
@@ -59,7 +59,8 @@ class Recording:
         if torch.is_grad_enabled():
             self._recorder.cut(site)
             self._recorder.entered(site, units, begins=False)
-            return replaced(given, mark)
+            args, kwargs = given
+            return replaced(args, kwargs, mark)
         self._recorder.entered(site, units, begins=self._in_checkpoint)
         self._in_checkpoint = False
         return None
@@ -77,8 +78,7 @@ class Recording:
             return inputs
         self._recorder.cut(None, reentrant=True)
         self._in_checkpoint = True
-        marked: Sequence[Any] = replaced(inputs, mark)
-        return marked
+        return replaced(inputs, {}, mark)[0]
 
 
 class _Forward:
@@ -169,10 +169,11 @@ class Vertical:
         with watched(self), self._scope.lanes():
             for stage in range(-1, last):
                 self._through(stage, forwards)
-            with self._ends.spanning():
+            with self._ends.spanning(len(forwards)):
                 self._last(last, forwards)
                 for stage in range(last - 1, -2, -1):
-                    self._keep(stage)
+                    if any(forward.tape.waits(stage) for forward in forwards):
+                        self._keep(stage)
                     for index, forward in enumerate(forwards):
                         self._backward(stage, index, forward, len(forwards))
                     self._give_back()
@@ -195,9 +196,13 @@ class Vertical:
         if forward.stage != stage or forward.lane.over:  # it has skipped the stage
             return
         with self._streams.of(self._numbers[index]):
-            forward.lane.resume()
+            try:
+                forward.lane.resume()
+            except BaseException:
+                forward.lane.end()  # before others draw random numbers
+                raise
         if forward.lane.over:
-            loss, forward.lane.result = forward.lane.result, None
+            loss = forward.lane.take_result()
             forward.tape.end(loss)
             self._losses[index] = loss.detach()
 
@@ -233,18 +238,16 @@ class Vertical:
         forward.wait_for(stage)
         self._keep(stage)
         if checkpoint:
-            forward.tape.pieces[-1].stage = stage
+            forward.tape.is_of(stage)
             return None
-        return replaced(given, self._cut(forward, stage))
+        args, kwargs = given
+        return replaced(args, kwargs, forward.tape.cut(stage))
 
     def leave(self) -> None:
         """Watch.leave."""
         forward: _Forward | None = getattr(self._here, "forward", None)
         if forward is not None:
             forward.depth -= 1
-
-    def _cut(self, forward: _Forward, stage: int) -> Replace:
-        return forward.tape.cut(stage)
 
     def _checkpoint(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """A reentrant checkpoint is called with these: if a stage is expected to begin in it, the graph is cut here."""
@@ -253,8 +256,7 @@ class Vertical:
         if forward.depth or following >= len(self._chain.stages) or not self._chain.stages[following].reentrant:
             return inputs
         forward.checkpoint = True
-        cut: Sequence[Any] = replaced(inputs, forward.tape.cut(forward.stage))
-        return cut
+        return replaced(inputs, {}, forward.tape.cut(forward.stage))[0]
 
     def _keep(self, stage: int) -> None:
         """The one unit whose weights a stage has fetched stays on the device until the last micro-batch has passed."""

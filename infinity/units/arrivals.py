@@ -59,8 +59,8 @@ class Passes:
         arrivals: of every unit.
 
     Attributes:
-        spanning: the pass under way takes all micro-batches through one unit after the other, and it is told when a
-            unit has the gradients of all of them.
+        spanning: how many micro-batches the pass under way takes through one unit after the other; it is told when a
+            unit has the gradients of all of them. 0: an ordinary pass.
     """
 
     def __init__(self, arrivals: Sequence[Arrivals]) -> None:
@@ -69,21 +69,22 @@ class Passes:
         self._passes_learned = 1
         self._accumulating = 0
         self._told = False  # no_sync was used since the last step: the passes outside of it are the last ones
-        self.spanning = False
+        self._micro_batches = 0  # of passes that are over
+        self.spanning = 0
 
-    def begin(self, *, spanning: bool = False) -> None:
+    def begin(self, *, spanning: int = 0) -> None:
         """An outermost backward pass begins. Args: spanning: as the attribute."""
         self.spanning = spanning
-        self._told = self._told or spanning
         for each in self._arrivals:
             each.begin_pass()
 
     def end(self) -> None:
         """The outermost backward pass is over."""
-        spanned, self.spanning = self.spanning, False
+        spanned, self.spanning = self.spanning, 0
         if not any(each.any_came for each in self._arrivals):
             return
         self._passes += 1
+        self._micro_batches += spanned or 1
         for each in self._arrivals:
             if spanned:
                 each.begin_pass()  # how many pieces came says nothing of a pass with one micro-batch
@@ -92,7 +93,7 @@ class Passes:
 
     def interrupted(self) -> None:
         """An exception ended the pass under way."""
-        self.spanning = False
+        self.spanning = 0
 
     def step_ended(self) -> None:
         """The gradients of the passes so far were used."""
@@ -101,17 +102,21 @@ class Passes:
 
     def forget(self) -> None:
         """The gradients of the passes so far are gone."""
-        self._passes, self._told = 0, self._accumulating > 0
+        self._passes = self._micro_batches = 0
+        self._told = self._accumulating > 0
 
     def is_last(self, accumulation_steps: int | None) -> bool:
         """Whether the pass under way is expected to be the last one before the step.
 
         Args:
-            accumulation_steps: passes before a step, as the user said; None: as many as the last time.
+            accumulation_steps: passes before a step, or micro-batches, as the user said; None: as many passes as the
+                last time.
         """
         if self._accumulating:
             return False
-        return self._told or self._passes + 1 == (accumulation_steps or self._passes_learned)
+        if self._told or self._passes + 1 == (accumulation_steps or self._passes_learned):
+            return True
+        return self.spanning > 0 and self._micro_batches + self.spanning == accumulation_steps
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -85,3 +85,54 @@ def test_a_step_with_two_backward_passes_is_an_error_that_says_what_to_set(
         twice = Twice(model=one.model, args=one.args, train_dataset=rows)
         with pytest.raises(infinity.ModelError, match="2 backward passes for a micro-batch.*Set vertical: false"):
             twice.train()
+
+
+def test_a_trainer_that_prepares_inputs_step_by_step_keeps_the_ordinary_order(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Buffered(Trainer):
+        _step = 0
+        seen: list[int] = []  # noqa: RUF012
+
+        def _prepare_inputs(self, inputs: Any) -> Any:
+            self.seen.append(self._step)
+            return super()._prepare_inputs(inputs)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            self._step += 1
+            return loss
+
+    with launch(vertical=True):
+        one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=2, max_steps=2)
+        buffered = Buffered(model=one.model, args=one.args, train_dataset=rows)
+        buffered.train()
+    assert buffered.seen == [0, 1, 2, 3]
+    assert "vertical: true does nothing for Buffered" in caplog.text
+
+
+def test_micro_batches_of_a_step_that_was_interrupted_are_forgotten(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    class Interrupted(Trainer):
+        calls = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls == 3:
+                raise KeyboardInterrupt
+            return super().training_step(*args, **kwargs)
+
+    logs = []
+    for interrupted in (False, True):
+        paths = {"paths": [str(tmp_path / f"swap{interrupted}")]}
+        with launch(vertical=True, nvme=paths):
+            one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=4, max_steps=2)
+            kind = Interrupted if interrupted else Trainer
+            other = kind(model=one.model, args=one.args, train_dataset=rows)
+            if interrupted:
+                with pytest.raises(KeyboardInterrupt):
+                    other.train()
+            other.train()
+            logs.append(log_of(other))
+    assert logs[0] == logs[1]

@@ -157,3 +157,18 @@ def test_without_a_label_the_loss_is_nan_as_in_torch() -> None:
 def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], says: str) -> None:
     with pytest.raises(infinity.ConfigError, match=says):
         chunked_cross_entropy(**(drawn(torch.float32) | change))
+
+
+def test_many_equal_labels_do_not_overflow_fp16() -> None:
+    given = drawn(torch.float16, ignored=False)
+    given["labels"][:] = 3
+    given["hidden"] = given["hidden"].repeat(1, 30, 1).abs() * 30
+    given["labels"] = given["labels"].repeat(1, 30)
+    found = run(chunked_cross_entropy, given, has_bias=False, chunk_bytes=PIECES["many"])
+    assert found[1]["weight"].isfinite().all()
+    exact = run(whole, {k: v if k == "labels" else v.float() for k, v in given.items()}, has_bias=False)
+    assert error(found[1]["weight"], exact[1]["weight"]) < 1e-2
+
+
+def test_a_divisor_of_zero_is_what_it_is_in_torch() -> None:
+    assert run(chunked_cross_entropy, drawn(torch.float32), divisor=0.0)[0] == float("inf")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -320,7 +322,7 @@ def test_a_buffer_that_the_forward_changes_keeps_the_ordinary_order(
 ) -> None:
     _, model = both(lambda: Blocks(nn.BatchNorm1d(32)), offload, tmp_path)
     assert not is_vertical(model)
-    assert "the forward changes the buffer 'middle.0." in warnings()[0]
+    assert "the forward changes 'middle.0." in warnings()[0]
     model.eval()
     infinity.backward(model, model, inputs())
     assert is_vertical(model)
@@ -615,3 +617,169 @@ def test_a_compiled_model_is_cut_between_what_is_compiled(offload: Any, tmp_path
         losses.append([loss.item() for loss in infinity.backward(compiled, compiled, inputs(), vertical=vertical)])
         assert is_vertical(model) == vertical
     assert losses[0] == losses[1]
+
+
+# -- what only looks like a chain ------------------------------------------------------------------------------------
+
+
+def ordinary(make: Callable[[], nn.Module], offload: Any, tmp_path: Path, says: str, warnings: Any) -> None:
+    _, model = both(make, offload, tmp_path)
+    assert not is_vertical(model)
+    assert says in warnings()[0]
+
+
+def test_blocks_that_add_to_a_list_are_no_chain(
+    offload: Any, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    class Noting(nn.Linear):
+        def forward(self, x: torch.Tensor, notes: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+            x = torch.tanh(super().forward(x))
+            notes.append(x.square().mean())
+            return x
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Noting(32, 32) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            notes: list[torch.Tensor] = []
+            for block in self.blocks:
+                x = block(x, notes)
+            return x.square().mean() + sum(notes)
+
+    ordinary(Noted, offload, tmp_path, "form no chain", warnings)
+
+
+def test_modules_that_are_told_something_by_a_forward_are_no_chain(
+    offload: Any, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    class Told(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.blocks[1].factor = x.mean()
+            for block in self.blocks:
+                x = torch.tanh(block(x) * getattr(block, "factor", 1.0))
+            return x.square().mean()
+
+    ordinary(Told, offload, tmp_path, "the forward changes 'blocks.1.factor' of the model", warnings)
+
+
+def test_a_setting_of_torch_for_the_time_of_a_forward_keeps_the_ordinary_order(
+    offload: Any, tmp_path: Path, warnings: Callable[[], list[str]]
+) -> None:
+    model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss: torch.Tensor = model(x)
+        return loss
+
+    for _ in range(2):
+        infinity.backward(model, loss_fn, inputs())
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert "flash_sdp_enabled is set for a part of the forward" in warnings()[0]
+
+
+def test_a_micro_batch_that_comes_with_a_graph_gives_it_its_gradient(offload: Any, tmp_path: Path) -> None:
+    model, before = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]}), nn.Linear(32, 32)
+    found = []
+    for vertical in (False, True, True):
+        before.zero_grad()
+        infinity.backward(model, model, [torch.tanh(before(x)) for x in inputs()], vertical=vertical)
+        model.zero_grad()
+        found.append(before.weight.grad.clone())  # type: ignore[union-attr]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_a_micro_batch_with_another_graph_than_the_first_is_an_error(offload: Any, tmp_path: Path) -> None:
+    class Sometimes(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = torch.tanh(self.blocks[0](x))
+            y = torch.tanh(self.blocks[2](torch.tanh(self.blocks[1](first))))
+            return (y + first if len(x) == 6 else y).square().mean()
+
+    model = offload(Sometimes().train(), nvme={"paths": [str(tmp_path / "swap")]})
+    with pytest.raises(infinity.ModelError, match="Call infinity.backward with vertical=False"):
+        infinity.backward(model, model, inputs())
+
+
+def test_a_tensor_that_is_given_twice_is_one(offload: Any, tmp_path: Path) -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return torch.tanh(super().forward(x)) if x is y else super().forward(y)
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Twice(32, 32) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x, x)
+            return x.square().mean()
+
+    _, model = both(Pairs, offload, tmp_path)
+    assert is_vertical(model)
+
+
+def test_a_unit_may_write_to_what_it_is_given(offload: Any, tmp_path: Path) -> None:
+    class Writing(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Sequential(nn.ReLU(inplace=True), nn.Linear(32, 32)) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0.0 * self.blocks[0][1].bias
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    _, model = both(Writing, offload, tmp_path)
+    assert is_vertical(model)
+
+
+def test_random_numbers_of_numpy_and_python_are_the_same_in_both_orders(offload: Any, tmp_path: Path) -> None:
+    class Noisy(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x)) * (0.5 + np.random.rand()) * (0.5 + random.random())
+            return x.square().mean()
+
+    random.seed(0)
+    np.random.seed(0)
+    _, model = both(Noisy, offload, tmp_path)
+    assert is_vertical(model)
+
+
+def test_several_calls_before_a_step_begin_no_update_for_nothing_once_the_number_is_known(small: Small) -> None:
+    for known in (None, 3, 12):
+        model, batches = small(lambda: models.llama(8), 4, overlap="during_backward")
+        optim = infinity.AdamW(model.parameters(), lr=1e-3, accumulation_steps=known)
+        undone = []
+        for _ in range(3):
+            for _ in range(3):
+                infinity.backward(model, loss_of(model, 12), batches)
+            optim.step()
+            optim.zero_grad()
+            infinity.synchronize(model)
+            undone.append(registry.coordinator_of(model).speculation.counts.undone)
+        assert undone[2] == undone[0]
+        assert known is None or undone == [0, 0, 0]
+        assert registry.coordinator_of(model).speculation.counts.early > 0
+
+
+def test_an_exception_while_the_stages_are_learned_changes_nothing(offload: Any, tmp_path: Path) -> None:
+    model = offload(Blocks(nn.BatchNorm1d(32)).train().eval(), nvme={"paths": [str(tmp_path / "swap")]})
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        model(x)
+        raise Unhappy
+
+    model.middle[0].train()
+    with pytest.raises(Unhappy):
+        infinity.backward(model, fail, inputs())
+    assert model.middle[0].num_batches_tracked == 0
+    model.eval()
+    infinity.backward(model, model, inputs())
+    assert is_vertical(model)
