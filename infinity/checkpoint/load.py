@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from infinity.base.accelerator import resolve
-from infinity.checkpoint.carry_on import carry_on
+from infinity.checkpoint.carry_on import carry_on, shapes_in
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
@@ -35,6 +35,7 @@ from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
+from infinity.runtime.tiles import by_rows, tile_as
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def load_pretrained(
         if place.resumes:
             continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
-            carry_on(model, copy, source, resolved, **how)
+            tile_as(model, shapes_in(copy))
+            carry_on(model, copy, by_rows(model, source), resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
             remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})

@@ -38,6 +38,7 @@ from infinity.runtime.hooks import (
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
 from infinity.runtime.pins import generation_of
+from infinity.runtime.tiles import by_rows, require_untied
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
@@ -85,6 +86,8 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
+    if source is not None:
+        source = by_rows(model, source)
     return offload_values(model, config, device, optimizer, accumulation_steps, faults, source)
 
 
@@ -221,6 +224,7 @@ def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: Optimi
         raise ModelError("this model is offloaded already; infinity.close(model) ends that")
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
+    require_untied(model)
     if resumes and config.commit_every == 0:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 

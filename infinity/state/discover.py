@@ -4,7 +4,8 @@ Blocks are the children of the outermost `ModuleList`s (of `ModuleDict`s, else o
 list). A child that is itself a container without a forward (a list of lists) cannot be called: its children are the
 blocks. The modules outside the blocks are cut at the largest modules that contain no block: an embedding, the head and
 any module of 1 MiB or more is a unit of its own; the small rest is one unit that stays on the device while the model
-runs.
+runs. A tile of a linear layer (state/tiles.py) is a unit of its own, and a block that has one in it is cut as what is
+outside the blocks.
 
 Hooks are called with calls of modules. A weight that is read in another way (in a method of a block other than
 `forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (state/released.py).
@@ -19,6 +20,7 @@ from torch import nn
 from infinity import _native
 from infinity.errors import ModelError
 from infinity.sizes import round_up
+from infinity.state.tiles import Tile
 from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
 REMAINDER = "remainder"
@@ -73,7 +75,9 @@ class _Cut:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        self._blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set())
+        blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
+        tiles = {module for module in model.modules() if isinstance(module, Tile)}
+        self._blocks = (blocks - _ancestors(model, tiles)) | tiles
         self._parents = _ancestors(model, self._blocks)
         self._found: list[UnitParameters] = []
         self._remainder = UnitParameters(REMAINDER, stays=True)
