@@ -1,7 +1,7 @@
 """The names that the tensors of a unit have in files, and where they begin there.
 
-transformers may have renamed or fused tensors on loading, which is undone. A tile's parameter (state/tiles.py) is a part
-of the tensor that the file has under the name of the whole.
+transformers may have renamed or fused tensors on loading, which is undone. A tile's parameter (state/tiles.py) is a
+part of the tensor that the file has under the name of the whole.
 """
 
 from __future__ import annotations

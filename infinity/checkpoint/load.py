@@ -31,11 +31,10 @@ from infinity.io.directory import generations_in
 from infinity.io.rank_stores import counts_in, rank_path, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
-from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
-from infinity.runtime.tiles import by_rows, tile_as
+from infinity.runtime.tiles import by_rows, readers, tile_as
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ def load_pretrained(
             carry_on(model, copy, by_rows(model, source), resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
-            remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})
+            remember_readers(model, readers(model, source))
     model.train()
     return model
 

@@ -21,7 +21,7 @@ from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
-from infinity.errors import ConfigError, ModelError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, ModelError, ResumeError
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
@@ -39,6 +39,7 @@ from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, require_untied
+from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
@@ -60,7 +61,8 @@ def offload(
     """Move a model's weights and optimizer states to where the swap config says, in place.
 
     Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are
-    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one.
+    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one. A linear layer that
+    memory.device has no room for is tiled (infinity.tile).
 
     Args:
         model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given,
@@ -86,9 +88,19 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    if source is not None:
-        source = by_rows(model, source)
-    return offload_values(model, config, device, optimizer, accumulation_steps, faults, source)
+    how: Any = (config, device, optimizer, accumulation_steps, faults)
+    try:
+        return offload_values(model, *how, None if source is None else by_rows(model, source))
+    except DeviceRoomError as error:
+        resolved, target, peers = load_config(config), resolve(device), error.peers
+
+        def plan(model: nn.Module) -> None:
+            found = discover(model, resolved.moments)
+            plan_for(model, found, resolved, target, optimizer, accumulation_steps, resume=False, peers=peers)
+
+        if not tile_to_fit(model, error, plan):
+            raise
+    return offload_values(model, *how, None if source is None else by_rows(model, source))
 
 
 def offload_values(

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.coordinator import registry
 from infinity.coordinator.same_values import Source
 from infinity.errors import ConfigError, ModelError
-from infinity.runtime.deferred import is_a_deferred, name_of_deferred, rows_of_deferred
+from infinity.runtime.deferred import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
 from infinity.state.tiles import Tile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -66,11 +66,14 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
         ModelError: the module is no linear layer, is changed already, or is offloaded.
         ConfigError: `tiles` is less than 2, or more than the layer has rows.
     """
-    _require_tileable(module)
+    why = why_not(module)
+    if why:
+        raise ModelError(why)
     rows = module.out_features
     if not isinstance(tiles, int) or isinstance(tiles, bool) or not 2 <= tiles <= rows:
         raise ConfigError(f"tiles is {tiles!r}: a layer of {rows} rows is cut into 2 to {rows} tiles")
     begins = _begins(rows, module.in_features, tiles)
+    vars(module).pop("forward", None)
     parameters = {key: module._parameters.pop(key) for key in _KEYS}
     module.__class__ = TiledLinear
     for index, (begin, end) in enumerate(zip(begins, [*begins[1:], rows], strict=True)):
@@ -86,23 +89,25 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     return module
 
 
-def _require_tileable(module: nn.Module) -> None:
-    """Raises ModelError."""
+def why_not(module: nn.Module) -> str:
+    """Why a module cannot be tiled, whatever model it is in; "" where it can."""
     if isinstance(module, TiledLinear):
-        raise ModelError("this layer is in tiles already")
+        return "this layer is in tiles already"
     if type(module) is not nn.Linear:
-        raise ModelError(
-            f"infinity.tile takes a torch.nn.Linear, such as model.lm_head, and not a {type(module).__name__}"
-        )
+        return f"infinity.tile takes a torch.nn.Linear, such as model.lm_head, and not a {type(module).__name__}"
     if any(registry.find(parameter) for parameter in module.parameters()):
-        raise ModelError(
+        return (
             "this layer is offloaded already: tile it before infinity.offload (after infinity.load_pretrained(path, "
             "config, defer=True), or where the model is made)"
         )
     others = module._parameters.keys() - set(_KEYS)
-    if others or "forward" in vars(module):
-        what = f"has a parameter '{min(others)}'" if others else "has another forward (as of infinity.use_chunked_loss)"
-        raise ModelError(f"this layer {what}: tile it before it is changed")
+    if others:
+        return f"this layer has a parameter '{min(others)}': tile it before it is changed"
+    # accelerate, which loads models to the meta device, leaves a layer's own forward in the layer.
+    forward = vars(module).get("forward", module.forward)
+    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return "this layer has another forward (as of infinity.use_chunked_loss): tile it before it is changed"
+    return ""
 
 
 def _begins(rows: int, in_features: int, tiles: int) -> list[int]:
@@ -120,10 +125,9 @@ def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end:
     if is_a_deferred(parameter):
         layer = name_of_deferred(parameter).removesuffix(key)
         return rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
-    if parameter.is_meta:
-        values = torch.empty((end - begin, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
-    else:
-        values = parameter.detach()[begin:end].clone()
+    values = parameter.detach()[begin:end]
+    if parameter.is_contiguous():  # and no placeholder without memory
+        values = values.clone()
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
@@ -170,6 +174,18 @@ def by_rows(model: nn.Module, source: Source) -> Source:
         return whole[place.begin : place.end]
 
     return value
+
+
+def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
+    """What reads the parameters of a model from a source that has whole ones, by their names."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    rows = rows_of(shapes)
+    return {
+        name: Reader(source, name)
+        if name not in rows
+        else RowsReader(source, rows[name].whole, rows[name].begin, rows[name].end)
+        for name in shapes
+    }
 
 
 class RowTile(Tile):

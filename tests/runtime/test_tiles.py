@@ -172,24 +172,22 @@ def test_training_in_tiles_has_the_losses_of_the_whole_layer(tier: str, offload:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.cpu_only("it is about what fits: the simulated device has room for gradients beside")
 def test_the_device_needs_room_for_two_tiles_and_not_for_the_layer(offload: Any, tmp_path: Path) -> None:
-    needed = {}
+    layer_bytes, block_bytes, needed = 4 * ROWS * COLUMNS, 4 * COLUMNS * COLUMNS, {}
     for tiles in (1, 8):
         model, batch = model_and_batch()
         if tiles > 1:
             infinity.tile(model.large, tiles)
-        tile_bytes = 4 * ROWS * COLUMNS // tiles
-        room = {"device": f"{2 * (tile_bytes + (256 << 10)) // 1024 + 16}KiB", "host": "64MiB"}
-        if tiles == 8:
-            room["device"] = "640KiB"  # less than the layer's 1 MiB
-        offload(model, memory=room, nvme={"paths": [str(tmp_path / str(tiles))]})
+        room = layer_bytes + 2 * block_bytes if tiles == 1 else 5 * block_bytes // 2
+        offload(model, memory={"device": f"{room}B", "host": "64MiB"}, nvme={"paths": [str(tmp_path / str(tiles))]})
         train(model, batch)
-        plan = registry.coordinator_of(model).plan
-        needed[tiles] = plan.budgets.slot_bytes
-    assert needed[8] <= 2 * (256 << 10) + (64 << 10)  # two blocks, which are larger than a tile
-    assert needed[1] > ROWS * COLUMNS * 4
-    with pytest.raises(infinity.PlanError, match=r"unit 'large' needs"):
-        offload(model_and_batch()[0], memory={"device": "640KiB", "host": "64MiB"})
+        coordinator = registry.coordinator_of(model)
+        resident = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot is not None)
+        needed[tiles] = coordinator.plan.budgets.slot_bytes
+        assert resident <= needed[tiles]
+    assert needed[1] > layer_bytes
+    assert needed[8] < 2.1 * block_bytes  # two blocks, which are larger than a tile
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
