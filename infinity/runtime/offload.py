@@ -88,9 +88,13 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    how: Any = (config, device, optimizer, accumulation_steps, faults)
+
+    def attempt() -> Model:
+        by_name = None if source is None else by_rows(model, source)
+        return offload_values(model, config, device, optimizer, accumulation_steps, faults, by_name)
+
     try:
-        return offload_values(model, *how, None if source is None else by_rows(model, source))
+        return attempt()
     except DeviceRoomError as error:
         resolved, target, peers = load_config(config), resolve(device), error.peers
 
@@ -100,7 +104,7 @@ def offload(
 
         if not tile_to_fit(model, error, plan):
             raise
-    return offload_values(model, *how, None if source is None else by_rows(model, source))
+    return attempt()
 
 
 def offload_values(

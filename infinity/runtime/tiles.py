@@ -44,11 +44,14 @@ _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     """Cut a linear layer into tiles of its rows, in place, so that the device needs room for one tile's weight instead
-    of the whole. Call it before the model is offloaded, and before infinity.resume as in the run that is resumed:
+    of the whole. Call it before the model is offloaded:
 
         model = infinity.load_pretrained("path/or/hub-id", "swap.yaml", defer=True)
         infinity.tile(model.lm_head, 8)
         infinity.offload(model, "swap.yaml")
+
+    infinity.offload does that by itself where memory.device has no room for a layer, and a run that is resumed, or goes
+    on from its portable copy, has the tiles that it had.
 
     The outputs are those of the layer. The gradients of its input are added up over the tiles in fp32 (ZeRO-Infinity,
     arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and portable copies have the whole
@@ -141,7 +144,7 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
     modules = dict(model.named_modules())
     for whole, tiles in wholes.items():
         layer = modules.get(whole.removesuffix("weight").removesuffix("."))
-        if whole.endswith("weight") and type(layer) is nn.Linear and 2 <= tiles <= layer.out_features:
+        if isinstance(layer, nn.Linear) and not why_not(layer) and 2 <= tiles <= layer.out_features:
             tile(layer, tiles)
 
 
@@ -221,12 +224,13 @@ class TiledLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
         """The whole weight, put together of the tiles."""
-        return torch.cat([tile.weight for tile in self.tiles])
+        parts: list[torch.Tensor] = [tile.weight for tile in self.tiles]
+        return torch.cat(parts)
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
         """The whole bias, put together of the tiles."""
-        parts = [tile.bias for tile in self.tiles if tile.bias is not None]
+        parts: list[torch.Tensor] = [tile.bias for tile in self.tiles if tile.bias is not None]
         return torch.cat(parts) if parts else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def _skeleton(model: nn.Module) -> nn.Module:
             made = modules[id(module)] = type(module).__new__(type(module))
             nn.Module.__init__(made)
             if isinstance(module, nn.Linear):
-                made.in_features, made.out_features = module.in_features, module.out_features
+                vars(made).update(in_features=module.in_features, out_features=module.out_features)
             vars(made)["_parameters"] = {key: parameter_of(each) for key, each in module._parameters.items()}
             vars(made)["_modules"] = {key: module_of(each) for key, each in module._modules.items()}
         return modules[id(module)]

@@ -76,7 +76,7 @@ class _Cut:
         self._model = model
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
-        tiles = {module for module in model.modules() if isinstance(module, Tile)}
+        tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, Tile)}
         self._blocks = (blocks - _ancestors(model, tiles)) | tiles
         self._parents = _ancestors(model, self._blocks)
         self._found: list[UnitParameters] = []

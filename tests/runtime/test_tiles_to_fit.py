@@ -67,3 +67,25 @@ def test_what_tiles_do_not_help_keeps_its_error(offload: Any) -> None:
     with pytest.raises(infinity.PlanError, match=r"memory.device is 24"):
         offload(model, memory={"device": "24KiB", "host": "64MiB"})
     assert not any(isinstance(module, TiledLinear) for module in model.modules())
+
+
+def test_a_run_that_was_tiled_by_itself_goes_on_with_any_memory_to_the_same_bits(
+    swap_config: Any, tmp_path: Path
+) -> None:
+    results = []
+    for split in (6, 3):
+        options = {"commit_every": 1, "nvme": {"paths": [str(tmp_path / str(split))]}}
+        model, batch = model_and_batch(torch.bfloat16)
+        small = {"device": "320KiB", "host": "64MiB"}
+        infinity.offload(model, swap_config(memory=small, **options))
+        losses = train(model, batch, split)
+        if split < 6:
+            infinity.close(model)
+            model, batch = model_and_batch(torch.bfloat16)
+            infinity.resume(model, swap_config(memory={"device": "64MiB", "host": "64MiB"}, **options))
+            losses += train(model, batch, 6 - split)
+        assert tiles_of(model)
+        results.append((losses, dict(infinity.state_dict(model))))
+        infinity.close(model)
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(results[1][1][name], value) for name, value in results[0][1].items())
