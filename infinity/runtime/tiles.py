@@ -214,7 +214,8 @@ class RowTile(Tile):
 
 
 class TiledLinear(nn.Linear):
-    """A linear layer in tiles: what infinity.tile makes of a torch.nn.Linear."""
+    """A linear layer in tiles: what infinity.tile makes of a torch.nn.Linear. Its weight and bias can be read as a
+    whole; they are changed by tile."""
 
     @property
     def tiles(self) -> list[RowTile]:
@@ -223,15 +224,14 @@ class TiledLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The whole weight, put together of the tiles."""
-        parts: list[torch.Tensor] = [tile.weight for tile in self.tiles]
-        return torch.cat(parts)
+        """The whole weight, put together of the tiles, to be read."""
+        return _Whole.of([tile.weight for tile in self.tiles])
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The whole bias, put together of the tiles."""
-        parts: list[torch.Tensor] = [tile.bias for tile in self.tiles if tile.bias is not None]
-        return torch.cat(parts) if parts else None
+        """The whole bias, put together of the tiles, to be read."""
+        parts = [tile.bias for tile in self.tiles if tile.bias is not None]
+        return _Whole.of(parts) if parts else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         carrier: torch.Tensor | None = None
@@ -248,6 +248,43 @@ class TiledLinear(nn.Linear):
     def extra_repr(self) -> str:
         has_bias = self.tiles[0].bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+
+
+class _Whole(torch.Tensor):
+    """A parameter put together of its tiles. What would change it is an error: the change would be lost."""
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts)).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, _Whole) and _changes(name):
+            raise ModelError(
+                f"`{name}` of a parameter of a layer in tiles, which is put together to be read: change those of the "
+                "tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with layer.requires_grad_(False)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            if isinstance(first, _Whole) and isinstance(found, torch.Tensor) and _same_memory(found, first):
+                found = found.as_subclass(cls)
+        return found
+
+
+def _changes(name: str) -> bool:
+    """Whether an operation of this name writes to its first argument."""
+    if name.endswith("__"):
+        return name in ("__set__", "__setitem__", "__delete__") or name in _IN_PLACE
+    return name.endswith("_")
+
+
+_IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
 
 
 class _Begin(torch.autograd.Function):

@@ -316,6 +316,38 @@ def test_a_resumed_run_is_tiled_as_before_and_ends_in_the_same_bits(swap_config:
     assert all(torch.equal(results[1][1][name], value) for name, value in results[0][1].items())
 
 
+def test_the_whole_weight_is_read_and_never_changed_in_vain(offload: Any) -> None:
+    whole, tiled = pair(torch.float32, 4)
+    given = torch.randn(3, 64)
+    assert torch.equal(nn.functional.linear(given, tiled.weight, tiled.bias), whole(given))
+    assert type(tiled.weight * 2) is torch.Tensor
+    tiled.weight.sum().backward()
+    assert all(torch.equal(tile.weight.grad, torch.ones_like(tile.weight)) for tile in tiled.tiles)
+
+    def freeze(weight: Any) -> None:
+        weight.requires_grad = False
+
+    def merge(weight: Any) -> None:
+        weight.data += 1
+
+    changes: list[Any] = [freeze, merge, lambda weight: weight.data.mul_(2), lambda weight: weight[0].zero_()]
+    changes += [lambda weight: weight.requires_grad_(False), nn.init.zeros_, lambda weight: weight.data.copy_(given)]
+    for change in changes:
+        with pytest.raises(ModelError, match="change those of the tiles"):
+            change(tiled.weight)
+    with pytest.raises((KeyError, ModelError)):
+        tiled.weight = nn.Parameter(torch.zeros(96, 64))
+    model, batch = model_and_batch()
+    infinity.tile(model.large, 4)
+    model.large.requires_grad_(False)
+    offload(model)
+    with pytest.raises(infinity.ReleasedParameterError):
+        model.large.weight.norm()
+    with infinity.gathered(model, model.large):
+        assert model.large.weight.norm() > 0
+    train(model, batch)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
