@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from infinity.errors import InfinityError, ModelError
 from infinity.runtime.cross_entropy import cross_entropy
 from infinity.runtime.guards import Guard
+from infinity.runtime.tiles import TiledLinear
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def _use(model: nn.Module) -> str:
     if found is None:
         return f"{type(model).__name__} has no language model of transformers in it"
     language, head = found
+    if isinstance(head, TiledLinear):
+        return "its head runs in tiles of its rows (infinity.tile)"
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, and not a linear layer"
     if language.loss_function is not ForCausalLMLoss:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -137,7 +138,17 @@ def test_a_portable_copy_has_whole_states_by_the_names_of_the_weights(config: Co
     assert whole["steps"] == tiles["steps"]
     assert sorted(whole["param_groups"][0]["params"]) == sorted(tiles["param_groups"][0]["params"])
     hf.AutoModelForCausalLM.from_pretrained(tmp_path / "tiles-out")
-    example()
+
+
+def test_a_run_in_tiles_goes_on_in_plain_torch(config: Config, tmp_path: Path, opened: list[Any]) -> None:
+    model, batch = llama()
+    model, _ = begin(tiled(model), batch, config("swap"))
+    infinity.close(model)
+    infinity.export_checkpoint(tmp_path / "swap", tmp_path / "out")
+    plain, optimizer = example().load(tmp_path / "out")
+    ours = infinity.resume(llama()[0], config("swap"))
+    opened.append(ours)
+    np.testing.assert_allclose(train(plain.train(), optimizer, batch, 5), go_on(ours, batch, 5), rtol=1e-5)
 
 
 def test_a_copy_of_a_run_in_tiles_is_not_taken_for_other_tiles(config: Config, tmp_path: Path) -> None:
