@@ -246,13 +246,13 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
-    """Of each module, with what is around it."""
+    """Of each module, with what is around it and beside it."""
     if not sites:
         return [{unit.index} for unit in units]
     own: dict[str, set[int]] = {}
     for site in sites:
         own.setdefault(site.name, set()).update(site.units)
-    return [set().union(*(own.get(name, ()) for name in _around(site.name))) for site in sites]
+    return [set(site.beside).union(*(own.get(name, ()) for name in _around(site.name))) for site in sites]
 
 
 def _around(name: str) -> list[str]:

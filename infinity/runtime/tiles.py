@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.coordinator import registry
 from infinity.coordinator.same_values import Source
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, StaleWeightsError
 from infinity.runtime.deferred import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
 from infinity.state.tiles import Tile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
@@ -209,7 +209,7 @@ class RowTile(Tile):
         last one returns what the layer makes."""
         made = functional.linear(given, self.weight, self.bias)
         if carrier is not None:
-            made, carrier = _InputGradient.apply(made, carrier, self.weight)
+            made, carrier = _InputGradient.apply(made, carrier, self)
         return (made, carrier) if before is None else torch.cat([*before, made], dim=-1)
 
 
@@ -303,20 +303,38 @@ class _Begin(torch.autograd.Function):
 
 
 class _InputGradient(torch.autograd.Function):
-    """Adds what a tile brings of the input's gradient to that of the carrier. The weight has its gradient elsewhere."""
+    """Adds what a tile brings of the input's gradient to that of the carrier. The weight has its gradient elsewhere.
+
+    The weight is read from the tile when it is needed. Were it saved, recomputation (torch.utils.checkpoint) would hold
+    the weights of all tiles of a block at the same time.
+    """
 
     @staticmethod
-    def forward(ctx: Any, made: torch.Tensor, carrier: torch.Tensor, weight: torch.Tensor) -> Any:
+    def forward(ctx: Any, made: torch.Tensor, carrier: torch.Tensor, tile: RowTile) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(weight)
+        ctx.tile, ctx.version = tile, _version(tile.weight)
         return made.view_as(made), carrier.view_as(carrier)
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
         gradient, total = came
         if gradient is not None:
-            total = _with_product(total, gradient, ctx.saved_tensors[0])
+            if _version(ctx.tile.weight) != ctx.version:
+                raise StaleWeightsError(
+                    "this backward pass needs the weights of a layer in tiles from before they were changed, by "
+                    "optim.step() or in place. Call backward() on every loss before that."
+                )
+            total = _with_product(total, gradient, ctx.tile.weight)
         return gradient, total, None
+
+
+def _version(weight: nn.Parameter) -> int:
+    """It differs once the values were changed."""
+    found = registry.find(weight)
+    if found is None:
+        return weight._version
+    coordinator, place = found
+    return coordinator.units[place.unit.index].weights.version
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -328,7 +346,8 @@ def _with_product(total: torch.Tensor | None, gradient: torch.Tensor, weight: to
     wide, (rows, columns) = _wide(weight.dtype), weight.shape
     found = None if total is None else total.reshape(-1, columns)
     flat = gradient.reshape(-1, rows)
-    if weight.is_cuda and weight.dtype != wide and gradient.dtype == weight.dtype and not torch.is_grad_enabled():
+    one_product = weight.is_cuda and torch.version.cuda is not None and not torch.is_grad_enabled()
+    if one_product and gradient.dtype == weight.dtype != wide:
         product = torch.mm(flat, weight, out_dtype=wide)
         found = product if found is None else product.add_(found)
     else:

@@ -5,7 +5,7 @@ plan needs.
 While one module runs the weights of the next one are fetched, so a weight of more than half of memory.device never has
 room beside its like. The layers that have one are cut into tiles of a quarter of memory.device, of an eighth, and so
 on, until the plan fits. What is tried is a skeleton of the model: its modules without values. If no size fits, the
-error is that of the model as it was.
+error is that of the model as it was. So it is where no layer is as large as that, and blocks of several are.
 
 All ranks have the same model, and plan with the same memory: they find the same tiles.
 """
@@ -39,9 +39,8 @@ def tile_to_fit(model: nn.Module, error: DeviceRoomError, plan: Callable[[nn.Mod
     Returns:
         Whether it fits then.
     """
-    limit = error.limit_bytes
+    limit, layers = error.limit_bytes, dict(model.named_modules())
     large = {name: nbytes for name, nbytes in _layers(model).items() if 2 * nbytes > limit}
-    layers = dict(model.named_modules())
     for share in _SHARES if large else ():
         tiles = {name: min(-(-nbytes * share // limit), _rows(layers[name])) for name, nbytes in large.items()}
         if _fits(model, tiles, plan):

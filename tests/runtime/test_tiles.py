@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.errors import ConfigError, ModelError
+from infinity.errors import ConfigError, ModelError, StaleWeightsError
 from infinity.runtime import micro_batches
 from infinity.runtime.tiles import TiledLinear
 from tests import models
@@ -238,6 +238,24 @@ def test_micro_batches_go_through_tiles_one_after_the_other(
     assert results[0][0] == results[1][0]
     for name, value in results[0][1].items():
         assert torch.equal(results[1][1][name], value), name
+
+
+def test_weights_that_were_changed_since_the_forward_are_refused_by_its_backward(offload: Any) -> None:
+    model, batch = model_and_batch()
+    infinity.tile(model.large, 4)
+    offload(model)
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    late = loss_of(model, batch)
+    loss_of(model, batch).backward()
+    optim.step()
+    with pytest.raises(StaleWeightsError):
+        late.backward()
+    _, tiled = pair(torch.float32, 4)
+    made = tiled(torch.randn(3, 64, requires_grad=True))
+    with torch.no_grad():
+        tiled.tiles[3].weight.mul_(2)
+    with pytest.raises(StaleWeightsError, match="of a layer in tiles from before they were changed"):
+        made.sum().backward()
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

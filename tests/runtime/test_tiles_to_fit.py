@@ -89,3 +89,25 @@ def test_a_run_that_was_tiled_by_itself_goes_on_with_any_memory_to_the_same_bits
         infinity.close(model)
     assert results[0][0] == results[1][0]
     assert all(torch.equal(results[1][1][name], value) for name, value in results[0][1].items())
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_blocks_whose_layers_are_all_too_large_train_in_little_room(
+    activations: str, offload: Any, tmp_path: Path
+) -> None:
+    """While a block is recomputed the weights of all its tiles are not held at the same time."""
+    losses = []
+    for device in ("64MiB", "512KiB"):
+        torch.manual_seed(0)
+        model, batch = models.llama(layers=2)
+        for layer in model.model.layers:  # 512 KiB for each of three layers
+            layer.mlp.gate_proj, layer.mlp.up_proj = (nn.Linear(64, 2048, bias=False) for _ in range(2))
+            layer.mlp.down_proj = nn.Linear(2048, 64, bias=False)
+        memory = {"device": device, "host": "64MiB"}
+        offload(model, memory=memory, nvme={"paths": [str(tmp_path / device)]}, activations=activations)
+        losses.append(train(model, batch))
+        require_no_leaks(model)
+        slot_bytes = registry.coordinator_of(model).plan.budgets.slot_bytes
+    assert len({name.rpartition(".")[0] for name in tiles_of(model)}) == 6
+    assert slot_bytes <= 512 << 10
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -59,3 +59,14 @@ def test_a_block_with_a_tile_in_it_is_cut_as_what_is_outside_blocks_and_other_bl
 
 def test_a_layer_alone_is_cut_into_its_tiles() -> None:
     assert units(infinity.tile(nn.Linear(8, 8), 2)) == ["infinity_tile_0", "infinity_tile_1"]
+
+
+def test_what_a_block_reads_beside_its_tiles_is_counted_with_each_of_them() -> None:
+    model, _ = llama()
+    infinity.tile(model.model.layers[1].mlp.up_proj, 2)
+    found = discover(model)
+    names = {unit.index: unit.name for unit in found.units}
+    sites = {site.name: [names[index] for index in site.beside] for site in found.sites}
+    assert sites["model.layers.1.mlp.up_proj.infinity_tile_0"] == ["remainder"]
+    assert sites["model.layers.1.self_attn"] == ["remainder"]
+    assert sites["model.layers.0"] == sites["lm_head"] == []
