@@ -21,7 +21,7 @@ from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
-from infinity.errors import ConfigError, DeviceRoomError, ModelError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
@@ -103,7 +103,7 @@ def offload(
             plan_for(model, found, resolved, target, optimizer, accumulation_steps, resume=False, peers=peers)
 
         if not tile_to_fit(model, error, plan):
-            raise
+            raise PlanError(str(error)) from None
     return attempt()
 
 
