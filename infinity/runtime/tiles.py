@@ -66,7 +66,8 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
         The same module.
 
     Raises:
-        ModelError: the module is no linear layer, is changed already, or is offloaded.
+        ModelError: the module is no linear layer, is changed already, or is offloaded. infinity.offload raises it for a
+            weight that another module has, too.
         ConfigError: `tiles` is less than 2, or more than the layer has rows.
     """
     why = why_not(module)
