@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from infinity.runtime.micro_batches import backward
     from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
+    from infinity.runtime.tiles import tile
     from infinity.runtime.trace import trace
     from infinity.runtime.track import commit, track
 
@@ -78,6 +79,7 @@ _HOMES = {
     "checkpoint.other_ranks": ("resume",),
     "runtime.offload": ("close", "offload", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
+    "runtime.tiles": ("tile",),
     "runtime.trace": ("trace",),
     "runtime.track": ("commit", "track"),
 }
@@ -132,6 +134,7 @@ __all__ = [
     "state_dict",
     "statistics",
     "synchronize",
+    "tile",
     "trace",
     "track",
     "use_chunked_loss",

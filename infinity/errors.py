@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 _SHOWN_MAX = 4000
 
@@ -46,6 +47,25 @@ class PlanError(InfinityError):
 
 class ModelError(InfinityError):
     """infinity cannot train this model, or the model was changed in a way that infinity does not support."""
+
+
+class DeviceRoomError(PlanError):
+    """memory.device has no room for the units that are needed at once. All ranks have this error, or none has.
+
+    Attributes:
+        limit_bytes: of memory.device, for this process.
+        peers: the other ranks, as the plan knew them (plan/problem.py: Peers).
+    """
+
+    def __init__(self, message: str, limit_bytes: int) -> None:
+        super().__init__(message)
+        self.limit_bytes = limit_bytes
+        self.peers: Any = None
+
+    def among(self, peers: Any) -> DeviceRoomError:
+        """The error of a process among these ranks."""
+        self.peers = peers
+        return self
 
 
 class TooLateError(ModelError):

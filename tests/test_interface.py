@@ -91,6 +91,7 @@ NAMES = {
     "state_dict": "(model)",
     "statistics": "(model)",
     "synchronize": "(model)",
+    "tile": "(module, tiles)",
     "trace": "(model, path)",
     "track": "(*objects, model=None, **named)",
     "use_chunked_loss": "(model)",

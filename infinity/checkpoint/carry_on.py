@@ -21,6 +21,7 @@ from infinity.durable import buffers
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.runtime.offload import close, offload_values
+from infinity.runtime.tiles import tile_as
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
 from infinity.state.records import Body
@@ -47,7 +48,8 @@ def offload_from_checkpoint(
 
     Args:
         model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
-            meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored.
+            meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored. Linear
+            layers that the run had in tiles are tiled (infinity.tile).
         directory: the portable copy.
         config, device, optimizer, accumulation_steps, faults: as infinity.offload.
 
@@ -110,6 +112,7 @@ def carry_on(
         replaces: as open_coordinator.
         weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
+    tile_as(model, shapes_in(copy))
     _require_same_model(model, copy)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
 
@@ -128,6 +131,11 @@ def carry_on(
         close(model)
         raise
     return model
+
+
+def shapes_in(copy: Copy) -> dict[str, list[int]]:
+    """Of the parameters of the run."""
+    return {parameter.name: parameter.shape for parameter in copy.body.model.parameters}
 
 
 def _require_same_model(model: nn.Module, copy: Copy) -> None:

@@ -17,14 +17,17 @@ from infinity import _native
 from infinity.checkpoint import portable
 from infinity.checkpoint.aside import put_in_place, written_aside
 from infinity.checkpoint.generation import StoredGeneration, StoredPart, chunks, dtype_of, newest_whole, opened
+from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.recorded import RecordedModel
-from infinity.checkpoint.save import Tensors, write_weights
+from infinity.checkpoint.save import write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
 from infinity.errors import InfinityError, ManifestError, ResumeError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of, scales_of
-from infinity.state.records import GroupRecord, OptimizerRecord, ParameterRecord
+from infinity.state.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
+from infinity.state.tiles import Rows, rows_of
+from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ def copy_bytes(generation: StoredGeneration) -> int:
     optimizers = body.optimizers
     tensors = [tensor for group in generation.trained_groups() for tensor in _tensors(generation, group, optimizers)]
     weights = sum(group.numel * dtype_of(group).itemsize for group in body.model.groups)
-    states = sum(4 * math.prod(tensor.shape) for tensor in tensors)
+    states = sum(4 * tensor.numel for tensor in tensors)
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in body.buffers.values())
     named = sum(len(name) for parameter in body.model.parameters for name in (parameter.name, *parameter.aliases))
     named += sum(len(tensor.name) for tensor in tensors)
@@ -146,7 +149,7 @@ class _Parts:
 
     def __init__(self, generation: StoredGeneration, model: RecordedModel) -> None:
         self._generation = generation
-        self._model = model
+        self._in_files = InFiles(_shapes(generation.body.model), model.revert)
         self._buffers: Tensors = generation.body.buffers
 
     def meta(self) -> Iterator[Tensors]:
@@ -156,15 +159,19 @@ class _Parts:
             dtype = dtype_of(groups[parameter.unit, parameter.group])
             units[parameter.unit][parameter.name] = _empty(parameter.shape, dtype)
         for part in units.values():
-            yield self._model.revert(part)
+            yield self._in_files.meta(part)
         if self._buffers:
-            yield self._model.revert({name: buffer.to("meta") for name, buffer in self._buffers.items()})
+            yield self._in_files.meta({name: buffer.to("meta") for name, buffer in self._buffers.items()})
 
-    def values(self) -> Iterator[Tensors]:
+    def values(self) -> Iterator[list[Piece]]:
         for unit in self._generation.units:
-            yield self._model.revert(self._generation.weights(unit))
+            yield self._in_files.pieces(self._generation.weights(unit))
         if self._buffers:
-            yield self._model.revert(dict(self._buffers))
+            yield self._in_files.pieces(dict(self._buffers))
+
+
+def _shapes(model: ModelRecord) -> dict[str, list[int]]:
+    return {parameter.name: parameter.shape for parameter in model.parameters}
 
 
 @dataclass(frozen=True)
@@ -174,23 +181,39 @@ class _Tensor:
     Attributes:
         state: its source: "master", or the store's name of a moment.
         scales: whether the tensor is the scales of that moment's blocks.
+        part_of: where the parameter is a tile's, and the tensor that of the whole parameter.
     """
 
     name: str
     parameter: ParameterRecord
     state: str
     scales: bool = False
+    part_of: Rows | None = None
 
     @property
     def shape(self) -> list[int]:
-        return [blocks_of(self.parameter.numel)] if self.scales else self.parameter.shape
+        shape = self.parameter.shape if self.part_of is None else list(self.part_of.shape)
+        return [blocks_of(math.prod(shape))] if self.scales else shape
+
+    @property
+    def numel(self) -> int:
+        """Elements that the parameter has of the tensor."""
+        return blocks_of(self.parameter.numel) if self.scales else self.parameter.numel
+
+    @property
+    def first(self) -> int:
+        """The first of them."""
+        first = 0 if self.part_of is None else self.part_of.first
+        return blocks_of(first) if self.scales else first
 
 
 def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
     optimizers = generation.body.optimizers
-    wanted = [(group, _tensors(generation, group, optimizers)) for group in generation.trained_groups()]
+    rows = rows_of(_shapes(generation.body.model))
+    wanted = [(group, _tensors(generation, group, optimizers, rows)) for group in generation.trained_groups()]
+    begins = ((tensor.name, tensor.first) for _, tensors in wanted for tensor in tensors if tensor.numel)
     try:
-        require_unique((tensor.name for _, tensors in wanted for tensor in tensors), "the optimizer's tensor")
+        require_unique(begins, "the optimizer's tensor")
     except ValueError as error:
         raise ManifestError(generation.source, f"has {error}") from None
     shapes = {tensor.name: _empty(tensor.shape, torch.float32) for _, tensors in wanted for tensor in tensors}
@@ -201,26 +224,45 @@ def _write_states(directory: Path, generation: StoredGeneration, max_shard_size:
         for piece in _pieces(generation, group, tensors, begin, numel)
     )
     placed = write_shards(directory, portable.OPTIMIZER, shapes, pieces, max_shard_size) if shapes else {}
-    described = [_describe(optimizer) for optimizer in optimizers]
+    described = [_describe(optimizer, rows) for optimizer in optimizers]
     write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
 
 
-def _tensors(generation: StoredGeneration, group: GroupRecord, optimizers: Sequence[OptimizerRecord]) -> list[_Tensor]:
-    """What is written of a group: masters that are not the weights, and moments that have begun."""
+def _tensors(
+    generation: StoredGeneration,
+    group: GroupRecord,
+    optimizers: Sequence[OptimizerRecord],
+    rows: Mapping[str, Rows] | None = None,
+) -> list[_Tensor]:
+    """What is written of a group: masters that are not the weights, and moments that have begun.
+
+    Args:
+        rows: the parameters that are written as parts of whole ones; default: none.
+    """
     found = []
+    in_parts = _in_blocks(rows or {})
     for parameter in generation.parameters(group):
-        name = parameter.name
+        part_of = (rows or {}).get(parameter.name)
+        name = parameter.name if part_of is None else part_of.whole
         if group.master in ("split16", "fp32"):
-            found.append(_Tensor(portable.master_name(name), parameter, "master"))
+            found.append(_Tensor(portable.master_name(name), parameter, "master", part_of=part_of))
         for optimizer in optimizers:
-            progress = optimizer.state.get(name)
+            progress = optimizer.state.get(parameter.name)
             begun = [key for key, there in progress.begun.items() if there] if progress is not None else []
             for moment in begun:
                 state = portable.stored_name(moment)
-                found.append(_Tensor(portable.moment_name(name, moment), parameter, state))
-                if group.moments == "int8":
-                    found.append(_Tensor(portable.scales_name(name, moment), parameter, state, scales=True))
+                found.append(_Tensor(portable.moment_name(name, moment), parameter, state, part_of=part_of))
+                if group.moments == "int8" and (part_of is None or name in in_parts):
+                    scales = portable.scales_name(name, moment)
+                    found.append(_Tensor(scales, parameter, state, scales=True, part_of=part_of))
     return found
+
+
+def _in_blocks(rows: Mapping[str, Rows]) -> set[str]:
+    """The whole parameters whose tiles begin where blocks of int8 moments do. The scales of others are left out: they
+    are taken anew from the values."""
+    amid = {place.whole for place in rows.values() if place.first % ELEMENT_ALIGNMENT}
+    return {place.whole for place in rows.values()} - amid
 
 
 def _pieces(
@@ -241,9 +283,9 @@ def _pieces(
             first, last = max(begin, offset), min(begin + numel, offset + tensor.parameter.numel)
             if tensor.scales:
                 blocks = slice(blocks_of(first - begin), blocks_of(last - begin))
-                yield tensor.name, blocks_of(first - offset), scales[blocks]
+                yield tensor.name, tensor.first + blocks_of(first - offset), scales[blocks]
             else:
-                yield tensor.name, first - offset, values[first - begin : last - begin]
+                yield tensor.name, tensor.first + first - offset, values[first - begin : last - begin]
 
 
 def _decode(
@@ -306,12 +348,20 @@ class StoredCopy:
             raise ResumeError(f"{self.directory} has no weight '{name}'") from None
 
 
-def _describe(optimizer: OptimizerRecord) -> dict[str, Any]:
-    """The facts about an optimizer that a reader of the index needs to use its tensors."""
+def _describe(optimizer: OptimizerRecord, rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """The facts about an optimizer that a reader of the index needs to use its tensors. Args: rows: the parameters that
+    are parts of whole ones."""
+
+    def in_files(name: str) -> str:
+        return rows[name].whole if name in rows else name
+
+    groups = [
+        {**group, "params": list(dict.fromkeys(map(in_files, group["params"])))} for group in optimizer.param_groups
+    ]
     return {
         "class_name": optimizer.class_name,
-        "param_groups": [{key: _plain(value) for key, value in group.items()} for group in optimizer.param_groups],
-        "steps": {name: progress.step for name, progress in optimizer.state.items()},
+        "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
+        "steps": {in_files(name): progress.step for name, progress in optimizer.state.items()},
     }
 
 

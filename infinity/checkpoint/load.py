@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from infinity.base.accelerator import resolve
-from infinity.checkpoint.carry_on import carry_on
+from infinity.checkpoint.carry_on import carry_on, shapes_in
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig, load_config
@@ -31,10 +31,10 @@ from infinity.io.directory import generations_in
 from infinity.io.rank_stores import counts_in, rank_path, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
-from infinity.runtime.deferred import Reader
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
+from infinity.runtime.tiles import by_rows, readers, tile_as
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
@@ -107,10 +107,11 @@ def load_pretrained(
         if place.resumes:
             continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
-            carry_on(model, copy, source, resolved, **how)
+            tile_as(model, shapes_in(copy))
+            carry_on(model, copy, by_rows(model, source), resolved, **how)
         else:
             offload(model, resolved, source=source, **how)
-            remember_readers(model, {name: Reader(source, name) for name, _ in model.named_parameters()})
+            remember_readers(model, readers(model, source))
     model.train()
     return model
 

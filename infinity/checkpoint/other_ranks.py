@@ -25,6 +25,7 @@ from infinity import _native
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.export import StoredCopy
 from infinity.checkpoint.generation import newest_whole, opened, stores_in
+from infinity.checkpoint.tiled_run import tile_as_run
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.together import Tell, meeting
@@ -74,7 +75,8 @@ def resume(
 
     Args:
         model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
-            the meta device. Its persistent buffers are restored.
+            the meta device. Its persistent buffers are restored. Linear layers that the run had in tiles are tiled
+            (infinity.tile).
         config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
             changed.
         device, optimizer, accumulation_steps, faults: as infinity.offload.
@@ -91,6 +93,7 @@ def resume(
         others: as infinity.offload.
     """
     resolved = load_config(config)
+    tile_as_run(model, resolved)
     how: dict[str, Any] = {
         "device": device,
         "optimizer": optimizer,

@@ -6,6 +6,7 @@ optimizer/optimizer*.safetensors      fp32, of the parameters' shapes: "<paramet
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
 optimizer/optimizer.safetensors.index.json    where each is; classes, hyperparameters and steps of the optimizers
 training-state.infinity               everything else that a run needs: the manifest without extents (io/manifest.py)
+                                      In it tiles are parameters (state/tiles.py); the files above have whole ones
 SHA256SUMS                            checksums of these files for `sha256sum --check`; older copies have none
 """
 
@@ -15,6 +16,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -31,8 +33,10 @@ from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
 from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
+from infinity.state.int8 import blocks_of
 from infinity.state.moments import STORED_AS
 from infinity.state.records import parse_body
+from infinity.state.tiles import Rows, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ OPTIMIZER = "optimizer"
 STATE_NAME = "training-state.infinity"
 SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
+_SCALES = ".scales"
 _INDEX_BYTES_MAX = 64 << 20
 _INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # in Python's memory they are many times as large
 _HASHED_BYTES = 4 << 20
@@ -63,7 +68,7 @@ def moment_name(parameter: str, moment: str) -> str:
 
 
 def scales_name(parameter: str, moment: str) -> str:
-    return f"{parameter}.{moment}.scales"
+    return f"{parameter}.{moment}{_SCALES}"
 
 
 def write_training_state(directory: Path, manifest: Manifest) -> None:
@@ -129,6 +134,7 @@ class Portable:
         self.manifest = validated(Manifest, document.read(path, _KIND, follow=True), path)
         self.body = parse_body(self.manifest.body, path)
         self._files = _weight_map(directory / OPTIMIZER / index_name(OPTIMIZER))
+        self._rows = rows_of({parameter.name: parameter.shape for parameter in self.body.model.parameters})
 
     def verify(self) -> None:
         """Read all of the copy and compare it with its checksums. A copy without checksums gets a warning.
@@ -177,7 +183,16 @@ class Portable:
 
     def has(self, name: str) -> bool:
         """Whether the optimizer has a tensor of this name."""
-        return name in self._files
+        return self._in_files(name)[0] in self._files
+
+    def _in_files(self, name: str) -> tuple[str, Rows | None]:
+        """The file's name of one of the optimizer's tensors, and which rows of it that is, where it is a tile's."""
+        for dots in (1, 2):
+            parameter = name.rsplit(".", dots)[0]
+            if parameter in self._rows:
+                place = self._rows[parameter]
+                return place.whole + name.removeprefix(parameter), place
+        return name, None
 
     def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One of the optimizer's tensors, fp32, mapped from its file: a page is read when it is used.
@@ -185,6 +200,16 @@ class Portable:
         Raises:
             ResumeError: it is missing, of another shape or dtype, or its file is damaged.
         """
+        name, place = self._in_files(name)
+        if place is not None:
+            if not name.endswith(_SCALES):
+                return self._state(name, place.shape)[place.begin : place.end]
+            first = blocks_of(place.first)
+            return self._state(name, [blocks_of(math.prod(place.shape))])[first : first + math.prod(shape)]
+        return self._state(name, shape)
+
+    def _state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """By the name in the files."""
         folder = self.directory / OPTIMIZER
         if name not in self._files:
             raise ResumeError(f"{folder} has no tensor '{name}': the copy is incomplete, export the run again")
@@ -202,6 +227,9 @@ class Portable:
         Raises:
             ResumeError: it is missing, or its file is damaged.
         """
+        if name in self._rows:
+            place = self._rows[name]
+            return self.weight(place.whole)[place.begin : place.end]
         if self._shards is None:
             return _tensor(self.directory / "model.safetensors", name)
         if name not in self._shards:

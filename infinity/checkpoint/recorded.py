@@ -21,9 +21,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from infinity.checkpoint.save import Tensors, revert_of, write_configs
+from infinity.checkpoint.in_files import Tensors
+from infinity.checkpoint.save import revert_of, write_configs
 from infinity.errors import ManifestError
 from infinity.state.records import ModelRecord
+from infinity.state.tiles import rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +119,8 @@ class RecordedModel:
             for parameter in self._record.parameters
             for name in (parameter.name, *parameter.aliases)
         }
+        for name, place in rows_of({name: shape for name, (_, shape) in recorded.items()}).items():
+            recorded[place.whole] = recorded[name][0], place.shape
         for name, weight in model.named_parameters():
             dtype, shape = recorded.get(name, (weight.dtype, None))
             weight.data = weight.data.to(dtype)

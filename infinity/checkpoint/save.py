@@ -14,7 +14,8 @@ from torch import nn
 
 from infinity.checkpoint.adapters import is_peft_model, save_adapters
 from infinity.checkpoint.aside import failing, move_into, put_in_place, written_aside
-from infinity.checkpoint.shards import index_name, write_index, write_shards
+from infinity.checkpoint.in_files import InFiles, Tensors
+from infinity.checkpoint.shards import Piece, index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
@@ -22,8 +23,6 @@ from infinity.errors import ModelError, printable
 from infinity.io import durable
 
 logger = logging.getLogger(__name__)
-
-Tensors = dict[str, torch.Tensor]
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
@@ -82,13 +81,15 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         coordinator.led(f"syncing {target}", put)
 
 
-def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:
+def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
     with written_aside(target, "saving to") as aside:
         _write_into(aside, model, parts, values, max_shard_size)
         _put(aside, target)
 
 
-def _write_into(aside: Path, model: nn.Module, parts: _Parts, values: Iterator[Tensors], max_shard_size: str) -> None:
+def _write_into(
+    aside: Path, model: nn.Module, parts: _Parts, values: Iterator[list[Piece]], max_shard_size: str
+) -> None:
     write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
     write_configs(model, aside)
 
@@ -105,7 +106,7 @@ def _put(aside: Path, target: Path) -> None:
 def write_weights(
     directory: Path,
     meta: Callable[[], Iterator[Tensors]],
-    values: Callable[[], Iterator[Tensors]],
+    values: Callable[[], Iterator[list[Piece]]],
     numel: int,
     max_shard_size: str,
 ) -> None:
@@ -113,7 +114,7 @@ def write_weights(
 
     Args:
         meta: gives the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
-        values: gives the same tensors with their values; one part is in memory at a time.
+        values: gives all elements of these tensors part by part; one part is in memory at a time.
         numel: parameters of the model, for the index.
 
     Raises:
@@ -130,11 +131,11 @@ def write_weights(
         write_index(directory, "model", shapes, placed, {"total_parameters": numel})
 
 
-def _pieces(parts: Iterable[Tensors]) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """The tensors of all parts, one by one. A part is let go before the next one is made, which may need its memory."""
+def _pieces(parts: Iterable[list[Piece]]) -> Iterator[Piece]:
+    """The pieces of all parts, one by one. A part is let go before the next one is made, which may need its memory."""
     for part in parts:
-        for name in list(part):
-            yield name, 0, part.pop(name)
+        while part:
+            yield part.pop(0)
 
 
 class _Parts:
@@ -143,7 +144,8 @@ class _Parts:
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._revert = revert_of(model)
+        shapes = {name: p.shape for unit in coordinator.units for name, p in unit.parameters.items()}
+        self._in_files = InFiles(shapes, revert_of(model))
 
     @property
     def numel(self) -> int:
@@ -153,19 +155,16 @@ class _Parts:
     def meta(self) -> Iterator[Tensors]:
         for unit in self._coordinator.units:
             empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in unit.parameters.items()}
-            yield self._revert(empty)
-        yield from self._buffers(lambda buffer: buffer.to("meta"))
+            yield self._in_files.meta(empty)
+        if persistent := dict(buffers.named(self._model)):
+            yield self._in_files.meta({name: buffer.to("meta") for name, buffer in persistent.items()})
 
-    def values(self) -> Iterator[Tensors]:
+    def values(self) -> Iterator[list[Piece]]:
         for unit in self._coordinator.units:
             with self._coordinator.taking([unit.index]):
-                yield self._revert({name: parameter.detach() for name, parameter in unit.parameters.items()})
-        yield from self._buffers(lambda buffer: buffer)
-
-    def _buffers(self, form: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Tensors]:
-        persistent = {name: form(buffer) for name, buffer in buffers.named(self._model)}
-        if persistent:
-            yield self._revert(persistent)
+                yield self._in_files.pieces({name: each.detach() for name, each in unit.parameters.items()})
+        if persistent := dict(buffers.named(self._model)):
+            yield self._in_files.pieces(persistent)
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:

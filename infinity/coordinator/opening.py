@@ -20,7 +20,7 @@ from infinity.coordinator.together import Together, come_together, meeting
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import ModelError
+from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
 from infinity.io.rank_stores import rank_path
 from infinity.plan.frequency import Frequency
@@ -81,7 +81,11 @@ def open_coordinator(
                 model, found, config, device, optimizer, accumulation_steps, resume=resume, peers=peers, commits=commits
             )
 
-        plan = plan_of(None)
+        try:
+            plan = plan_of(None)
+        except DeviceRoomError as error:
+            together.meet("planning")
+            raise error.among(together.peers) from None
         commits = together.commits(plan.placement.commits)
         if commits != plan.placement.commits:
             plan = plan_of(commits)

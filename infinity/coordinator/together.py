@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from infinity.config import NvmeConfig, SwapConfig
-from infinity.errors import NotAvailableError, ResumeError
+from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.rank_stores import (
@@ -95,7 +95,8 @@ class Together:
             yield
         except BaseException as error:
             if self.exchange is not None:
-                self.exchange.fail(error)
+                if not isinstance(error, DeviceRoomError):  # which all ranks have
+                    self.exchange.fail(error)
                 self.exchange.close()
             raise
 
@@ -125,10 +126,10 @@ class Together:
         elif any((path / HEADER_NAME).exists() for path in mine):
             require_none_pinned(mine[0])
             remove_rank_stores([[path for path in mine if path.exists()]])
-        self._meet("removing what is left in the stores")
+        self.meet("removing what is left in the stores")
         if not replaces and self.is_first:
             clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
-        self._meet("opening the stores")
+        self.meet("opening the stores")
 
     def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
         """Where every rank has a store of one run, and each manifest is missing on some rank, no generation was ever
@@ -140,7 +141,8 @@ class Together:
         if run and all(its == run for its, _ in told) and not _common(told):
             remove_generations(mine[0])
 
-    def _meet(self, what: str) -> None:
+    def meet(self, what: str) -> None:
+        """All ranks come here, or hear of the one that failed (PeerError)."""
         if self.exchange is not None:
             self.exchange.tell(what, None)
 

@@ -27,6 +27,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from infinity.errors import InfinityError, ModelError
 from infinity.runtime.cross_entropy import cross_entropy
 from infinity.runtime.guards import Guard
+from infinity.runtime.tiles import TiledLinear
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def _use(model: nn.Module) -> str:
     language, head = found
     if isinstance(language.loss_function, _LossFunction):
         return ""
+    if isinstance(head, TiledLinear):
+        return "its head runs in tiles of its rows (infinity.tile)"
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, and not a linear layer"
     if language.loss_function is not ForCausalLMLoss:

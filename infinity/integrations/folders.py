@@ -17,6 +17,7 @@ from infinity.checkpoint.aside import sync_tree
 from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.other_ranks import resume
 from infinity.checkpoint.pinned import make_room_for_pin
+from infinity.checkpoint.tiled_run import tile_as_run
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.opening import pins_in_store
@@ -80,6 +81,7 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
 
 
 def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> SwapConfig:
+    tile_as_run(model, config)
     pins = pins_in_store(model, config, **how)
     if pins != config.pins:
         fewer = "; where more checkpoint folders stay, the older ones get a portable copy of their states"

@@ -10,7 +10,7 @@ import torch
 
 from infinity import _native
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError, PlanError
+from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.machine import usable_cores
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Limits, Problem
@@ -191,11 +191,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
         each = f" for each of the {limits.ranks} ranks on this machine" if limits.in_place and limits.ranks > 1 else ""
-        raise PlanError(
+        raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
             f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}"
-            f"{each}. Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need."
+            f"{each}. Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need.",
+            limits.device,
         )
     return round_up(slots, PAGE_BYTES), ring
 
@@ -245,13 +246,13 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
-    """Of each module, with what is around it."""
+    """Of each module, with what is around it and beside it."""
     if not sites:
         return [{unit.index} for unit in units]
     own: dict[str, set[int]] = {}
     for site in sites:
         own.setdefault(site.name, set()).update(site.units)
-    return [set().union(*(own.get(name, ()) for name in _around(site.name))) for site in sites]
+    return [set(site.beside).union(*(own.get(name, ()) for name in _around(site.name))) for site in sites]
 
 
 def _around(name: str) -> list[str]:

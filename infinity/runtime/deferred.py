@@ -102,6 +102,12 @@ class _Values(Lender):
         self.enter(another, *self._reads[parameter])
         return another
 
+    def rows(self, parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
+        value = nan_placeholder(torch.Size([end - begin, *parameter.shape[1:]]), parameter.dtype, parameter.device)
+        another = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        self.enter(another, name, _rows(self._reads[parameter][1], begin, end))
+        return another
+
     def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
         """`parameter.data = value`, of which both are deferred, as Module.to(dtype) does it."""
         if not self.has(value):
@@ -184,14 +190,44 @@ class Lasting(Protocol):
 
 
 class Reader:
-    """Reads a value from a source."""
+    """Reads a value from a source, by the name that it has there."""
 
     def __init__(self, source: Source, name: str) -> None:
         self.source = source
-        self._name = name
+        self.name = name
 
     def __call__(self) -> torch.Tensor:
-        return self.source(self._name)
+        return self.source(self.name)
+
+
+class RowsReader(Reader):
+    """Reads rows [begin, end) of a value."""
+
+    def __init__(self, source: Source, name: str, begin: int, end: int) -> None:
+        super().__init__(source, name)
+        self._begin, self._end = begin, end
+
+    def __call__(self) -> torch.Tensor:
+        return super().__call__()[self._begin : self._end]
+
+
+def _rows(read: Read, begin: int, end: int) -> Read:
+    """What reads rows [begin, end) of a value that is in memory or in a source."""
+    if isinstance(read, RowsReader):
+        raise AssertionError("a tile is not cut again")
+    if isinstance(read, Reader):
+        return RowsReader(read.source, read.name, begin, end)
+    return _Constant(read()[begin:end].clone())
+
+
+def rows_of_deferred(parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
+    """Another deferred parameter, of rows [begin, end) of this one. Args: name: that messages call it by."""
+    return _values.rows(parameter, name, begin, end)
+
+
+def name_of_deferred(parameter: nn.Parameter) -> str:
+    """What messages call a deferred parameter."""
+    return _values.name_of(parameter)
 
 
 def is_deferred(model: nn.Module) -> bool:

@@ -13,6 +13,8 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gathering import Gathering
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved import SavedTensors
+from infinity.runtime.tiles import TiledLinear
+from infinity.state.tiles import Tile
 
 
 def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False) -> AbstractContextManager[None]:
@@ -119,13 +121,21 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _tensors(model: nn.Module, coordinator: Coordinator) -> Iterator[tuple[str, torch.Tensor]]:
+
+    def value_of(parameter: nn.Parameter, module: nn.Module) -> torch.Tensor:
+        index, _ = _find(coordinator, parameter, module)
+        with coordinator.locked(), coordinator.taking([index]), torch.no_grad():
+            return parameter.detach().clone()
+
     for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TiledLinear):
+            for name in ("weight", "bias"):
+                parts = [value_of(part, tile) for tile in module.tiles if (part := tile._parameters[name]) is not None]
+                if parts:
+                    yield _join(prefix, name), torch.cat(parts)
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                index, _ = _find(coordinator, parameter, module)
-                with coordinator.locked(), coordinator.taking([index]), torch.no_grad():
-                    value = parameter.detach().clone()
-                yield _join(prefix, name), value
+            if parameter is not None and not isinstance(module, Tile):
+                yield _join(prefix, name), value_of(parameter, module)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield _join(prefix, name), buffer.detach().clone()

@@ -21,7 +21,7 @@ from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
-from infinity.errors import ConfigError, ModelError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import values_of
 from infinity.runtime.guards import guard
@@ -38,6 +38,8 @@ from infinity.runtime.hooks import (
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
 from infinity.runtime.pins import generation_of
+from infinity.runtime.tiles import by_rows, require_untied
+from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
@@ -59,7 +61,8 @@ def offload(
     """Move a model's weights and optimizer states to where the swap config says, in place.
 
     Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are
-    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one.
+    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one. A linear layer that
+    memory.device has no room for is tiled (infinity.tile).
 
     Args:
         model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given,
@@ -85,7 +88,23 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
-    return offload_values(model, config, device, optimizer, accumulation_steps, faults, source)
+
+    def attempt() -> Model:
+        by_name = None if source is None else by_rows(model, source)
+        return offload_values(model, config, device, optimizer, accumulation_steps, faults, by_name)
+
+    try:
+        return attempt()
+    except DeviceRoomError as error:
+        resolved, target, peers = load_config(config), resolve(device), error.peers
+
+        def plan(model: nn.Module) -> None:
+            found = discover(model, resolved.moments)
+            plan_for(model, found, resolved, target, optimizer, accumulation_steps, resume=False, peers=peers)
+
+        if not tile_to_fit(model, error, plan):
+            raise PlanError(str(error)) from None
+    return attempt()
 
 
 def offload_values(
@@ -221,6 +240,7 @@ def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: Optimi
         raise ModelError("this model is offloaded already; infinity.close(model) ends that")
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
+    require_untied(model)
     if resumes and config.commit_every == 0:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 

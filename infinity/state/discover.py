@@ -4,7 +4,8 @@ Blocks are the children of the outermost `ModuleList`s (of `ModuleDict`s, else o
 list). A child that is itself a container without a forward (a list of lists) cannot be called: its children are the
 blocks. The modules outside the blocks are cut at the largest modules that contain no block: an embedding, the head and
 any module of 1 MiB or more is a unit of its own; the small rest is one unit that stays on the device while the model
-runs.
+runs. A tile of a linear layer (state/tiles.py) is a unit of its own, and a block that has one in it is cut as what is
+outside the blocks.
 
 Hooks are called with calls of modules. A weight that is read in another way (in a method of a block other than
 `forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (state/released.py).
@@ -19,6 +20,7 @@ from torch import nn
 from infinity import _native
 from infinity.errors import ModelError
 from infinity.sizes import round_up
+from infinity.state.tiles import Tile
 from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
 REMAINDER = "remainder"
@@ -28,11 +30,17 @@ _OWN_UNIT_BYTES = 1 << 20
 @dataclass(frozen=True)
 class HookSite:
     """A module whose forward reads parameters of these units, including units that own a tied parameter of the
-    module."""
+    module.
+
+    Attributes:
+        beside: units of the same block that may be on the device at the same time, where a block has tiles in it: while
+            it is recomputed, views of all that its modules read are held, but for tiles.
+    """
 
     name: str
     module: nn.Module
     units: tuple[int, ...]
+    beside: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,24 +81,29 @@ class _Cut:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-        self._blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set())
+        blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
+        tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, Tile)}
+        self._opened = blocks & _ancestors(model, tiles)
+        self._blocks = (blocks - self._opened) | tiles
         self._parents = _ancestors(model, self._blocks)
         self._found: list[UnitParameters] = []
         self._remainder = UnitParameters(REMAINDER, stays=True)
         self._owner: dict[nn.Parameter, UnitParameters] = {}
-        self._sites: list[tuple[str, nn.Module, list[UnitParameters]]] = []
+        self._sites: list[tuple[str, nn.Module, list[UnitParameters], nn.Module | None]] = []
         self._scopes: list[nn.Module] = []
 
-    def walk(self, name: str, module: nn.Module) -> None:
+    def walk(self, name: str, module: nn.Module, block: nn.Module | None = None) -> None:
+        """Args: block: that the module is in, if that has tiles in it."""
         if module not in self._parents:
-            self._add_site(name, module, recurse=True)
+            self._add_site(name, module, block, recurse=True)
             return
         self._scopes.append(module)
-        self._add_site(name, module, recurse=False)
+        block = module if module in self._opened else block
+        self._add_site(name, module, block, recurse=False)
         for child_name, child in module.named_children():
-            self.walk(f"{name}.{child_name}" if name else child_name, child)
+            self.walk(f"{name}.{child_name}" if name else child_name, child, block)
 
-    def _add_site(self, name: str, module: nn.Module, *, recurse: bool) -> None:
+    def _add_site(self, name: str, module: nn.Module, block: nn.Module | None, *, recurse: bool) -> None:
         named = [
             (f"{name}.{key}" if name else key, parameter)
             for key, parameter in module.named_parameters(recurse=recurse, remove_duplicate=True)
@@ -104,7 +117,7 @@ class _Cut:
         for _, parameter in named:
             if self._owner[parameter] not in needed:
                 needed.append(self._owner[parameter])
-        self._sites.append((name, module, needed))
+        self._sites.append((name, module, needed, block))
 
     def _assign(self, name: str, module: nn.Module, fresh: list[tuple[str, nn.Parameter]], recurse: bool) -> None:
         nbytes = sum(parameter.numel() * parameter.element_size() for _, parameter in fresh)
@@ -120,9 +133,18 @@ class _Cut:
         facts = _facts(self._model, moments)
         units = tuple(build_unit(index, found, facts) for index, found in enumerate(self._found))
         index_of = {id(found): index for index, found in enumerate(self._found)}
+        beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
+        for _, module, needed, block in self._sites:
+            if block is not None and not isinstance(module, Tile):
+                beside[block].update(dict.fromkeys(index_of[id(found)] for found in needed))
         sites = tuple(
-            HookSite(name, module, tuple(index_of[id(found)] for found in needed))
-            for name, module, needed in self._sites
+            HookSite(
+                name,
+                module,
+                tuple(index_of[id(found)] for found in needed),
+                () if block is None else tuple(beside[block]),
+            )
+            for name, module, needed, block in self._sites
         )
         if self._model not in self._scopes:
             self._scopes.insert(0, self._model)

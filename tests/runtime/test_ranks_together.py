@@ -266,7 +266,7 @@ def opened(folder: str, how: str) -> Any:
         planner.available_host_bytes = planner.available_device_bytes = lambda *_: free
         config["memory"] = {}
     if how == "memory of one":
-        config["memory"] = {"host": "256MiB", "device": "64MiB" if rank else "1MiB"}
+        config["memory"] = {"host": "256MiB", "device": "64MiB" if rank else "16KiB"}
     if how == "moments" and rank:
         config["moments"] = "bf16"
     if how == "no directory" and rank:
@@ -360,9 +360,9 @@ def test_an_exception_of_the_script_is_told_to_the_others(tmp_path: Path) -> Non
 
 
 def too_small(folder: str) -> int:
-    """What memory.device is to be raised to, in KiB."""
+    """What memory.device is to be raised to, in KiB. There is no room for layers in tiles, either."""
     with pytest.raises(infinity.PlanError) as error:
-        offloaded(folder, TIERS[3] | {"memory": {"device": "64KiB", "host": "256MiB"}})
+        offloaded(folder, TIERS[3] | {"memory": {"device": "4KiB", "host": "256MiB"}})
     found = re.search(r"Raise memory\.device to (\d+)KiB", str(error.value))
     assert found
     return int(found[1])

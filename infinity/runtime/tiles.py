@@ -1,0 +1,382 @@
+"""infinity.tile: a linear layer whose weight is larger than the device's room for it runs in tiles of its rows.
+
+[Note: how a tiled layer computes]
+Each tile is a module with rows of the weight and of the bias, and so a unit of its own: while one runs, the others may
+be in the store (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). The outputs of the tiles, side by side, are those of
+the layer.
+
+The gradient of the input is the sum of what the tiles bring. They bring it in fp32, and the sum is rounded once, as one
+matrix product would be. No tile's part waits for the others: a carrier goes from tile to tile, a tensor of the input's
+shape without memory. Its gradient is the sum so far:
+
+    input ──▶ _Begin ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ + tile 0
+    input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
+
+So the tiles form a chain (chain.py) if the last one is given the outputs of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.coordinator import registry
+from infinity.coordinator.same_values import Source
+from infinity.errors import ConfigError, ModelError, StaleWeightsError
+from infinity.runtime.deferred import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
+from infinity.state.tiles import Tile, rows_of, tile_name
+from infinity.state.unit import ELEMENT_ALIGNMENT
+
+_WIDE_BYTES = 16 << 20
+"""Of 16-bit weights, so much is in fp32 at a time for the gradient of the input."""
+
+_KEYS = ("weight", "bias")
+_cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The parameters of layers that were tiled, which no module may have any more, and what they were."""
+
+
+def tile(module: nn.Linear, tiles: int) -> nn.Linear:
+    """Cut a linear layer into tiles of its rows, in place, so that the device needs room for one tile's weight instead
+    of the whole. Call it before the model is offloaded:
+
+        model = infinity.load_pretrained("path/or/hub-id", "swap.yaml", defer=True)
+        infinity.tile(model.lm_head, 8)
+        infinity.offload(model, "swap.yaml")
+
+    infinity.offload does that by itself where memory.device has no room for a layer, and a run that is resumed, or goes
+    on from its portable copy, has the tiles that it had.
+
+    The outputs are those of the layer. The gradients of its input are added up over the tiles in fp32 (ZeRO-Infinity,
+    arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and portable copies have the whole
+    weight, under its own name; `model.named_parameters()` has that of each tile.
+
+    Args:
+        module: a torch.nn.Linear whose weight no other module has. It may be on the meta device, or of a model that
+            load_pretrained(defer=True) returned.
+        tiles: how many, of about as many rows each.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ModelError: the module is no linear layer, is changed already, or is offloaded. infinity.offload raises it for a
+            weight that another module has, too.
+        ConfigError: `tiles` is less than 2, or more than the layer has rows.
+    """
+    why = why_not(module)
+    if why:
+        raise ModelError(why)
+    rows = module.out_features
+    if not isinstance(tiles, int) or isinstance(tiles, bool) or not 2 <= tiles <= rows:
+        raise ConfigError(f"tiles is {tiles!r}: a layer of {rows} rows is cut into 2 to {rows} tiles")
+    begins = _begins(rows, module.in_features, tiles)
+    vars(module).pop("forward", None)
+    parameters = {key: module._parameters.pop(key) for key in _KEYS}
+    module.__class__ = TiledLinear
+    for index, (begin, end) in enumerate(zip(begins, [*begins[1:], rows], strict=True)):
+        made = RowTile()
+        for key, parameter in parameters.items():
+            made.register_parameter(key, _rows(parameter, key, index, begin, end))
+        module.add_module(tile_name(index), made)
+    for key, parameter in parameters.items():
+        if parameter is not None:
+            _cut[parameter] = f"the {key} of a {module.in_features} to {rows} linear layer"
+    module.register_state_dict_post_hook(_join)
+    module.register_load_state_dict_pre_hook(_split)
+    return module
+
+
+def why_not(module: nn.Module) -> str:
+    """Why a module cannot be tiled, whatever model it is in; "" where it can."""
+    if isinstance(module, TiledLinear):
+        return "this layer is in tiles already"
+    if type(module) is not nn.Linear:
+        return f"infinity.tile takes a torch.nn.Linear, such as model.lm_head, and not a {type(module).__name__}"
+    if any(registry.find(parameter) for parameter in module.parameters()):
+        return (
+            "this layer is offloaded already: tile it before infinity.offload (after infinity.load_pretrained(path, "
+            "config, defer=True), or where the model is made)"
+        )
+    others = module._parameters.keys() - set(_KEYS)
+    if others:
+        return f"this layer has a parameter '{min(others)}': tile it before it is changed"
+    # accelerate, which loads models to the meta device, leaves a layer's own forward in the layer.
+    forward = vars(module).get("forward", module.forward)
+    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return "this layer has another forward (as of infinity.use_chunked_loss): tile it before it is changed"
+    return ""
+
+
+def _begins(rows: int, in_features: int, tiles: int) -> list[int]:
+    """The first row of each tile. Where there are rows enough, blocks of 8-bit moments (state/int8.py) are those of the
+    whole weight."""
+    step = ELEMENT_ALIGNMENT // math.gcd(ELEMENT_ALIGNMENT, in_features)
+    begins = [index * rows // tiles // step * step for index in range(tiles)]
+    return begins if len(set(begins)) == tiles else [index * rows // tiles for index in range(tiles)]
+
+
+def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end: int) -> nn.Parameter | None:
+    """A tile's parameter, in memory of its own."""
+    if parameter is None:
+        return None
+    if is_a_deferred(parameter):
+        layer = name_of_deferred(parameter).removesuffix(key)
+        return rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
+    values = parameter.detach()[begin:end]
+    if parameter.is_contiguous():  # and no placeholder without memory
+        values = values.clone()
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Tile the layers of a model that a run had in tiles, as it had them. What does not go with the model is left.
+
+    Args:
+        shapes: of the parameters of the run.
+    """
+    wholes = Counter(place.whole for place in rows_of(shapes).values())
+    modules = dict(model.named_modules())
+    for whole, tiles in wholes.items():
+        layer = modules.get(whole.removesuffix("weight").removesuffix("."))
+        if isinstance(layer, nn.Linear) and not why_not(layer) and 2 <= tiles <= layer.out_features:
+            tile(layer, tiles)
+
+
+def require_untied(model: nn.Module) -> None:
+    """Raises ModelError where a layer's weight is that of another module, which still has all of it."""
+    for name, parameter in model.named_parameters():
+        if parameter in _cut:
+            raise ModelError(
+                f"'{name}' is tied to {_cut[parameter]} that infinity.tile has cut: a tied weight cannot be tiled. "
+                "Build the model again and leave that layer whole, or untie it first (its own copy of the weight, and "
+                "tie_word_embeddings=False in the config)"
+            )
+
+
+def by_rows(model: nn.Module, source: Source) -> Source:
+    """A source that has whole parameters, for a model with tiles. It does not keep the model alive."""
+    rows = rows_of({name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)})
+    if not rows:
+        return source
+
+    def value(name: str) -> torch.Tensor:
+        if name not in rows:
+            return source(name)
+        place = rows[name]
+        whole = source(place.whole)
+        if tuple(whole.shape) != place.shape:
+            raise ModelError(
+                f"'{place.whole}' is {tuple(whole.shape)} in the checkpoint and {place.shape} in the model"
+            )
+        return whole[place.begin : place.end]
+
+    return value
+
+
+def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
+    """What reads the parameters of a model from a source that has whole ones, by their names."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    rows = rows_of(shapes)
+    return {
+        name: Reader(source, name)
+        if name not in rows
+        else RowsReader(source, rows[name].whole, rows[name].begin, rows[name].end)
+        for name in shapes
+    }
+
+
+class RowTile(Tile):
+    """Rows of a linear layer.
+
+    Attributes:
+        weight: [rows, in_features].
+        bias: [rows], or None.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(
+        self, given: torch.Tensor, carrier: torch.Tensor | None, before: list[torch.Tensor] | None = None
+    ) -> Any:
+        """Args: before: what the other tiles made, for the last one. Returns what the tile makes and the carrier; the
+        last one returns what the layer makes."""
+        made = functional.linear(given, self.weight, self.bias)
+        if carrier is not None:
+            made, carrier = _InputGradient.apply(made, carrier, self)
+        return (made, carrier) if before is None else torch.cat([*before, made], dim=-1)
+
+
+class TiledLinear(nn.Linear):
+    """A linear layer in tiles: what infinity.tile makes of a torch.nn.Linear. Its weight and bias can be read as a
+    whole; they are changed by tile."""
+
+    @property
+    def tiles(self) -> list[RowTile]:
+        """In the order of their rows."""
+        return [module for module in self._modules.values() if isinstance(module, RowTile)]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The whole weight, put together of the tiles, to be read."""
+        return _Whole.of([tile.weight for tile in self.tiles])
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The whole bias, put together of the tiles, to be read."""
+        parts = [tile.bias for tile in self.tiles if tile.bias is not None]
+        return _Whole.of(parts) if parts else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        carrier: torch.Tensor | None = None
+        if torch.is_grad_enabled() and input.requires_grad:
+            carrier, input = _Begin.apply(input), input.detach()
+        *others, last = self.tiles
+        before = []
+        for each in others:
+            made, carrier = each(input, carrier)
+            before.append(made)
+        whole: torch.Tensor = last(input, carrier, before)
+        return whole
+
+    def extra_repr(self) -> str:
+        has_bias = self.tiles[0].bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={has_bias}"
+
+
+class _Whole(torch.Tensor):
+    """A parameter put together of its tiles. What would change it is an error: the change would be lost."""
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(parts)).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if isinstance(first, _Whole) and _changes(name):
+            raise ModelError(
+                f"`{name}` of a parameter of a layer in tiles, which is put together to be read: change those of the "
+                "tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with layer.requires_grad_(False)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+            if isinstance(first, _Whole) and isinstance(found, torch.Tensor) and _same_memory(found, first):
+                found = found.as_subclass(cls)
+        return found
+
+
+def _changes(name: str) -> bool:
+    """Whether an operation of this name writes to its first argument."""
+    if name.endswith("__"):
+        return name in ("__set__", "__setitem__", "__delete__") or name in _IN_PLACE
+    return name.endswith("_")
+
+
+_IN_PLACE = [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")]
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return int(one.untyped_storage()._cdata) == int(other.untyped_storage()._cdata)
+
+
+class _Begin(torch.autograd.Function):
+    """The carrier, before the first tile. Its gradient becomes that of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = given.dtype
+        return given.new_zeros((), dtype=_wide(given.dtype)).expand(given.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *came: Any) -> Any:
+        (total,) = came
+        return None if total is None else total.to(ctx.dtype)
+
+
+class _InputGradient(torch.autograd.Function):
+    """Adds what a tile brings of the input's gradient to that of the carrier. The weight has its gradient elsewhere.
+
+    The weight is read from the tile when it is needed. Were it saved, recomputation (torch.utils.checkpoint) would hold
+    the weights of all tiles of a block at the same time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, made: torch.Tensor, carrier: torch.Tensor, tile: RowTile) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.tile, ctx.version = tile, _version(tile.weight)
+        return made.view_as(made), carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *came: Any) -> Any:
+        gradient, total = came
+        if gradient is not None:
+            if _version(ctx.tile.weight) != ctx.version:
+                raise StaleWeightsError(
+                    "this backward pass needs the weights of a layer in tiles from before they were changed, by "
+                    "optim.step() or in place. Call backward() on every loss before that."
+                )
+            total = _with_product(total, gradient, ctx.tile.weight)
+        return gradient, total, None
+
+
+def _version(weight: nn.Parameter) -> int:
+    """It differs once the values were changed."""
+    found = registry.find(weight)
+    if found is None:
+        return weight._version
+    coordinator, place = found
+    return coordinator.units[place.unit.index].weights.version
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _with_product(total: torch.Tensor | None, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`total` + `gradient` @ `weight`, in fp32. Args: total: [..., in]. gradient: [..., out]. weight: [out, in]."""
+    wide, (rows, columns) = _wide(weight.dtype), weight.shape
+    found = None if total is None else total.reshape(-1, columns)
+    flat = gradient.reshape(-1, rows)
+    one_product = weight.is_cuda and torch.version.cuda is not None and not torch.is_grad_enabled()
+    if one_product and gradient.dtype == weight.dtype != wide:
+        product = torch.mm(flat, weight, out_dtype=wide)
+        found = product if found is None else product.add_(found)
+    else:
+        step = rows if weight.dtype == wide else max(_WIDE_BYTES // (columns * wide.itemsize), 1)
+        for first in range(0, rows, step):
+            part, of_weight = flat[:, first : first + step].to(wide), weight[first : first + step].to(wide)
+            found = part @ of_weight if found is None else torch.addmm(found, part, of_weight)
+    assert found is not None
+    return found.reshape(*gradient.shape[:-1], columns)
+
+
+def _join(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+    """A state_dict has whole parameters."""
+    assert isinstance(module, TiledLinear)
+    for key in _KEYS:
+        names = [f"{prefix}{tile_name(index)}.{key}" for index in range(len(module.tiles))]
+        parts = [state_dict.pop(name) for name in names if name in state_dict]
+        if parts:
+            state_dict[prefix + key] = torch.cat(parts)
+
+
+def _split(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+    """Whole parameters of a state_dict become those of the tiles. One of another shape is left, as unexpected."""
+    done = set()
+    for name, place in rows_of({name: parameter.shape for name, parameter in module.named_parameters()}).items():
+        whole = state_dict.get(prefix + place.whole)
+        if whole is not None and tuple(whole.shape) == place.shape:
+            state_dict[prefix + name] = whole[place.begin : place.end]
+            done.add(prefix + place.whole)
+    for name in done:
+        del state_dict[name]
