@@ -15,6 +15,9 @@ the random numbers of each are its own in both (random_streams.py). So both orde
                                                            and are added in fp32
     a tensor that several units are given (the output      its pieces are added for each unit first, and then in fp32
     of an encoder)
+    units that some micro-batches skip                     a micro-batch may pass others in a stage that is not theirs
+
+The first two are added in the order of the groups, too, where not all micro-batches go at a time.
 
 The first call computes the forward of the first micro-batch once more, before all others, to learn the stages. Nothing
 comes of that forward: a run that is resumed, and learns anew, ends in the bits of one that never stopped.

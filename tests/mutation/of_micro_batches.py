@@ -22,8 +22,8 @@ OF_MICRO_BATCHES = [
     Mutant(
         "micro-batches share their random numbers",
         _VERTICAL,
-        "        with self._streams.of(self._numbers[index]):\n            try:\n                forward.lane.resume()\n",
-        "        if True:\n            try:\n                forward.lane.resume()\n",
+        "        with self._streams.of(self._numbers[index]):\n            try:\n",
+        "        if True:\n            try:\n",
         (_TESTS, "-k", "both_orders"),
     ),
     Mutant(
