@@ -94,7 +94,7 @@ NAMES = {
     "tile": "(module, tiles)",
     "trace": "(model, path)",
     "track": "(*objects, model=None, **named)",
-    "use_chunked_loss": "(model)",
+    "use_chunked_loss": "(model, use=True)",
 }
 KEYS: dict[str, object] = {
     "weights": "auto",

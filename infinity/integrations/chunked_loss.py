@@ -39,7 +39,7 @@ Step = tuple[str, float]
 """Something that is done with all logits: ("times", c), ("by", c) or ("tanh", 0)."""
 
 
-def use_chunked_loss(model: nn.Module) -> str:
+def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
     """From now on a call of the model with labels computes the loss without whole logits, where it can.
 
     The loss and the gradients are those of the ordinary way (infinity.chunked_cross_entropy). The output's `logits`
@@ -49,11 +49,12 @@ def use_chunked_loss(model: nn.Module) -> str:
 
     Args:
         model: a causal language model of transformers, or a module around one, such as PEFT's.
+        use: False: from now on the loss is computed from whole logits again.
 
     Returns:
         "", or why the model keeps the ordinary loss, which a line of log says, too.
     """
-    why = _use(model)
+    why = _use(model) if use else _do_not_use(model)
     if why:
         logger.warning("the loss is computed from whole logits: %s", why)
     return why
@@ -82,6 +83,13 @@ def _use(model: nn.Module) -> str:
     if why:
         chunked.remove()
     return why
+
+
+def _do_not_use(model: nn.Module) -> str:
+    found = _language_model(model)
+    if found is not None and isinstance(found[0].loss_function, _LossFunction):
+        found[0].loss_function.remove()
+    return ""
 
 
 def _language_model(model: nn.Module) -> tuple[Any, nn.Module] | None:
@@ -290,6 +298,9 @@ class _LossFunction(Guard):
     def __init__(self, of: _ChunkedLoss) -> None:
         self._of = of
 
+    def remove(self) -> None:
+        self._of.remove()
+
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._of.loss(logits, labels, *args, **kwargs)
 
@@ -337,7 +348,10 @@ class _Logits(torch.Tensor):
                 return logits.after(func, others, kwargs, ("tanh", 0.0))
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
-        raise _UnreadableError(f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss")
+        raise _UnreadableError(
+            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. For logits call the "
+            "model without labels, or infinity.use_chunked_loss(model, False)"
+        )
 
 
 _PRODUCTS = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")

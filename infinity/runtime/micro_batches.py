@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -84,14 +84,18 @@ def backward(
 
     Raises:
         ModelError: the model was never offloaded.
-        ConfigError: there is no micro-batch.
+        ConfigError: there is no micro-batch; the loss function returned something else than a scalar tensor.
         others: what `loss_fn` raises, and what a forward or a backward pass of the model raises. Gradients of some
             micro-batches may have come by then: call zero_grad(), and go on.
     """
+    coordinator = registry.coordinator_of(model)
+    if isinstance(micro_batches, Mapping | torch.Tensor) or not isinstance(micro_batches, Iterable):
+        raise ConfigError(
+            f"infinity.backward takes a list of micro-batches, and was given a {type(micro_batches).__name__}"
+        )
     micro_batches = list(micro_batches)
     if not micro_batches:
         raise ConfigError("infinity.backward was given no micro-batch")
-    coordinator = registry.coordinator_of(model)
     return _of(coordinator).backward(loss_fn, micro_batches, vertical=vertical)
 
 
@@ -150,7 +154,7 @@ class MicroBatches:
         self.chain: Chain | None = None
         self.why_ordinary = ""
         self.fit = 1
-        self._mode: tuple[bool, ...] = ()
+        self._modes: set[tuple[bool, ...]] = set()
         self._said = 0
 
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
@@ -159,7 +163,7 @@ class MicroBatches:
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
         if not vertical or self._why_not_here():
             return self._one_by_one(loss_fn, micro_batches, streams)
-        if self._mode != self._mode_now():
+        if self._mode_now() not in self._modes:
             with streams.unchanged(0):
                 self._learn(loss_fn, micro_batches[0])
         if self.chain is None:
@@ -169,7 +173,8 @@ class MicroBatches:
             vertically = Vertical(self._coordinator, self._scope, self._ends, self.chain, streams, group)
             is_last = group.stop == len(micro_batches)
             with nullcontext() if is_last else self._coordinator.accumulating():
-                losses += vertically.run(loss_fn, micro_batches[group.start : group.stop], self._watched)
+                chosen = micro_batches[group.start : group.stop]
+                losses += vertically.run(lambda each: _scalar(loss_fn(each)), chosen, self._watched)
         return losses
 
     def _groups(self, chain: Chain, count: int) -> list[range]:
@@ -179,8 +184,8 @@ class MicroBatches:
             self._said = count
             logger.warning(
                 "%d micro-batches go through the units in %d groups, each of which fetches the weights once per "
-                "direction: what one of them keeps between forward and backward is %s, and memory.device has %s for "
-                "that, enough for %d. Recompute activations, or raise memory.device by %s.",
+                "direction: one of them keeps %s between forward and backward, and beside the weights memory has room "
+                "for %s, which is enough for %d. Recompute activations, or raise memory.device by %s.",
                 count,
                 groups,
                 format_bytes(chain.kept_bytes),
@@ -217,7 +222,7 @@ class MicroBatches:
             with streams.of(index), ExitStack() as entered:
                 if index < len(micro_batches) - 1:
                     entered.enter_context(self._coordinator.accumulating())
-                loss = loss_fn(micro_batch)
+                loss = _scalar(loss_fn(micro_batch))
                 torch.autograd.backward(loss)
                 losses.append(loss.detach())
                 del loss
@@ -230,25 +235,28 @@ class MicroBatches:
         where attributes of modules change, see whether they do another time: some are set once."""
         model = self._model()
         assert model is not None
-        self.chain, mode, before = None, self._mode_now(), self._scope.begun
+        said, mode, before = self.why_ordinary, self._mode_now(), self._scope.begun
         buffers, attributes = Buffers(model), Attributes(model)
         try:
             with self._scope.weighing() as kept:
                 recorder = Recorder(kept)
                 with self._watched(Recording(recorder)):
-                    loss = loss_fn(micro_batch)
+                    loss = _scalar(loss_fn(micro_batch))
             changed = [*buffers.changed(), attributes.changed()][0]
-            self.why_ordinary = self._found(recorder, loss, self._scope.begun - before, changed)
+            why = self._found(recorder, loss, self._scope.begun - before, changed)
             del loss
         finally:
             buffers.put_back()
         if again and attributes.changed():
             self._learn(loss_fn, micro_batch, again=False)
             return
-        self._mode = mode
+        self.why_ordinary = why
+        ran = self._mode_now()  # the loss function may have set it, as a Trainer's does
+        self._modes = {mode, ran} | (self._modes if ran in self._modes else set())
         self._agree()
         if self.why_ordinary:
             self.chain = None
+        if self.why_ordinary and self.why_ordinary != said:
             logger.warning("micro-batches are computed one after the other: %s", self.why_ordinary)
         elif self.chain is not None:
             logger.info(
@@ -319,6 +327,17 @@ class MicroBatches:
 
 def _told(chain: Chain | None) -> Any:
     return None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
+
+
+def _scalar(loss: object) -> torch.Tensor:
+    """What a loss function returned. Raises ConfigError."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise ConfigError(
+        f"the loss function of infinity.backward returned {found}: it must return the scalar tensor that one would "
+        "call .backward() on, such as model(**batch).loss"
+    )
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:

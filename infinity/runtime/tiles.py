@@ -204,7 +204,7 @@ class RowTile(Tile):
     bias: nn.Parameter | None
 
     def forward(
-        self, given: torch.Tensor, carrier: torch.Tensor | None, before: list[torch.Tensor] | None = None
+        self, given: torch.Tensor, carrier: torch.Tensor | None, before: tuple[torch.Tensor, ...] | None = None
     ) -> Any:
         """Args: before: what the other tiles made, for the last one. Returns what the tile makes and the carrier; the
         last one returns what the layer makes."""
@@ -243,7 +243,7 @@ class TiledLinear(nn.Linear):
         for each in others:
             made, carrier = each(input, carrier)
             before.append(made)
-        whole: torch.Tensor = last(input, carrier, before)
+        whole: torch.Tensor = last(input, carrier, tuple(before))
         return whole
 
     def extra_repr(self) -> str:

@@ -160,3 +160,13 @@ def test_adapters_around_a_model_and_a_frozen_head(offload: Any) -> None:
     wanted = stepped(plain)
     assert use_chunked_loss(plain) == ""
     require_close(stepped(plain), wanted)
+
+
+def test_the_ordinary_loss_can_be_had_again() -> None:
+    model = models.llama()[0]
+    assert use_chunked_loss(model) == use_chunked_loss(model) == ""
+    before = model(input_ids=IDS, labels=LABELS)
+    assert use_chunked_loss(model, False) == use_chunked_loss(model, False) == ""
+    after = model(input_ids=IDS, labels=LABELS)
+    assert after.loss.item() == pytest.approx(before.loss.item(), rel=1e-6)
+    assert after.logits.isfinite().all()

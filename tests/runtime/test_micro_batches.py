@@ -783,3 +783,43 @@ def test_an_exception_while_the_stages_are_learned_changes_nothing(offload: Any,
     model.eval()
     infinity.backward(model, model, inputs())
     assert is_vertical(model)
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        (lambda loss: (loss, 1), "returned a tuple: it must return the scalar tensor"),
+        (lambda loss: None, "returned a NoneType"),
+        (lambda loss: loss.expand(3), r"returned a tensor of shape \(3,\)"),
+    ],
+)
+@pytest.mark.parametrize("vertical", [True, False])
+def test_a_loss_that_is_no_scalar_is_refused(
+    returned: Any, says: str, vertical: bool, offload: Any, tmp_path: Path
+) -> None:
+    model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
+    with pytest.raises(infinity.ConfigError, match=says):
+        infinity.backward(model, lambda x: returned(model(x)), inputs(), vertical=vertical)
+    infinity.backward(model, model, inputs())
+
+
+@pytest.mark.parametrize("given", [{"input_ids": torch.zeros(2)}, torch.zeros(2), None])
+def test_what_is_no_list_of_micro_batches_is_refused(given: Any, offload: Any, tmp_path: Path) -> None:
+    model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
+    with pytest.raises(infinity.ConfigError, match="takes a list of micro-batches"):
+        infinity.backward(model, model, given)
+
+
+def test_stages_are_learned_once_for_each_mode(offload: Any, tmp_path: Path) -> None:
+    model, calls = offload(Blocks().eval(), nvme={"paths": [str(tmp_path / "swap")]}), []
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        model.train()
+        calls.append(len(x))
+        loss: torch.Tensor = model(x)
+        return loss
+
+    for _ in range(3):
+        infinity.backward(model, loss_fn, inputs())
+        model.eval()
+    assert len(calls) == 9 + 1
