@@ -349,8 +349,8 @@ class _Logits(torch.Tensor):
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
         raise _UnreadableError(
-            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. For logits call the "
-            "model without labels, or infinity.use_chunked_loss(model, False)"
+            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. To have them call "
+            "the model without labels, or infinity.use_chunked_loss(model, False)"
         )
 
 
