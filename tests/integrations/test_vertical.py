@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import infinity
 from infinity.coordinator import registry
 from infinity.integrations.transformers import Trainer as OffloadedTrainer
 from infinity.runtime import micro_batches
+from tests import sampling
 from tests.integrations.conftest import Launch
+from tests.integrations.test_architectures import LANGUAGE
+from tests.integrations.test_chunked_loss import made
 from tests.integrations.training import Rows, log_of, trainer
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -136,3 +140,28 @@ def test_micro_batches_of_a_step_that_was_interrupted_are_forgotten(
             other.train()
             logs.append(log_of(other))
     assert logs[0] == logs[1]
+
+
+FEW = ["Qwen3Moe", "Gemma2", "GPTNeoX", "Falcon"]
+
+
+@pytest.mark.parametrize("name", FEW + sampling.some([name for name in LANGUAGE if name not in FEW]))
+def test_the_layers_of_every_causal_model_form_a_chain(name: str, offload: Any, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randint(3, 96, (2, 24 - index), generator=generator) for index in range(3)]
+    losses = []
+    for vertical in (False, True):
+        model = offload(made(name), nvme={"paths": [str(tmp_path / f"swap{vertical}")]})
+        optim = infinity.AdamW(model.parameters(), lr=1e-4)
+        for _ in range(2):
+            found = infinity.backward(model, partial(loss_of, model), batches, vertical=vertical)
+            optim.step()
+            optim.zero_grad()
+        losses.append(torch.stack(found))
+        assert is_vertical(model) == vertical
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss / 3
