@@ -73,6 +73,7 @@ class Run:
             if self.durable
             else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
         )
+        _prepare(model, options)
         self._data = data
         self._batches = Batches(data.trained, options.batch_size, options.seed, world)
         self._optim = make_optimizer(
@@ -92,7 +93,6 @@ class Run:
         self._steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(self._optim, self._factor)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
-        _prepare(model, options)
         self.history = History()
         self._meanwhile = Meanwhile(model, data, tokenizer, options, world, self._steps, self.history, owner)
         self.saved = self._meanwhile.saved
