@@ -111,7 +111,7 @@ def test_every_policy_runs_and_leaves_no_trace(name: str, task: Task) -> None:
 
 def test_without_shadows_the_planner_keeps_more_states_in_ram(task: Task) -> None:
     def in_ram() -> int:
-        """Units, for budgets that differ by less than a unit: tiles, which take a part, are as the processor's caches."""
+        """Units, of several budgets: what tiles take of them is as the processor's caches are."""
         plans = [
             step(GPU, task, optimizer="auto", host=host).plan for host in range(300_000_000, 400_000_000, 16 << 20)
         ]
