@@ -206,21 +206,25 @@ class _ChunkedLoss:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """In place of the head's forward."""
         call: _Call | None = getattr(self._here, "call", None)
-        weight = self._head.weight
-        if call is None or call.loss is not None or hidden.shape[:-1] != call.targets.shape:
-            return nn.functional.linear(hidden, weight, self._head.bias)
-        if hidden.dtype != weight.dtype or torch.is_autocast_enabled(hidden.device.type):
-            return nn.functional.linear(hidden, self._head.weight, self._head.bias)
+        weight, bias = self._head.weight, self._head.bias
+        if (
+            call is None
+            or call.loss is not None
+            or hidden.shape[:-1] != call.targets.shape
+            or hidden.dtype != weight.dtype
+            or torch.is_autocast_enabled(hidden.device.type)
+        ):
+            return nn.functional.linear(hidden, weight, bias)
         if self.steps is None:
-            call.raw = nn.functional.linear(hidden, self._head.weight, self._head.bias)
+            call.raw = nn.functional.linear(hidden, weight, bias)
             return _Logits.of(call.raw, call.raw)
         scale, softcap = _scale_and_cap(self.steps)
         blank = torch.empty((*hidden.shape[:-1], self._head.out_features), dtype=hidden.dtype, device="meta")
         call.loss, logits = cross_entropy(
             hidden,
-            self._head.weight,
+            weight,
             call.targets.to(hidden.device),
-            bias=self._head.bias,
+            bias=bias,
             scale=scale,
             softcap=softcap,
             ignore_index=_IGNORED,

@@ -10,7 +10,8 @@ What remains are the stages: from one cut to the next. A stage may have several 
 embedded words. Where a loss has a part for each router of a mixture of experts, edges go past all units and nothing
 remains.
 
-What else couples micro-batches is a buffer that the forward changes, as the means of BatchNorm: their order matters.
+What else couples micro-batches: a buffer that the forward changes, as the means of BatchNorm; an attribute that it sets
+on a module; a setting of torch that holds for a part of it.
 """
 
 from __future__ import annotations
@@ -145,10 +146,10 @@ class Recorder:
     def chain(self, loss: torch.Tensor) -> Chain:
         """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss."""
         begins = [each.begins for each in self._candidates]
-        self.came_with_graph = any(number_of(lower) < self._begins for _, lower in _edges(loss.grad_fn))
+        edges = [(number_of(lower), number_of(upper), _is_mark(upper)) for upper, lower in _edges(loss.grad_fn)]
+        self.came_with_graph = any(lower < self._begins for lower, _, _ in edges)
         crossing = [
-            (bisect_right(begins, number_of(lower)) - 1, bisect_right(begins, number_of(upper)) - 1, _is_mark(upper))
-            for upper, lower in _edges(loss.grad_fn)
+            (bisect_right(begins, lower) - 1, bisect_right(begins, upper) - 1, marked) for lower, upper, marked in edges
         ]
         kept = {at for at, each in enumerate(self._candidates) if each.site is not None}
         while True:

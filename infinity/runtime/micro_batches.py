@@ -68,9 +68,9 @@ def backward(
     What a forward keeps for backward is kept of all micro-batches at once: without activation checkpointing that is as
     much as one batch of them all would keep; with it, what goes from one unit to the next.
 
-    Each micro-batch draws random numbers of its own from torch's generators, the same ones in either order. The
-    forwards run in threads, one at a time. The first call computes the forward of the first micro-batch once more, to
-    learn which units the model has one after the other.
+    Each micro-batch draws random numbers of its own (of torch, numpy and Python), the same ones in either order. The
+    forwards run in threads, one at a time. The first call, and the first after train() or eval(), computes the forward
+    of the first micro-batch once more, to learn which units the model has one after the other.
 
     Args:
         model: an offloaded model, or a module around one.
@@ -144,12 +144,9 @@ class MicroBatches:
         self._coordinator = coordinator
         self._scope = scope
         self._ends = ends
-        self._names = [site.name for site in sites]
-        staying = {unit.index for unit in coordinator.units if unit.unit.stays}
-        inner = [site for site in sites if site.units]
         self._sites = [
-            (number, weakref.ref(site.module), site.units, not set(site.units) <= staying)
-            for number, site in enumerate(inner)
+            (number, weakref.ref(site.module), site.units, not coordinator.staying.issuperset(site.units))
+            for number, site in enumerate(sites)
         ]
         self.chain: Chain | None = None
         self.why_ordinary = ""
