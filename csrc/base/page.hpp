@@ -7,7 +7,7 @@ namespace infinity {
 
 inline constexpr std::size_t kPageBytes = 4096;
 
-// Static, so that a translation unit compiled for one instruction set keeps its own copy (see cpu_adam/bits.hpp).
+// Static, so that a translation unit compiled for one instruction set keeps its own copy (see base/bits.hpp).
 [[nodiscard]] static constexpr std::size_t round_up_to_page(std::size_t nbytes) {
   return (nbytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }

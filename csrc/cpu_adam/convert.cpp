@@ -1,7 +1,7 @@
 // Conversions at the edges: loading, saving, widening. Off the hot path.
 #include <cstring>
 
-#include "cpu_adam/bits.hpp"
+#include "base/bits.hpp"
 #include "cpu_adam/optimizer.hpp"
 
 namespace infinity {

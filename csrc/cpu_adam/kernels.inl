@@ -21,13 +21,13 @@
 #include <arm_neon.h>
 #endif
 
-#include "cpu_adam/bits.hpp"
+#include "base/bits.hpp"
 #include "cpu_adam/kernels.hpp"
 
 namespace infinity::INFINITY_ISA_NAMESPACE {
 namespace {
 
-#include "cpu_adam/simd.inl"
+#include "base/simd.inl"
 #include "cpu_adam/weights.inl"
 
 // These use what the two above define.

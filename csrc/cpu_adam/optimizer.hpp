@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
+#include "base/isa.hpp"
 #include "base/thread_pool.hpp"
 #include "cpu_adam/state_format.hpp"
 
@@ -64,15 +64,6 @@ struct StateBuffers {
   // write.
   bool weight_past_caches = false;
 };
-
-enum class Isa : std::uint8_t { baseline, avx2, avx512, neon };
-
-// The best this machine has, or what INFINITY_ISA (baseline | avx2 | avx512 | neon) asks for. Throws
-// std::invalid_argument when that is unknown or not supported here.
-[[nodiscard]] Isa select_isa();
-[[nodiscard]] std::vector<Isa> supported_isas();
-[[nodiscard]] std::string isa_name(Isa isa);
-[[nodiscard]] Isa isa_from_name(const std::string& name);  // throws std::invalid_argument
 
 // Throws std::invalid_argument unless the segments are sorted, disjoint, within [0, numel), count steps from 1, and
 // begin where the format allows a block to begin.

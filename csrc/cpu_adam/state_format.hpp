@@ -1,14 +1,13 @@
 // In what form states are kept, and how many bytes that is. The functions are static, so that each translation unit
-// keeps its own, compiled for its own instruction set (see bits.hpp).
+// keeps its own, compiled for its own instruction set (see base/bits.hpp).
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-namespace infinity {
+#include "base/dtype.hpp"
 
-enum class DType : std::uint8_t { fp32, bf16, fp16 };
-[[nodiscard]] static constexpr std::size_t itemsize(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+namespace infinity {
 
 // How the fp32 master is kept.
 //   weight:  the weight is fp32 and is the master itself; no second stream.
