@@ -232,10 +232,26 @@ inline Ints scaled_upper_half(Ints bits) {
 // threads see it after finish_stores().
 inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
+  const auto* const source = static_cast<const std::byte*>(from);
+  auto* const target = static_cast<std::byte*>(to);
+#if defined(__AVX512F__)
+  if (reinterpret_cast<std::uintptr_t>(to) % 64 == 0) {
+    for (std::size_t at = 0; at < nbytes; at += 64) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at), load<__m512i>(source + at));
+    }
+    return;
+  }
+#elif defined(__AVX2__)
+  if (reinterpret_cast<std::uintptr_t>(to) % 32 == 0) {
+    for (std::size_t at = 0; at < nbytes; at += 32) {
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(target + at), load<__m256i>(source + at));
+    }
+    return;
+  }
+#endif
   if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
     for (std::size_t at = 0; at < nbytes; at += 16) {
-      const __m128i part = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::byte*>(from) + at));
-      _mm_stream_si128(reinterpret_cast<__m128i*>(static_cast<std::byte*>(to) + at), part);
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + at), load<__m128i>(source + at));
     }
     return;
   }
