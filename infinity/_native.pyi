@@ -7,6 +7,15 @@ does not fit (size, alignment, read-only), `TypeError` what is no buffer. Calls 
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from infinity._native_codec import NESTED_MAP as NESTED_MAP
+from infinity._native_codec import NF4_MAP as NF4_MAP
+from infinity._native_codec import DecodePart as DecodePart
+from infinity._native_codec import WeightDecoder as WeightDecoder
+from infinity._native_codec import decode_weights as decode_weights
+from infinity._native_codec import encode_weights as encode_weights
+from infinity._native_codec import encoded_weight_bytes as encoded_weight_bytes
+from infinity._native_codec import nest_scales as nest_scales
+from infinity._native_codec import weight_parts as weight_parts
 from infinity._native_device import DeviceGate as DeviceGate
 from infinity._native_device import LandingFuture as LandingFuture
 from infinity._native_device import LandingPiece as LandingPiece
@@ -20,6 +29,7 @@ MasterName = Literal["weight", "split16", "fp32", "none"]
 MomentsName = Literal["fp32", "bf16", "int8"]
 RuleName = Literal["adamw", "adam", "lion", "adagrad", "sgd"]
 FaultName = Literal["error", "cut", "flip", "stale", "misdirect", "delay", "shuffle", "lose", "kill", "kill_after"]
+WeightCodec = Literal["nf4", "nf4_fp32", "int8", "int8_rows"]
 IOClassName = Literal["weights", "activations", "states", "writeback"]
 
 class Arena:

@@ -150,5 +150,6 @@ void bind_aio(py::module_& module);
 void bind_optimizer(py::module_& module);
 void bind_update(py::module_& module);
 void bind_device(py::module_& module);
+void bind_codec(py::module_& module);
 
 }  // namespace infinity::bindings

@@ -8,4 +8,5 @@ PYBIND11_MODULE(_native, module) {
   infinity::bindings::bind_optimizer(module);
   infinity::bindings::bind_update(module);
   infinity::bindings::bind_device(module);
+  infinity::bindings::bind_codec(module);
 }
