@@ -9,7 +9,7 @@ with the disk as it is and throttled, beside plain torch in memory and DeepSpeed
 | system | what it is |
 |---|---|
 | vertical, ordinary | infinity.backward(..., vertical=True and False); weights and optimizer states on NVMe |
-| ..., throttled | the same, reading and writing 0.5 GB/s each at most |
+| ...-throttled | the same, reading and writing 0.5 GB/s each at most |
 | processor | infinity with everything in RAM and no overlap: what the processor has to do |
 | torch | plain torch in memory with the same recomputation; weights and moments in bf16, no fp32 master |
 | deepspeed | ZeRO-3, weights and optimizer states on NVMe, as many accumulation steps |
@@ -42,7 +42,7 @@ from peers.workload import Job, Workload
 _CHECKOUT = BENCH_DIR.parent
 _CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
 _BLOCKS_ON_DEVICE = 3
-SYSTEMS = ("vertical", "ordinary", "vertical, throttled", "ordinary, throttled", "processor", "torch", "deepspeed")
+SYSTEMS = ("vertical", "ordinary", "vertical-throttled", "ordinary-throttled", "processor", "torch", "deepspeed")
 
 
 def job(system: str, workload: Workload, directory: Path) -> Job:
@@ -150,7 +150,7 @@ def table(summary: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--systems", default=";".join(SYSTEMS).replace(", ", "-").replace(";", ","))
+    add("--systems", default=",".join(SYSTEMS), help="of these; default: all")
     add("--micro-batches", type=int, default=8)
     add("--tokens", type=int, default=512)
     add("--layers", type=int, default=16)
@@ -161,7 +161,9 @@ def main() -> None:
     add("--peers-python", type=Path, default=_CHECKOUT / ".venv-peers" / "bin" / "python")
     add("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
-    systems = [name.replace("-", ", ") for name in args.systems.split(",")]
+    systems = list(dict.fromkeys(args.systems.split(",")))
+    if unknown := set(systems) - set(SYSTEMS):
+        parser.error(f"unknown systems: {', '.join(sorted(unknown))}; there are {', '.join(SYSTEMS)}")
     workload = Workload(
         layers=args.layers,
         tokens=args.tokens,
