@@ -165,8 +165,8 @@ class SwapConfig(_Section):
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
     """How weights of blocks that are not trained rest: in 4 (nf4) or 8 bits (int8), or as they are (bf16, be they of
-    another dtype). Embeddings, head, norms and adapters stay as they are. auto: as the checkpoint has them, which may be
-    one that bitsandbytes quantized."""
+    another dtype). Embeddings, head, norms and adapters stay as they are. auto: as the checkpoint has them, be it one
+    that bitsandbytes quantized."""
 
     def require_available(self) -> None:
         """Refuse values whose feature this version does not have yet.

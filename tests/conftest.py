@@ -199,10 +199,17 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     assert not coordinator.updates.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
     if resources.device is None:
-        slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" else 0
+        slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" or plan.budgets.decodes else 0
         assert resources.arena.free_bytes + _bytes_of_slots(coordinator) == round_up(slots, PAGE_BYTES)
+        if resources.decoding is not None:
+            coordinator.room.finish_fetches()
+            landing = resources.decoding.landing
+            assert not any(not fetch.give_landing_back() for fetch in coordinator.room._slots._landed)
+            assert landing.free_bytes == landing.nbytes
     else:
         assert resources.device.ring.free_bytes == resources.device.ring.nbytes
+        coordinator.room.finish_fetches()
+        assert resources.device.decoding.free_bytes == resources.device.decoding.nbytes
         slabs = resources.device.slots, resources.device.staying
         free, nbytes = sum(slab.free_bytes for slab in slabs), sum(slab.nbytes for slab in slabs)
         assert free + _bytes_of_slots(coordinator) == nbytes

@@ -21,9 +21,10 @@ from infinity.io.rank_stores import furthest_in, rank_path
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
 from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.int8 import recut_int8
-from infinity.state.records import GroupRecord, ParameterRecord, parse_body
+from infinity.state.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.state.shard import Cut, slices_of
 
 logger = logging.getLogger(__name__)
@@ -154,10 +155,19 @@ class StoredPart:
                 raise ManifestError(self.source, f"has {state} of unit '{unit}' (group {index}), which has none")
         self._require_facts()
         for group in groups.values():
-            begin, end = self.slice_of(group)
-            self._require_room(group, "weight", (end - begin) * dtype_of(group).itemsize)
+            self._require_room(group, "weight", self._weight_bytes(group))
             if group.trainable:
+                begin, end = self.slice_of(group)
                 self._require_room(group, "residual", (end - begin) * residual_itemsize(group.master))
+
+    def _weight_bytes(self, group: GroupRecord) -> int:
+        """Of the weights of a group that are in this store."""
+        if group.codec is None:
+            begin, end = self.slice_of(group)
+            return (end - begin) * dtype_of(group).itemsize
+        if self._cut.count > 1:
+            raise ManifestError(self.source, f"has slices of encoded weights of unit '{group.unit}'")
+        return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
 
     def _require_facts(self) -> None:
         """Facts and groups must have the same formats of the states. In old manifests a fact is one value, what the
@@ -245,6 +255,9 @@ class StoredGeneration:
         """All weights of a unit, by parameter name. Raises SwapIOError."""
         result = {}
         for group in self._units[unit]:
+            if group.codec is not None:
+                result.update({each.name: self._decoded(group, each) for each in self.parameters(group)})
+                continue
             dtype = dtype_of(group)
             flat = self._read(group, "weight", dtype.itemsize, 0, group.numel).view(dtype)
             for parameter in self.parameters(group):
@@ -255,10 +268,21 @@ class StoredGeneration:
     def weight(self, name: str) -> torch.Tensor:
         """The weight of a parameter, by any of its names. Raises KeyError, SwapIOError."""
         group, parameter = self._named[name]
+        if group.codec is not None:
+            return self._decoded(group, parameter)
         dtype = dtype_of(group)
         begin = parameter.offset // CHUNK_NUMEL * CHUNK_NUMEL
         flat = self._read(group, "weight", dtype.itemsize, begin, parameter.offset + parameter.numel - begin)
         return flat.view(dtype)[parameter.offset - begin :].view(parameter.shape)
+
+    def _decoded(self, group: GroupRecord, parameter: ParameterRecord) -> torch.Tensor:
+        """The values of a parameter that rests encoded."""
+        if group.codec is None:
+            raise AssertionError("weights without a codec are not decoded")
+        begin, end = encoded_in(self.body.model, group)[parameter.name]
+        page = begin // PAGE_BYTES * PAGE_BYTES
+        data = self._parts[0].read(group, "weight", page, end - page)[begin - page :]
+        return decode(data, group.codec, torch.Size(parameter.shape), dtype_of(group))
 
     @cached_property
     def _named(self) -> dict[str, tuple[GroupRecord, ParameterRecord]]:
@@ -322,6 +346,18 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
     """(first element, how many) of each chunk of a group."""
     for begin in range(0, numel, CHUNK_NUMEL):
         yield begin, min(CHUNK_NUMEL, numel - begin)
+
+
+def encoded_in(model: ModelRecord, group: GroupRecord) -> dict[str, tuple[int, int]]:
+    """Where in a group's weights its encoded parameters are, in bytes; none without a codec."""
+    if group.codec is None:
+        return {}
+    shapes = {
+        each.name: torch.Size(each.shape)
+        for each in model.parameters
+        if (each.unit, each.group) == (group.unit, group.group)
+    }
+    return encoded_ranges(group.codec, shapes)
 
 
 def dtype_of(group: GroupRecord) -> torch.dtype:

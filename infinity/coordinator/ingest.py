@@ -15,7 +15,9 @@ from infinity.errors import ModelError
 from infinity.io.arena import Lease
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.codec import encode
 from infinity.state.dtypes import native_name, residual_itemsize
+from infinity.state.frozen import given
 from infinity.state.int8 import blocks_of, put_scales_back
 from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec
@@ -73,6 +75,9 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
     shard = coordinator.shards[unit.index]
     for index, group in enumerate(unit.unit.groups):
+        if group.codec is not None:
+            _fill_encoded(coordinator, unit, index, lease, source)
+            continue
         for spec in group.specs:
             piece = shard.piece(spec, index)
             if piece is None and spec.numel:
@@ -84,6 +89,29 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
             start, end = unit.local.groups[index].byte_range(piece)
             mine = value[begin : begin + piece.numel]
             _place(coordinator.resources, unit, index, piece, mine, lease.view(start, end - start))
+
+
+def _fill_encoded(
+    coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
+) -> None:
+    """Weights that rest encoded: as the checkpoint has them, or encoded now."""
+    group, home = unit.unit.groups[index], unit.homes.weights.groups[index]
+    if group.codec is None:
+        raise AssertionError("a group without a codec is not encoded")
+    for name, (begin, end) in group.encoded.items():
+        into = lease.view(home.start + begin, end - begin)
+        known = given(unit.parameters[name])
+        if known is not None and known.codec == group.codec:
+            torch.frombuffer(into, dtype=torch.uint8).copy_(known.read())
+            continue
+        _, spec = unit.unit.find(name)
+        value = _value_of(unit, spec, source)
+        if value.dtype != group.dtype:  # as a model in this dtype would be encoded
+            rounded = torch.empty(value.numel(), dtype=group.dtype)
+            _native.round_weights(_bytes(value.float()), _bytes_of(rounded), native_name(group.dtype))
+            value = rounded
+        if value.numel():
+            encode(name, value, group.codec, into, coordinator.resources.pool)
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
@@ -157,6 +185,11 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
                 held[first - at : last - at].copy_(part[first - begin : last - begin])
         wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
     home.written(copy)
+
+
+def _bytes_of(tensor: torch.Tensor) -> _native.Buffer:
+    """To write to: the tensor's own memory."""
+    return tensor.view(torch.uint8).numpy()
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:

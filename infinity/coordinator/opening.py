@@ -20,7 +20,7 @@ from infinity.coordinator.together import Together, come_together, meeting
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import DeviceRoomError, ModelError
+from infinity.errors import DeviceRoomError, ModelError, NotAvailableError
 from infinity.io.headers import header_in
 from infinity.io.rank_stores import rank_path
 from infinity.plan.frequency import Frequency
@@ -67,8 +67,9 @@ def open_coordinator(
     """
 
     def look() -> Discovery:
-        found = discover(model, config.moments)
+        found = discover(model, config.moments, config.frozen)
         _require_free(found)
+        _require_alone(found)
         return found
 
     goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
@@ -186,7 +187,7 @@ def pins_in_store(
     if not config.commit_every or not config.nvme.paths:
         return config.pins
     with meeting(config.nvme.deadline_s) as tell:
-        found, without = discover(model, config.moments), config.model_copy(update={"pins": 0})
+        found, without = discover(model, config.moments, config.frozen), config.model_copy(update={"pins": 0})
         rank, ranks = rank_and_world()
         peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
         plan = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True, peers=peers)
@@ -203,6 +204,16 @@ def pins_in_store(
 def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:
     """Values come from `source`, or from the parameters themselves. Args: as ingest."""
     return lambda coordinator: ingest(coordinator, source, in_memory)
+
+
+def _require_alone(found: Discovery) -> None:
+    """Raises NotAvailableError where several ranks would share encoded weights."""
+    _, ranks = rank_and_world()
+    if ranks > 1 and any(unit.encoded_bytes for unit in found.units):
+        raise NotAvailableError(
+            "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or use one "
+            "process"
+        )
 
 
 def _require_free(found: Discovery) -> None:

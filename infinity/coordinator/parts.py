@@ -144,5 +144,5 @@ class Parts(Lender):
 
 
 def _open_shadows(shards: Sequence[Shard], resources: Resources) -> Shadows:
-    sizes = [shards[index].local.weight_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
+    sizes = [shards[index].local.home_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
     return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

@@ -133,6 +133,11 @@ class Space:
         with self._lock:
             return sum(size for _, size in self._free)
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a free piece is long enough."""
+        with self._lock:
+            return any(size >= nbytes for _, size in self._free)
+
 
 class PinnedArena(Space):
     """One mapping of exactly the planned size. A page takes RAM when it is first used, so on a machine without a GPU

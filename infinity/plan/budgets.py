@@ -59,7 +59,10 @@ class Budgets:
     Attributes:
         slot_bytes: device memory for fetched weights.
         ring_bytes: device memory for gradients on their way to the host; 0 where they need not move.
-        upload_bytes: host memory that weights are read into before they are copied to the device.
+        decoding_bytes: device memory for encoded weights, until they are decoded into slots; 0 where the device has no
+            memory of its own.
+        decodes: some weights are decoded into slots.
+        upload_bytes: host memory that weights are read into before they are copied to the device, or decoded.
         bounce_bytes: host memory that gradients are copied to before they are added to others.
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
@@ -72,6 +75,8 @@ class Budgets:
     limits: Limits
     slot_bytes: int
     ring_bytes: int
+    decoding_bytes: int
+    decodes: bool
     upload_bytes: int
     bounce_bytes: int
     copies_bytes: int
@@ -146,7 +151,7 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
     """
     if problem.limits.in_place:
         return 0
-    sizes = [unit.weight for unit in problem.units if unit.state and unit.index not in weights.in_ram]
+    sizes = [unit.trained_weight for unit in problem.units if unit.state and unit.index not in weights.in_ram]
     largest = max(sizes, default=0)
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
@@ -162,31 +167,38 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
     """
     limits = problem.limits
     one, two = problem.rings
+    decoding = 0 if limits.in_place else problem.decoding_bytes
 
     def ring_beside(nbytes: int) -> int:
-        return two if 4 * two <= limits.device and nbytes + two <= limits.device else one
+        return two if 4 * two <= limits.device and nbytes + decoding + two <= limits.device else one
 
     if limits.shares and weights.tier == "device":
         raise PlanError(
             "weights: device keeps all weights on every device, and with several ranks each keeps a slice. Set "
             "weights: host or auto."
         )
-    if weights.tier == "device" or (limits.used_at_home and weights.tier == "host"):
-        ring = ring_beside(problem.weight)
-        if weights.tier == "device" and problem.weight + ring > limits.device:
+    if weights.tier == "device" and limits.in_place and problem.decoded:
+        raise PlanError(
+            f"weights: device keeps weights where they are computed with, and frozen: {problem.config.frozen} has them "
+            "decoded each time. On the CPU set weights: host or auto, or frozen: bf16."
+        )
+    if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not problem.decoded):
+        ring = ring_beside(problem.slots)
+        needs = problem.slots + decoding
+        if weights.tier == "device" and needs + ring > limits.device:
             raise PlanError(
-                f"weights: device needs {format_bytes(problem.weight)}{_and_for_gradients(ring)}; memory.device is "
-                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(problem.weight + ring)} plus what "
+                f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring)}; memory.device is "
+                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(needs + ring)} plus what "
                 "activations need, or set weights: host or nvme."
             )
-        return problem.weight, ring
-    fetched = problem.every - weights.in_ram if limits.used_at_home else problem.every
+        return problem.slots, ring
+    fetched = problem.every - (weights.in_ram - problem.decoded) if limits.used_at_home else problem.every
     needed = needed_at_once([unit.whole for unit in problem.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
     ring = ring_beside(nbytes)
-    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring
+    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring - decoding
     slots = min(max(share, nbytes), sum(unit.whole.weight_bytes for unit in problem.units if unit.index in fetched))
-    if slots + ring > limits.device:
+    if slots + ring + decoding > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
@@ -194,8 +206,9 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
-            f"(together {names}{more}){_and_for_gradients(ring)}; memory.device is {format_bytes(limits.device)}"
-            f"{each}. Raise memory.device to {_config_bytes(limits, nbytes + ring)} plus what activations need.",
+            f"(together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring)}; memory.device is "
+            f"{format_bytes(limits.device)}{each}. Raise memory.device to "
+            f"{_config_bytes(limits, nbytes + ring + decoding)} plus what activations need.",
             limits.device,
         )
     return round_up(slots, PAGE_BYTES), ring
@@ -213,6 +226,10 @@ def _config_bytes(limits: Limits, nbytes: int) -> str:
 
 def _and_for_gradients(ring: int) -> str:
     return f" and {format_bytes(ring)} for gradients" if ring else ""
+
+
+def _and_for_encoded(nbytes: int) -> str:
+    return f" and {format_bytes(nbytes)} for encoded weights" if nbytes else ""
 
 
 def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:

@@ -110,7 +110,8 @@ class ArenaBytes:
         shadows: for the new weights and states of updates that speculate.
         landing: for the window that gradients land in.
         staging: for the update's tiles, those that are read ahead included.
-        transfers: not leased for good: weights are fetched into it, or read into it on their way to the device.
+        transfers: not leased for good: weights are fetched into it, or read into it on their way to the device, or to
+            be decoded.
         bounce: for gradients from the device on their way to others that they are added to.
         copies: for weights from the device, which updates read.
         exchange: for gradients on their way to the ranks that own them.
@@ -176,8 +177,13 @@ class Layout:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of the whole model, in whatever tier."""
-        return sum(unit.unit.weight_bytes for unit in self.units)
+        """Of the whole model at home, in whatever tier."""
+        return sum(unit.unit.home_bytes for unit in self.units)
+
+    @cached_property
+    def encoded_bytes(self) -> int:
+        """Of these, those that rest encoded."""
+        return sum(unit.unit.encoded_bytes for unit in self.units)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -250,7 +256,8 @@ def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _Swa
 
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
-    slots_are_here = budgets.limits.in_place and (budgets.limits.shares or placement.weights.tier == "nvme")
+    limits = budgets.limits
+    slots_are_here = limits.in_place and (limits.shares or placement.weights.tier == "nvme" or budgets.decodes)
     weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
         weights=weights,
@@ -259,7 +266,7 @@ def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: B
         shadows=budgets.shadow_bytes,
         landing=budgets.landing_bytes,
         staging=budgets.staging.nbytes + budgets.staging.ahead_bytes,
-        transfers=budgets.slot_bytes if slots_are_here else budgets.upload_bytes,
+        transfers=(budgets.slot_bytes if slots_are_here else 0) + budgets.upload_bytes,
         bounce=budgets.bounce_bytes,
         copies=budgets.copies_bytes,
         exchange=budgets.exchange_bytes,

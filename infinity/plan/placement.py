@@ -159,8 +159,8 @@ def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -
         return none if config.weights == "nvme" else Resting(config.weights, problem.every)
     room -= _host_bytes(problem, none, states_in_ram) + _bounce_bytes(problem)
     if problem.cost(problem.weight) <= room or not config.nvme.paths:
-        share = limits.device * WEIGHT_SHARE_OF_DEVICE
-        on_device = not (limits.in_place or limits.shares) and problem.weight + problem.rings[0] <= share
+        share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, problem.slots + problem.decoding_bytes
+        on_device = not (limits.in_place or limits.shares) and there + problem.rings[0] <= share
         return Resting("device" if on_device else "host", problem.every)
     room -= _upload_bytes(problem, none.in_ram)
     return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
@@ -174,9 +174,10 @@ def _place_states(problem: Problem, room: int) -> Resting:
 
 
 def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
-    """Room for the largest unit on NVMe, in pieces: one is read while others are copied."""
+    """Room for the largest unit on NVMe, in pieces: one is read while others are copied. Without a device, room
+    for what is decoded from NVMe: of the two largest units."""
     if problem.limits.in_place:
-        return 0
+        return sum(sorted(unit.encoded for unit in problem.units if unit.index not in weights_in_ram)[-2:])
     largest = max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
     return round_up(largest, PIECES_MIN * PAGE_BYTES)
 

@@ -78,8 +78,9 @@ class Plan:
     def device_bytes(self) -> int:
         """What the plan takes of the device's budget. Where the device has no memory of its own, weights in RAM are
         used where they are."""
-        used_at_home = self.budgets.limits.used_at_home and self.placement.weights.tier == "host"
-        return 0 if used_at_home else self.budgets.slot_bytes + self.budgets.ring_bytes
+        budgets = self.budgets
+        used_at_home = budgets.limits.used_at_home and self.placement.weights.tier == "host" and not budgets.decodes
+        return 0 if used_at_home else budgets.slot_bytes + budgets.ring_bytes + budgets.decoding_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -101,7 +102,7 @@ class Plan:
                 f"{layout.numel / 1e6:.1f} M parameters, {layout.trainable_numel / 1e6:.1f} M trained, "
                 f"on {self.device}{_rank(self.peers.cut)}",
                 f"  weights      {weights.tier:<7}{format_bytes(layout.weight_bytes):>12}"
-                f"{weights_share if weights.tier == 'nvme' else ''}",
+                f"{weights_share if weights.tier == 'nvme' else ''}{_encoded(layout)}",
                 f"  optimizer    {optimizer.tier:<7}{format_bytes(layout.state_bytes):>12}  (master {form.master}, "
                 f"{form.moments} {' and '.join(form.stored) or 'no moments'})"
                 f"{states_share if optimizer.tier == 'nvme' else ''}",
@@ -176,6 +177,14 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
     size = format_bytes(layout.arena.gradients + budgets.landing_bytes)
     fp32 = "fp32, " if placement.form.gradient_fp32 else ""
     return f"{placement.gradients.tier:<7}{size:>12}  ({fp32}{accumulation})"
+
+
+def _encoded(layout: Layout) -> str:
+    """What of the weights rests encoded; '' where that is nothing."""
+    groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
+    codecs = " and ".join(sorted({str(group.codec) for group in groups}))
+    numel = sum(spec.numel for group in groups for spec in group.specs)
+    return f", {numel / 1e6:.1f} M frozen weights as {codecs} in {format_bytes(layout.encoded_bytes)}" if groups else ""
 
 
 def _saving(forecast: Forecast) -> list[str]:

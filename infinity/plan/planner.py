@@ -161,6 +161,8 @@ def _plan(
         limits=problem.limits,
         slot_bytes=slots,
         ring_bytes=ring,
+        decoding_bytes=0 if problem.limits.in_place else problem.decoding_bytes,
+        decodes=bool(problem.decoded),
         upload_bytes=placed.upload_bytes,
         bounce_bytes=placed.bounce_bytes,
         copies_bytes=copies,

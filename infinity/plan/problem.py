@@ -63,7 +63,8 @@ class GroupBytes:
 
     @property
     def weight(self) -> int:
-        return self.group.weight_bytes
+        """At home."""
+        return self.group.home_bytes
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,13 @@ class UnitBytes:
 
     @property
     def weight(self) -> int:
-        return self.unit.weight_bytes
+        """At home."""
+        return self.unit.home_bytes
+
+    @property
+    def encoded(self) -> int:
+        """Of the weights at home, those that are decoded into a slot."""
+        return self.unit.encoded_bytes
 
     @cached_property
     def trained_weight(self) -> int:
@@ -158,6 +165,21 @@ class Problem:
     @cached_property
     def weight(self) -> int:
         return sum(unit.weight for unit in self.units)
+
+    @cached_property
+    def slots(self) -> int:
+        """Bytes of all weights as slots have them."""
+        return sum(unit.whole.weight_bytes for unit in self.units)
+
+    @cached_property
+    def decoded(self) -> frozenset[int]:
+        """The units of which something is decoded each time it is fetched, by index."""
+        return frozenset(unit.index for unit in self.units if unit.encoded)
+
+    @cached_property
+    def decoding_bytes(self) -> int:
+        """Memory for encoded weights on their way to slots: those of the two largest units."""
+        return sum(sorted(unit.encoded for unit in self.units)[-2:])
 
     @cached_property
     def state(self) -> int:

@@ -99,7 +99,7 @@ def offload(
         resolved, target, peers = load_config(config), resolve(device), error.peers
 
         def plan(model: nn.Module) -> None:
-            found = discover(model, resolved.moments)
+            found = discover(model, resolved.moments, resolved.frozen)
             plan_for(model, found, resolved, target, optimizer, accumulation_steps, resume=False, peers=peers)
 
         if not tile_to_fit(model, error, plan):
@@ -215,7 +215,7 @@ def _offload(
     same = resolved.model_copy(update={"memory": memory})
 
     def require_plan(model: nn.Module) -> None:
-        found = discover(model, same.moments)
+        found = discover(model, same.moments, same.frozen)
         peers = coordinator.plan.peers
         plan_for(model, found, same, target, optimizer, accumulation_steps, resume=False, peers=peers)
 

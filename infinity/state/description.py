@@ -34,6 +34,7 @@ def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> 
                     master=master_format(group.dtype, master),
                     moments=group.moments,
                     numel=group.numel,
+                    codec=group.codec,
                 )
             )
             for spec in group.specs:

@@ -13,6 +13,7 @@ Hooks are called with calls of modules. A weight that is read in another way (in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,6 +21,8 @@ from torch import nn
 from infinity import _native
 from infinity.errors import ModelError
 from infinity.sizes import round_up
+from infinity.state.codec import Codec
+from infinity.state.frozen import FrozenName, codecs_of
 from infinity.state.tiles import Tile
 from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
@@ -60,12 +63,13 @@ class Discovery:
     scopes: tuple[nn.Module, ...]
 
 
-def discover(model: nn.Module, moments: _native.MomentsName = "fp32") -> Discovery:
+def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: FrozenName = "auto") -> Discovery:
     """Cut a model into units.
 
     Args:
         moments: the form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and
             for parameters of one dimension (norms, biases).
+        frozen: the form that the blocks' weights rest in where they are not trained (state/frozen.py).
 
     Raises:
         ModelError: the model has no parameters, or a parameter's dtype cannot be moved.
@@ -74,7 +78,7 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32") -> Discove
         raise ModelError(f"{type(model).__name__} has no parameters to offload")
     cut = _Cut(model)
     cut.walk("", model)
-    return cut.finish(moments)
+    return cut.finish(moments, frozen)
 
 
 class _Cut:
@@ -83,6 +87,7 @@ class _Cut:
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
         blocks = next((found for kind in kinds if (found := _find_blocks(model, kind))), set[nn.Module]())
         tiles: set[nn.Module] = {module for module in model.modules() if isinstance(module, Tile)}
+        self._of_model = blocks
         self._opened = blocks & _ancestors(model, tiles)
         self._blocks = (blocks - self._opened) | tiles
         self._parents = _ancestors(model, self._blocks)
@@ -129,8 +134,8 @@ class _Cut:
             self._owner[parameter] = unit
             unit.parameters[key] = parameter
 
-    def finish(self, moments: _native.MomentsName) -> Discovery:
-        facts = _facts(self._model, moments)
+    def finish(self, moments: _native.MomentsName, frozen: FrozenName) -> Discovery:
+        facts = _facts(self._model, moments, codecs_of(self._model, self._of_model, frozen))
         units = tuple(build_unit(index, found, facts) for index, found in enumerate(self._found))
         index_of = {id(found): index for index, found in enumerate(self._found)}
         beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
@@ -151,7 +156,9 @@ class _Cut:
         return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._scopes))
 
 
-def _facts(model: nn.Module, moments: _native.MomentsName) -> dict[nn.Parameter, ParameterFacts]:
+def _facts(
+    model: nn.Module, moments: _native.MomentsName, codecs: Mapping[nn.Parameter, Codec]
+) -> dict[nn.Parameter, ParameterFacts]:
     """The facts of each parameter, in the order of model.parameters(), which is the same for every placement."""
     embedded = {
         parameter
@@ -162,7 +169,7 @@ def _facts(model: nn.Module, moments: _native.MomentsName) -> dict[nn.Parameter,
     facts, index = {}, 0
     for parameter in model.parameters():
         exact = moments == "int8" and (parameter in embedded or parameter.dim() < 2)
-        facts[parameter] = ParameterFacts(index, "fp32" if exact else moments)
+        facts[parameter] = ParameterFacts(index, "fp32" if exact else moments, codecs.get(parameter))
         index += round_up(parameter.numel(), ELEMENT_ALIGNMENT)
     return facts
 

@@ -42,6 +42,7 @@ class GroupRecord(Record):
         dtype: of the weights.
         master: the form of the fp32 master.
         moments: the form of exp_avg and exp_avg_sq.
+        codec: the form of the weights; None: `dtype`.
     """
 
     unit: Name
@@ -51,10 +52,13 @@ class GroupRecord(Record):
     master: Literal["weight", "split16", "fp32", "none"]
     moments: Literal["fp32", "bf16", "int8"]
     numel: Count
+    codec: Literal["nf4", "nf4_fp32", "int8", "int8_rows"] | None = None
 
     @model_validator(mode="after")
     def _sound(self) -> GroupRecord:
         """state/dtypes.py says which masters a dtype has."""
+        if self.codec is not None and self.trainable:
+            raise ValueError(f"trained weights in {self.codec}")
         masters = {"float32": ("weight",), "float16": ("fp32",)}.get(self.dtype, ("split16", "fp32", "none"))
         if self.master not in masters:
             raise ValueError(f"{self.dtype} weights with a {self.master} master")

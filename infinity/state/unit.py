@@ -2,10 +2,14 @@
 
 [Note: layout of a unit]
 A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by
-(trainable, dtype, form of the moments), trainable groups first; each group begins on a 4 KiB border. The optimizer
-states of a group are flat buffers over the group's elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and
+(trainable, codec, dtype, form of the moments), trainable groups first; each group begins on a 4 KiB border. The
+optimizer states of a group are flat buffers over its elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and
 `grad` belongs to element i of the group's part of the weights. So an update runs over one group with one format, and
 units of mixed dtypes are just units of several groups. Frozen groups have weights only.
+
+The buffer is what a slot holds. At home the groups lie one behind the other in the same order, and those that have a
+codec (state/frozen.py) are smaller there: the encoded parameters, one behind the other. They are the last ones, so
+every other group is at the same place at home and in a slot.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import torch
 
 from infinity import _native
 from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.codec import Codec, encoded_ranges
 from infinity.state.dtypes import require_supported
 
 ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
@@ -54,7 +59,8 @@ class Group:
         moments: how exp_avg and exp_avg_sq are kept; "fp32" where there are none.
         numel: elements of the flat buffers, alignment gaps included.
         weight_offset: bytes from the start of the unit's weights.
-        weight_bytes: bytes of the group's weights, a multiple of 4 KiB.
+        weight_bytes: bytes of the group's weights in a slot, a multiple of 4 KiB.
+        codec: the form of the weights at home; None: as in a slot.
     """
 
     dtype: torch.dtype
@@ -64,6 +70,19 @@ class Group:
     numel: int
     weight_offset: int
     weight_bytes: int
+    codec: Codec | None = None
+
+    @cached_property
+    def home_bytes(self) -> int:
+        """Bytes of the group's weights at home, a multiple of 4 KiB."""
+        if self.codec is None:
+            return self.weight_bytes
+        return round_up(sum(end - begin for begin, end in self.encoded.values()), PAGE_BYTES)
+
+    @cached_property
+    def encoded(self) -> dict[str, tuple[int, int]]:
+        """By name, the bytes [begin, end) of each encoded parameter in the group's home; none without a codec."""
+        return {} if self.codec is None else encoded_ranges(self.codec, {spec.name: spec.shape for spec in self.specs})
 
     def byte_range(self, spec: ParameterSpec) -> tuple[int, int]:
         """Bytes [start, end) of a parameter in the unit's weights."""
@@ -91,7 +110,7 @@ class Unit:
 
     Attributes:
         name: fully qualified name of the module they came from.
-        weight_bytes: length of the flat weights, a multiple of 4 KiB.
+        weight_bytes: length of the flat weights in a slot, a multiple of 4 KiB.
         stays: small enough to stay on the device while the model runs (the remainder).
     """
 
@@ -104,6 +123,21 @@ class Unit:
     @property
     def numel(self) -> int:
         return sum(spec.numel for group in self.groups for spec in group.specs)
+
+    @cached_property
+    def home_bytes(self) -> int:
+        """Length of the weights at home, a multiple of 4 KiB."""
+        return sum(group.home_bytes for group in self.groups)
+
+    @cached_property
+    def encoded_bytes(self) -> int:
+        """Of these, those that are decoded into a slot; they are the last ones."""
+        return sum(group.home_bytes for group in self.groups if group.codec is not None)
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Of the weights in a slot, those that the optimizer changes; they are the first ones."""
+        return sum(group.weight_bytes for group in self.groups if group.trainable)
 
     @property
     def gradient_bytes(self) -> int:
@@ -153,10 +187,12 @@ class ParameterFacts:
     Attributes:
         index: of its first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
         moments: how its moments are kept if it is trained.
+        codec: the form it rests in; None: as it is.
     """
 
     index: int
     moments: _native.MomentsName
+    codec: Codec | None = None
 
 
 def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parameter, ParameterFacts]) -> Unit:
@@ -165,18 +201,18 @@ def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parame
     Raises:
         ModelError: a parameter has a dtype that cannot be moved.
     """
-    keys: dict[tuple[bool, torch.dtype, _native.MomentsName], list[str]] = {}
+    keys: dict[tuple[bool, torch.dtype, _native.MomentsName, Codec | None], list[str]] = {}
     for name, parameter in found.parameters.items():
         require_supported(name, parameter.dtype)
         moments = facts[parameter].moments if parameter.requires_grad else "fp32"
-        keys.setdefault((parameter.requires_grad, parameter.dtype, moments), []).append(name)
+        keys.setdefault((parameter.requires_grad, parameter.dtype, moments, facts[parameter].codec), []).append(name)
     groups, weight_offset = [], 0
-    for key, names in sorted(keys.items(), key=lambda item: (not item[0][0], str(item[0][1]), item[0][2])):
-        trainable, dtype, moments = key
+    for key in sorted(keys, key=lambda key: (not key[0], key[3] or "", str(key[1]), key[2])):
+        (trainable, dtype, moments, codec), names = key, keys[key]
         parameters = {name: found.parameters[name] for name in names}
         specs, numel = _place(parameters, facts)
         weight_bytes = round_up(numel * dtype.itemsize, PAGE_BYTES)
-        groups.append(Group(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes))
+        groups.append(Group(dtype, trainable, moments, specs, numel, weight_offset, weight_bytes, codec))
         weight_offset += weight_bytes
     return Unit(index, found.name, tuple(groups), weight_offset, found.stays)
 

@@ -28,6 +28,7 @@ class DeviceTier:
             slots and splits their room, however late its update lets it come.
         slots: for all other weights.
         ring: for gradients.
+        decoding: for encoded weights, until they are decoded into slots.
 
     Raises:
         PlanError: the device has less free memory than the plan takes.
@@ -44,7 +45,7 @@ class DeviceTier:
     ) -> None:
         self.accelerator = accelerator
         budgets, gate = plan.budgets, open_gate(accelerator)
-        memory = _slab(accelerator, plan)
+        memory, slots = _slab(accelerator, plan), budgets.slot_bytes
         refused = arena.pin(accelerator)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
@@ -52,8 +53,9 @@ class DeviceTier:
         after = [accelerator.record(accelerator.current())]
         stays = sum(unit.unit.weight_bytes for unit in plan.layout.units if unit.unit.stays)
         self.staying = Slab(accelerator, memory[:stays], after)
-        self.slots = Slab(accelerator, memory[stays : budgets.slot_bytes], after)
-        self.ring = Slab(accelerator, memory[budgets.slot_bytes :], after)
+        self.slots = Slab(accelerator, memory[stays:slots], after)
+        self.ring = Slab(accelerator, memory[slots : slots + budgets.ring_bytes], after)
+        self.decoding = Slab(accelerator, memory[slots + budgets.ring_bytes :], after)
         bounce = _part(arena, budgets.bounce_bytes, "gradients from the device")
         self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)
         copies = _part(arena, budgets.copies_bytes, "weights from the device")
@@ -82,14 +84,15 @@ def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
 
 
 def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
-    slots, ring = plan.budgets.slot_bytes, plan.budgets.ring_bytes
+    slots, ring, decoding = plan.budgets.slot_bytes, plan.budgets.ring_bytes, plan.budgets.decoding_bytes
     try:
-        return accelerator.slab(slots + ring)
+        return accelerator.slab(slots + ring + decoding)
     except torch.OutOfMemoryError as error:
+        encoded = f", for encoded weights ({format_bytes(decoding)})" if decoding else ""
         raise PlanError(
-            f"{accelerator.device} has no {format_bytes(slots + ring)} in one piece, which the plan takes for weights "
-            f"({format_bytes(slots)}) and for gradients under way ({format_bytes(ring)}). Lower memory.device, or free "
-            "what other models and processes have there."
+            f"{accelerator.device} has no {format_bytes(slots + ring + decoding)} in one piece, which the plan takes "
+            f"for weights ({format_bytes(slots)}){encoded} and for gradients under way ({format_bytes(ring)}). Lower "
+            "memory.device, or free what other models and processes have there."
         ) from error
 
 

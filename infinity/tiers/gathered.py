@@ -29,25 +29,9 @@ from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import Fetch, NewWeights, Slot, SlotPool, Written, open_slots
+from infinity.tiers.slots import CopiedSlot, Fetch, NewWeights, Slot, SlotPool, Written, open_slots
 
 logger = logging.getLogger(__name__)
-
-
-class GatheredSlot(Slot):
-    """Weights of all ranks. Those of the others are old once the unit is updated."""
-
-    at_home = False
-
-    def __init__(self, lease: Lease) -> None:
-        super().__init__(lease.tensor(), None)
-        self._memory = lease
-
-    def wait(self) -> None:
-        return
-
-    def free(self) -> None:
-        self._memory.release()
 
 
 class GatheredSlots:
@@ -140,6 +124,9 @@ class GatheredSlots:
     def counts(self, home: WeightsHome) -> bool:
         return True
 
+    def waits(self, home: WeightsHome) -> bool:
+        return False
+
     def free(self, slot: Slot) -> None:
         slot.free()
 
@@ -220,7 +207,7 @@ class _GatherFetch(Fetch):
         return self._slot()
 
     def _slot(self) -> Slot:
-        return GatheredSlot(self._lease)
+        return CopiedSlot(self._lease)
 
     def _give_up(self) -> None:
         return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.store import Extent
+from infinity.state.unit import Group, Unit
 
 
 @dataclass(eq=False)
@@ -69,11 +70,45 @@ class WeightsHome:
 
     Attributes:
         nbytes: of all groups, which lie one after the other.
+        unit: whose weights they are; None: of nobody, and as in a slot.
     """
 
     lease: Lease | None
     groups: tuple[Home, ...]
     nbytes: int
+    unit: Unit | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the slot that the weights are fetched to."""
+        return self.nbytes if self.unit is None else self.unit.weight_bytes
+
+    @property
+    def name(self) -> str:
+        return "" if self.unit is None else self.unit.name
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Of `nbytes`, the last ones: what is decoded into a slot."""
+        return 0 if self.unit is None else self.unit.encoded_bytes
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of a slot, the first ones: what the optimizer changes."""
+        return self.slot_bytes if self.unit is None else self.unit.trained_bytes
+
+    def plain(self) -> Iterator[tuple[int, Home]]:
+        """The homes, by the index of their group, of what lies in a slot as it does at home."""
+        for index, home in enumerate(self.groups):
+            if self.unit is None or self.unit.groups[index].codec is None:
+                yield index, home
+
+    def encoded(self) -> Iterator[tuple[Group, Home]]:
+        """The groups that have a codec, and their homes."""
+        if self.unit is not None:
+            for group, home in zip(self.unit.groups, self.groups, strict=True):
+                if group.codec is not None:
+                    yield group, home
 
     def move(self, lease: Lease) -> Lease:
         """The weights rest in other memory from now on. Returns the lease of before."""

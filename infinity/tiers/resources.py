@@ -25,6 +25,7 @@ from infinity.plan.plan import Plan
 from infinity.ranks.exchange import Exchange
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
+from infinity.tiers.decoding import open_decoding
 from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.tiers.idle import IdleClock
@@ -42,6 +43,7 @@ class Resources:
         torch_device: where models compute.
         device: None where they compute in host memory.
         idle: what the device idles.
+        decoding: for encoded weights on their way to slots in host memory; None where there are none.
 
     Raises:
         SwapIOError, StoreLockedError, StoreNotEmptyError, ConfigError: the swap file cannot be made; nothing is left
@@ -97,6 +99,7 @@ class Resources:
                 self.secondary = self.arena.lease(arena.secondary, "copies of weights of other ranks").space()
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
             self.pool = _open_pool(staging.threads, node)
+            self.decoding = open_decoding(plan, self.arena, self.pool)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
             self._register()
             self.pipeline = _native.UpdatePipeline(
@@ -193,17 +196,12 @@ class Resources:
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
         unit, nbytes = layout.unit, layout.weight_lease_bytes
         lease = self.resting.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
-        groups = tuple(
-            Home(
-                lease,
-                each.group.weight_offset,
-                each.weight.nbytes,
-                _extent(unit, index, "weight", each.weight),
-                dirty=lease is not None,
-            )
-            for index, each in enumerate(layout.groups)
-        )
-        return WeightsHome(lease, groups, unit.weight_bytes)
+        groups, begin = [], 0
+        for index, each in enumerate(layout.groups):
+            extent = _extent(unit, index, "weight", each.weight)
+            groups.append(Home(lease, begin, each.weight.nbytes, extent, dirty=lease is not None))
+            begin += each.weight.nbytes
+        return WeightsHome(lease, tuple(groups), unit.home_bytes, unit)
 
     def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
         unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]
@@ -240,6 +238,8 @@ class Resources:
             if self.device is not None:
                 self.device.close()
         finally:
+            if self.decoding is not None:
+                self.decoding.close()
             self.pool.close()
             self.engine.close()
             if self.store is not None:

@@ -64,6 +64,10 @@ class Slab:
     def free_bytes(self) -> int:
         return self._space.free_bytes
 
+    def fits(self, nbytes: int) -> bool:
+        """Whether a free piece is long enough."""
+        return self._space.fits(nbytes)
+
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> SlabLease | None:
         """Device memory, or None when no free piece is long enough. Arguments as of `Space.try_lease`."""
         lease = self._space.try_lease(nbytes, from_top=from_top)

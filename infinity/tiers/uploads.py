@@ -19,9 +19,10 @@ class StoredRange:
     """Weights in the store, and where in a slot they go.
 
     Attributes:
-        begin: byte of the slot.
+        begin: byte of the slot, or of the memory for encoded weights.
         copy: of the extent; None: the newest values.
         written: they are on their way to the store.
+        encoded: they are decoded into the slot, later.
     """
 
     extent: Extent
@@ -29,6 +30,7 @@ class StoredRange:
     nbytes: int
     copy: int | None = None
     written: Transfer | None = None
+    encoded: bool = False
 
 
 class UploadQueue:
@@ -61,32 +63,49 @@ class UploadQueue:
         self._native: _native.Uploads | None = None
         self._events: list[Event] = []  # of the pieces
 
-    def from_ram(self, into: SlabLease, source: Lease) -> Event:
+    def from_ram(self, into: SlabLease, source: Lease, encoded: SlabLease | None = None) -> Event:
         """Start copying weights from their home. Nobody may change them until `synchronize`. Returns the event behind
-        the copy."""
-        ready = self._accelerator.copy(into.memory, source.tensor()[: into.nbytes], on=self._stream, after=into.after)
+        the copies.
+
+        Args:
+            encoded: memory for what of the home is encoded, which is its end; the rest goes to the slot.
+        """
+        home = source.tensor()
+        plain = into.nbytes if encoded is None else home.numel() - encoded.nbytes
+        pairs = [(into.memory[:plain], home[:plain], into.after)]
+        if encoded is not None:
+            pairs.append((encoded.memory, home[plain:], encoded.after))
+        for target, values, after in pairs:
+            if target.numel():
+                ready = self._accelerator.copy(target, values, on=self._stream, after=after)
         self._forget_reached()
         self._reading.append(ready)
         return ready
 
-    def from_store(self, into: SlabLease, ranges: Sequence[StoredRange], store: SwapStore) -> tuple[Transfer, Event]:
+    def from_store(
+        self, into: SlabLease, ranges: Sequence[StoredRange], store: SwapStore, encoded: SlabLease | None = None
+    ) -> tuple[Transfer, Event]:
         """Start reading weights, and copying what is read.
+
+        Args:
+            encoded: memory for the ranges that are encoded.
 
         Returns:
             A transfer, and an event that streams may wait for once the transfer is done. The transfer raises as
             SwapStore.read; when it fails no copy into the slot is under way.
         """
         ready = self._accelerator.event()
-        address = into.memory.data_ptr()
+        leases = [into] if encoded is None else [into, encoded]
         parts = []
         for each in ranges:
+            address = leases[each.encoded].memory.data_ptr()
             file, offset = store.place(each.extent, each.copy)
             after = None if each.written is None else each.written.future
             parts.append(_native.UploadPart(file, offset, each.nbytes, address + each.begin, after=after))
         future = self._open().upload(
             parts,
             stream=self._accelerator.handle(self._stream),
-            waits=[self._accelerator.handle(event) for event in into.after],
+            waits=[self._accelerator.handle(event) for lease in leases for event in lease.after],
             ready=self._accelerator.handle(ready),
         )
         return store.transfer(future, ranges[0].extent), ready

@@ -196,6 +196,10 @@ class Room:
         for slot in [slot for slot in self._viewed if not slot.outstanding()]:
             self._viewed.remove(slot)
             self._slots.free(slot)
+        if self._slots.waits(unit.homes.weights):
+            if distance is not None:
+                return False
+            self.finish_fetches()
         while True:
             fits = not self._slots.agreed or self._fits(unit)
             weights, under_way = unit.homes.weights, unit.weights_under_way()

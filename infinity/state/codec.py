@@ -1,0 +1,106 @@
+"""The encoded form of a weight that rests in 4 or 8 bits, and the way there and back (csrc/codec).
+
+| codec | bits of a weight | form |
+|---|---|---|
+| nf4 | 4.13 | bitsandbytes' NF4: blocks of 64, scales in 8 bits (nested) |
+| nf4_fp32 | 4.5 | the same with fp32 scales; only as a checkpoint has it |
+| int8 | 8.25 | infinity's own: linear, blocks of 64 with bf16 scales |
+| int8_rows | 8 | bitsandbytes' LLM.int8: a scale for each row; only as a checkpoint has it |
+
+Source: NF4 and nested scales: Dettmers et al., QLoRA (arXiv 2305.14314), §3; their bits: bitsandbytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+from infinity import _native
+from infinity.errors import ModelError
+from infinity.state.dtypes import native_name
+
+Codec = Literal["nf4", "nf4_fp32", "int8", "int8_rows"]
+BLOCK_NUMEL = 64
+"""Elements that share a scale."""
+NESTED_BLOCKS = 256
+"""Scales that share a nested one."""
+
+
+def row_numel(shape: torch.Size) -> int:
+    """Elements of a row, which has one scale in int8_rows."""
+    return int(shape[-1])
+
+
+def encoded_bytes(codec: Codec, shape: torch.Size) -> int:
+    """Bytes of the encoded form of a parameter."""
+    return _native.encoded_weight_bytes(codec, shape.numel(), row_numel(shape))
+
+
+def parts_of(codec: Codec, shape: torch.Size) -> dict[str, tuple[int, int]]:
+    """The parts of the encoded form: (begin, bytes) of each."""
+    return _native.weight_parts(codec, shape.numel(), row_numel(shape))
+
+
+def encoded_ranges(codec: Codec, shapes: Mapping[str, torch.Size]) -> dict[str, tuple[int, int]]:
+    """Bytes [begin, end) of each of several encoded parameters, one behind the other in this order."""
+    ranges, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + encoded_bytes(codec, shape)
+        ranges[name] = begin, end
+    return ranges
+
+
+def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool: _native.ThreadPool) -> None:
+    """Encode a parameter.
+
+    Args:
+        value: flat, contiguous, on the CPU; fp32, bf16 or fp16.
+        into: encoded_bytes.
+
+    Raises:
+        ModelError: it has Inf or NaN, which no code stands for; or the codec is one that only checkpoints have.
+    """
+    if codec not in ("nf4", "int8"):
+        raise ModelError(f"'{name}': {codec} is a form that only checkpoints have; set frozen: nf4 or int8")
+    into[:] = bytes(len(into))
+    parts = {
+        part: into[begin : begin + nbytes]
+        for part, (begin, nbytes) in _native.weight_parts(codec, value.numel()).items()
+    }
+    scales = torch.empty(len(parts["scales"])) if codec == "nf4" else None  # a byte for each
+    try:
+        _native.encode_weights(
+            value.view(torch.uint8).numpy(),
+            native_name(value.dtype),
+            "nf4_fp32" if codec == "nf4" else codec,
+            parts["codes"],
+            parts["scales"] if scales is None else scales.numpy(),
+            pool,
+        )
+    except ValueError as error:
+        raise ModelError(
+            f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or mend the checkpoint."
+        ) from None
+    if scales is not None:
+        offset = scales.mean()  # as bitsandbytes takes it, whose bits these are
+        torch.frombuffer(parts["offset"], dtype=torch.float32).copy_(offset)
+        _native.nest_scales(scales.numpy(), float(offset), parts["scales"], parts["nested_scales"])
+
+
+def decode(
+    data: torch.Tensor, codec: Codec, shape: torch.Size, dtype: torch.dtype, pool: _native.ThreadPool | None = None
+) -> torch.Tensor:
+    """The values of a parameter, [*shape]. Args: data: uint8, encoded_bytes."""
+    value = torch.empty(shape, dtype=dtype)
+    _native.decode_weights(
+        data.numpy(),
+        codec,
+        value.numel(),
+        row_numel(shape),
+        value.reshape(-1).view(torch.uint8).numpy(),
+        native_name(dtype),
+        pool or _native.ThreadPool(1),
+    )
+    return value

@@ -1,0 +1,181 @@
+"""Encoded weights on their way to a slot: in host memory by the native decoder, on a device by its own kernels.
+
+[Note: decoding] At home the weights of a group with a codec are smaller than in a slot (state/codec.py). A fetch reads
+them into memory of their own (`landing`), which is given back once they are decoded into the slot. What rests in RAM is
+decoded from there. On a device the small form crosses the bus, and is decoded there, on the stream that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import torch
+
+from infinity import _native
+from infinity.io.arena import PinnedArena, Space
+from infinity.plan.plan import Plan
+from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, parts_of, row_numel
+from infinity.state.dtypes import native_name
+from infinity.state.unit import Group, ParameterSpec
+from infinity.tiers.home import WeightsHome
+
+_DEVICE_NUMEL = 1 << 24  # decoded at once: torch's kernels need memory for fp32 values and indices
+
+
+class Decoding:
+    """For slots in host memory.
+
+    Attributes:
+        landing: memory for what is read from NVMe.
+    """
+
+    def __init__(self, landing: Space, pool: _native.ThreadPool) -> None:
+        self.landing = landing
+        self._decoder = _native.WeightDecoder(pool)
+
+    def start(
+        self, home: WeightsHome, data: memoryview, slot: memoryview, after: Sequence[_native.IOFuture]
+    ) -> _native.IOFuture:
+        """Start decoding, once all of `after` is done.
+
+        Args:
+            data: the encoded groups, one behind the other.
+        """
+        parts: list[_native.DecodePart] = []
+        begin = 0
+        for group, kept in home.encoded():
+            parts += _parts(group, data[begin : begin + kept.nbytes], slot[group.weight_offset :])
+            begin += kept.nbytes
+        return self._decoder.decode(parts, after)
+
+    def close(self) -> None:
+        self._decoder.close()
+
+
+def _parts(group: Group, data: memoryview, slot: memoryview) -> Iterator[_native.DecodePart]:
+    for spec, begin, end in _specs(group):
+        at = spec.offset * group.dtype.itemsize
+        into = slot[at : at + spec.numel * group.dtype.itemsize]
+        codec, dtype = _codec(group), native_name(group.dtype)
+        yield _native.DecodePart(data[begin:end], codec, spec.numel, row_numel(spec.shape), into, dtype)
+
+
+def _specs(group: Group) -> Iterator[tuple[ParameterSpec, int, int]]:
+    """With the bytes of each encoded parameter, of those that have elements."""
+    for spec in group.specs:
+        begin, end = group.encoded[spec.name]
+        if spec.numel:
+            yield spec, begin, end
+
+
+def _codec(group: Group) -> _native.WeightCodec:
+    if group.codec is None:
+        raise AssertionError("weights without a codec are not decoded")
+    return group.codec
+
+
+def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> Decoding | None:
+    """None where nothing is decoded in host memory."""
+    budgets = plan.budgets
+    if not (budgets.decodes and budgets.limits.in_place):
+        return None
+    nbytes = budgets.upload_bytes
+    landing = arena.lease(nbytes, "encoded weights").space() if nbytes else Space(arena.memory, 0, 0)
+    return Decoding(landing, pool)
+
+
+# -- on a device -------------------------------------------------------------------------------------------------------
+
+
+def decode_on_device(home: WeightsHome, data: torch.Tensor, slot: torch.Tensor) -> None:
+    """Queue kernels that decode the weights, on the current stream.
+
+    Args:
+        data: uint8, the encoded groups, one behind the other, on the device.
+        slot: uint8 [slot_bytes], on the device.
+    """
+    begin = 0
+    for group, kept in home.encoded():
+        flat = slot[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)
+        for spec, first, last in _specs(group):
+            encoded = data[begin + first : begin + last]
+            _decode(encoded, _codec(group), spec.shape, flat[spec.offset : spec.offset + spec.numel])
+        begin += kept.nbytes
+
+
+def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, out: torch.Tensor) -> None:
+    """The bits of the native decoder: products in fp32, rounded to the nearest of the dtype, ties to even."""
+    parts = {name: data[begin : begin + nbytes] for name, (begin, nbytes) in parts_of(codec, shape).items()}
+    if codec == "int8_rows":
+        codes = parts["codes"].view(torch.int8).view(-1, row_numel(shape))
+        rows = max(_DEVICE_NUMEL // codes.shape[1], 1)
+        scales = parts["scales"].view(torch.float32)[:, None]
+        for at in range(0, codes.shape[0], rows):
+            part = codes[at : at + rows].float() * scales[at : at + rows] * ROW_FACTOR
+            out.view(codes.shape)[at : at + rows] = part
+        return
+    scales = _scales(parts, codec)
+    for at in range(0, out.numel(), _DEVICE_NUMEL):
+        count = min(_DEVICE_NUMEL, out.numel() - at)
+        of_blocks = scales[at // BLOCK_NUMEL : -(-(at + count) // BLOCK_NUMEL)]
+        values = _values(parts["codes"], codec, at, count)
+        whole = count // BLOCK_NUMEL * BLOCK_NUMEL
+        into = out[at : at + count]
+        blocks = values[:whole].view(-1, BLOCK_NUMEL)
+        into[:whole] = (blocks * of_blocks[: len(blocks), None]).view(-1)
+        if whole < count:
+            into[whole:] = values[whole:] * of_blocks[-1]
+
+
+ROW_FACTOR = 7.874015718698502e-3
+"""1 / 127, as bitsandbytes has it."""
+
+
+def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec) -> torch.Tensor:
+    """fp32, one for each block."""
+    if codec == "int8":
+        return parts["scales"].view(torch.bfloat16).float()
+    if codec == "nf4_fp32":
+        return parts["scales"].view(torch.float32)
+    nested = parts["nested_scales"].view(torch.float32)
+    table = scale_map().to(nested.device)
+    of_groups = nested.repeat_interleave(NESTED_BLOCKS)[: parts["scales"].numel()]
+    return table[parts["scales"].int()] * of_groups + parts["offset"].view(torch.float32)
+
+
+def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int) -> torch.Tensor:
+    """fp32: what the codes of elements [at, at + count) stand for; `at` is even."""
+    if codec == "int8":
+        return codes[at : at + count].view(torch.int8).float()
+    packed = codes[at // 2 : -(-(at + count) // 2)]
+    indices = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count]
+    return value_map().to(codes.device)[indices.int()]
+
+
+@cache
+def value_map() -> torch.Tensor:
+    """fp32 [16]: the values of NF4, from the native core."""
+    data = torch.zeros(_native.encoded_weight_bytes("nf4_fp32", 16), dtype=torch.uint8)
+    data[:8] = torch.arange(8, dtype=torch.uint8) * 34 + 1  # two codes in a byte: 0x01, 0x23, …
+    begin, nbytes = _native.weight_parts("nf4_fp32", 16)["scales"]
+    data[begin : begin + nbytes].view(torch.float32)[:] = 1.0
+    return _decoded(data, "nf4_fp32", 16)
+
+
+@cache
+def scale_map() -> torch.Tensor:
+    """fp32 [256]: what the codes of nested scales stand for, from the native core."""
+    numel = 256 * BLOCK_NUMEL
+    data = torch.zeros(_native.encoded_weight_bytes("nf4", numel), dtype=torch.uint8)
+    parts = {name: data[begin : begin + n] for name, (begin, n) in _native.weight_parts("nf4", numel).items()}
+    parts["codes"].fill_(0xFF)  # each element is 1
+    parts["scales"][:] = torch.arange(256, dtype=torch.uint8)
+    parts["nested_scales"].view(torch.float32)[:] = 1.0
+    return _decoded(data, "nf4", numel)[::BLOCK_NUMEL].clone()
+
+
+def _decoded(data: torch.Tensor, codec: _native.WeightCodec, numel: int) -> torch.Tensor:
+    values = torch.empty(numel)
+    _native.decode_weights(data.numpy(), codec, numel, 0, values.numpy(), "fp32", _native.ThreadPool(1))
+    return values
