@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The bytes that a step of LoRA moves per parameter of its base, which rests on NVMe in bf16 and is frozen.
+"""The bytes that a step of LoRA moves per parameter of its base, which rests on NVMe and is frozen.
 
     python bench/lora_bytes.py --json build/lora.json
+    python bench/lora_bytes.py --frozen nf4 --json build/lora-nf4.json      # the base in 4 bits, or int8
     python bench/lora_bytes.py --layers 12 --hidden 256      # a small model, to try the script itself
 
-The base is read once for the forward and once for the backward, which recomputes: 4 bytes per parameter, less what
-stays on the device between the two; and it is never written. Adapters are read and written with their optimizer states.
+The base is read once for the forward and once for the backward, which recomputes: 4 bytes per parameter in bf16, less
+what stays on the device between the two; and it is never written. Adapters are read and written with their optimizer states.
 The bytes are those that infinity counts at the disk, of the last step.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +40,20 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     base.bfloat16().save_pretrained(directory / "base")
     nbytes = sum(parameter.nbytes for parameter in base.parameters())
     del base
-    config = {
+    config: dict[str, Any] = {
+        "frozen": args.frozen,
         "weights": "nvme",
         "optimizer": "nvme",
         "activations": "recompute",
-        "memory": {"device": nbytes * 3 // 8},
+        "memory": {"device": int(nbytes * args.device)},
         "nvme": {"paths": [str(directory / "swap")]},
         "commit_every": 0,
     }
     model: Any = infinity.load_pretrained(directory / "base", config, defer=True)
     model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    began = time.monotonic()
     infinity.offload(model, config)
+    loaded_s = time.monotonic() - began
     optim = infinity.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
     ids = torch.randint(0, 8 * args.hidden, (1, args.tokens))
     counted: list[tuple[int, int]] = []
@@ -64,6 +69,8 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     frozen = layout.numel - layout.trainable_numel
     read, written = (after - before for before, after in zip(counted[-2], counted[-1], strict=True))
     trained = [group for unit in layout.units for group in unit.groups if group.group.trainable]
+    encoded = [group for unit in layout.units for group in unit.groups if group.group.codec]
+    encoded_numel = sum(spec.numel for group in encoded for spec in group.group.specs)
     of_adapters = sum(state.nbytes for group in trained for state in (group.weight, *group.states.values()))
     return {
         "frozen_parameters": frozen,
@@ -71,6 +78,9 @@ def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "read_bytes_per_parameter": read / frozen,
         "written_bytes_per_parameter": written / frozen,
         "adapters_and_states_per_parameter": of_adapters / frozen,
+        "encoded_parameters": encoded_numel,
+        "encoded_bytes_per_parameter": layout.encoded_bytes / encoded_numel if encoded_numel else None,
+        "loaded_s": loaded_s,
     }
 
 
@@ -80,6 +90,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--frozen", choices=("bf16", "int8", "nf4"), default="bf16")
+    parser.add_argument("--device", type=float, default=0.375, help="memory.device, of the bytes of the base in bf16")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--swap-dir", type=Path, default=BENCH_DIR.parent / "build" / "bench-swap")
@@ -93,6 +105,11 @@ def main() -> None:
         f"written per frozen parameter and step; the adapters with their states are "
         f"{result['adapters_and_states_per_parameter']:.2f} B of that"
     )
+    if result["encoded_parameters"]:
+        print(
+            f"{result['encoded_parameters'] / 1e6:.0f} M of them rest as {args.frozen}: twice "
+            f"{result['encoded_bytes_per_parameter']:.4f} B; encoded and written in {result['loaded_s']:.1f} s"
+        )
     if args.json:
         facts = {"machine": machine_facts(args.swap_dir), "options": vars(args) | {"json": None, "swap_dir": None}}
         write_result(args.json, facts | result, {BENCH_DIR.parent: "CHECKOUT"})

@@ -120,6 +120,7 @@ KEYS: dict[str, object] = {
     "pins": 0,
     "master": "split16",
     "moments": "fp32",
+    "frozen": "auto",
 }
 OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",

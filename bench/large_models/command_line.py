@@ -32,6 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--gradients", choices=("auto", "host"), default="auto", help="auto: to NVMe where memory.host cannot hold them"
     )
     add("--overlap", choices=("auto", "during_backward", "before_forward", "off"), default="auto")
+    add("--lora", type=int, default=0, help="train adapters of this rank; the model is frozen")
+    add("--frozen", choices=("auto", "bf16", "int8", "nf4"), default="auto", help="how frozen weights rest")
     add("--scratch", type=Path, default=CHECKOUT / "build" / "large-model", help="checkpoint, swap files and output")
     add("--keep", action="store_true", help="leave the checkpoint there, and use one that was left")
     add("--json", type=Path, help="write everything measured to this file")
@@ -47,6 +49,8 @@ def training_of(options: argparse.Namespace, parameters: float, limit_bytes: int
         options.optimizer,
         options.gradients,
         options.overlap,
+        options.lora,
+        options.frozen,
     )
 
 

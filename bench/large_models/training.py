@@ -41,7 +41,8 @@ class Training:
     Attributes:
         parameters: at least; see `shape_of`.
         limit_bytes: of the control group, everything included.
-        optimizer, gradients, overlap: of the swap config; weights are on NVMe.
+        optimizer, gradients, overlap, frozen: of the swap config; weights are on NVMe.
+        lora: rank of the adapters that are trained; 0: the model is.
     """
 
     parameters: float
@@ -52,6 +53,8 @@ class Training:
     optimizer: str
     gradients: str
     overlap: str
+    lora: int = 0
+    frozen: str = "auto"
 
     @property
     def workload(self) -> Workload:
@@ -99,6 +102,7 @@ def swap_config(training: Training, swap: Path) -> dict[str, Any]:
         "gradients": training.gradients,
         "activations": "recompute",
         "overlap": training.overlap,
+        "frozen": training.frozen,
         "memory": {"device": device, "host": host},
         "nvme": {"paths": [str(swap)]},
         "commit_every": 0,
@@ -153,6 +157,7 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
         "batch-size": training.batch,
         "lr": 1e-4,
         "schedule": "constant",
+        **({"lora": training.lora, "lora-targets": "all-linear"} if training.lora else {}),
     }
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     return [sys.executable, "-m", "infinity.cli.main", "finetune", "--verbose", *given]

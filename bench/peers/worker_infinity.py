@@ -34,7 +34,7 @@ def setup(job: Job) -> Contender:
     model = infinity.offload(work.build_model(), config, accumulation_steps=passes if work.micro_batches > 1 else None)
     batches = work.build_batches()
     optim = infinity.AdamW(
-        model.parameters(),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=work.lr,
         betas=work.betas,
         eps=work.eps,

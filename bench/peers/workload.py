@@ -22,6 +22,7 @@ class Workload:
         batch, tokens: the shape of a synthetic batch; every step uses the same ones.
         micro_batches: batches of a step, whose gradients add up.
         dtype: of the weights, as torch calls it.
+        lora: rank of the adapters that are trained on a frozen model; 0: the model is trained.
         recompute: every contender recomputes activations in its backward, layer by layer.
         seed: of the weights and of the batch.
         lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping; None: gradients are not clipped.
@@ -37,6 +38,7 @@ class Workload:
     micro_batches: int = 1
     dtype: str = "bfloat16"
     recompute: bool = False
+    lora: int = 0
     kv_heads: int = 0
     tied: bool = False
     seed: int = 1234
@@ -75,7 +77,8 @@ class Workload:
         )
 
     def build_model(self) -> nn.Module:
-        """A randomly initialised LlamaForCausalLM of this dtype in training mode."""
+        """A randomly initialised LlamaForCausalLM of this dtype in training mode, with adapters where they are asked
+        for."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -83,6 +86,11 @@ class Workload:
         model = LlamaForCausalLM._from_config(self.llama_config(), dtype=getattr(torch, self.dtype)).train()
         if self.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=self.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+            model.to(getattr(torch, self.dtype))
         return model
 
     def build_batch(self) -> torch.Tensor:

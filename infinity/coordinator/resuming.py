@@ -53,9 +53,9 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
     expected = facts_of(resources)
     if manifest.facts != expected:
         differ = ", ".join(
-            f"{key} is {manifest.facts.get(key)!r} there and {value!r} here"
-            for key, value in expected.items()
-            if manifest.facts.get(key) != value
+            f"{key} is {manifest.facts.get(key)!r} there and {expected.get(key)!r} here"
+            for key in dict.fromkeys((*expected, *manifest.facts))
+            if manifest.facts.get(key) != expected.get(key)
         )
         raise ResumeError(
             f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "

@@ -349,10 +349,12 @@ class Commits:
 def facts_of(resources: Resources) -> dict[str, Any]:
     """What a store's states are, which a run that resumes it must agree on."""
     groups = [states for unit in resources.units for states in unit.states.values()]
+    codecs = sorted({str(group.codec) for unit in resources.units for group, _ in unit.weights.encoded()})
     return {
         "master": sorted({states.master for states in groups}),
         "moments": sorted({states.moments for states in groups}),
         "stored": list(resources.plan.placement.form.stored),
+        **({"frozen": codecs} if codecs else {}),
         **_rank_of(resources),
     }
 

@@ -59,6 +59,7 @@ class Setup:
     loader: bool = False
     pins: int = 0
     overlap: Literal["auto", "during_backward"] = "auto"
+    frozen: Literal["auto", "int8", "nf4"] = "auto"
 
     def directories(self, root: Path) -> list[Path]:
         return [root / "disk" / f"swap{index}" for index in range(self.paths)]
@@ -75,13 +76,14 @@ class Setup:
             "commit_every": self.commit_every,
             "keep": self.keep,
             "pins": self.pins,
+            "frozen": self.frozen,
         }
 
     def __str__(self) -> str:
         disks = f" on {self.paths} paths" if self.paths > 1 else ""
         return (
             f"weights {self.weights}, optimizer {self.optimizer}, {self.engine}{disks}, commit_every "
-            f"{self.commit_every}, keep {self.keep}, overlap {self.overlap}"
+            f"{self.commit_every}, keep {self.keep}, overlap {self.overlap}, frozen {self.frozen}"
         )
 
 

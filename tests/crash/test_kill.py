@@ -28,7 +28,8 @@ SETUPS = [
     Setup(weights="host", optimizer="host", commit_every=2, overlap="during_backward"),
     Setup(weights="host", engine="threads"),
     Setup(optimizer="host", keep=2, overlap="during_backward"),
-    Setup(engine="threads", commit_every=2),
+    Setup(engine="threads", commit_every=2, frozen="nf4"),
+    Setup(optimizer="host", frozen="int8"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 
 import infinity
 from infinity import _native
+from infinity.checkpoint.generation import newest_whole, opened
 from infinity.coordinator import registry
-from infinity.errors import ModelError, PlanError
+from infinity.errors import ModelError, PlanError, ResumeError, SwapCorruptionError, SwapIOError
 from infinity.state.codec import decode as decoded_values
 from infinity.state.codec import encode, encoded_bytes
 from infinity.state.frozen import codecs_of
@@ -163,3 +165,87 @@ def test_on_the_cpu_weights_on_the_device_are_not_decoded(offload: Offload) -> N
     ours = with_adapters(llama()[0])
     with pytest.raises(PlanError, match="weights: host or auto, or frozen: bf16"):
         offload(ours, frozen="nf4", weights="device", optimizer="host")
+
+
+def begun(config: dict[str, Any], seed: int = 5) -> Any:
+    torch.manual_seed(seed)
+    return with_adapters(llama()[0].to(torch.bfloat16))
+
+
+def optimizer_of(model: Any) -> infinity.AdamW:
+    return infinity.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
+    codec: Any, tier: str, swap_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = swap_config(tier, frozen=codec, commit_every=1)
+    batch = llama()[1]
+    first = infinity.offload(begun(config), config)
+    optimizer = optimizer_of(first)
+    trained(first, batch, optimizer)
+    infinity.close(first)
+    there = infinity.resume(begun(config, seed=6), config)  # whose own values do not matter
+    went_on = trained(there, batch, optimizer_of(there))
+    ends = weights_of(there)
+    infinity.close(there)
+    whole = infinity.offload(begun(config), config | {"nvme": {"paths": [str(tmp_path / "whole")]}})
+    optimizer = optimizer_of(whole)
+    trained(whole, batch, optimizer)
+    assert trained(whole, batch, optimizer) == went_on
+    assert all(torch.equal(value, ends[name]) for name, value in weights_of(whole).items())
+    infinity.close(whole)
+
+
+@pytest.mark.parametrize("other", ["bf16", "int8"])
+def test_a_run_is_not_resumed_with_another_form(other: str, swap_config: Callable[..., dict[str, Any]]) -> None:
+    config = swap_config(frozen="nf4", commit_every=1)
+    first = infinity.offload(begun(config), config)
+    trained(first, llama()[1], optimizer_of(first))
+    infinity.close(first)
+    with pytest.raises(ResumeError, match="Resume with those it was made with"):
+        infinity.resume(begun(config), config | {"frozen": other})
+
+
+def test_what_reads_a_generation_finds_the_decoded_values(
+    swap_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    config = swap_config(frozen="nf4", commit_every=1)
+    model = infinity.offload(begun(config), config)
+    trained(model, llama()[1], optimizer_of(model))
+    expected = weights_of(model)
+    infinity.close(model)
+    with opened([Path(config["nvme"]["paths"][0])]) as stores:
+        generation = newest_whole(stores)
+        found: dict[str, torch.Tensor] = {}
+        for unit in generation.units:
+            found |= generation.weights(unit)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+            assert torch.equal(generation.weight(name), value), name
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("kind", ["flip", "error"])
+def test_a_disk_that_fails_or_lies_about_encoded_weights_is_named(codec: Any, kind: Any, offload: Offload) -> None:
+    batch = llama()[1]
+    plain = offload(begun({}), frozen=codec, memory=TIGHT)
+    unit = registry.coordinator_of(plain).units[2]
+    home = next(home for _, home in unit.homes.weights.encoded())
+    begin = home.stored().offset
+    infinity.close(plain)
+    fault = _native.Fault(0, kind, 5 if kind == "error" else 0, operation="read", begin=begin, end=begin + home.nbytes)
+    model = offload(begun({}), frozen=codec, memory=TIGHT, faults=[fault])
+    optimizer = optimizer_of(model)
+    expected = {"flip": SwapCorruptionError, "error": SwapIOError}[kind]
+    with pytest.raises(expected, match=unit.name):
+        trained(model, batch, optimizer)
+    optimizer.zero_grad()
+    assert len(trained(model, batch, optimizer)) == STEPS  # the disk answers again
+    require_no_leaks(model)
+
+
+TIGHT = {"device": "700KiB", "host": "512MiB"}

@@ -56,6 +56,9 @@ class Pool:
         del self.slots[id(slot)]
         self.free_pages += slot.tensor.numel() // PAGE_BYTES
 
+    def waits(self, home: WeightsHome) -> bool:
+        return False
+
     def counts(self, home: WeightsHome) -> bool:
         return home.lease is None or not self.at_home
 
