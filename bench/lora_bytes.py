@@ -6,8 +6,8 @@
     python bench/lora_bytes.py --layers 12 --hidden 256      # a small model, to try the script itself
 
 The base is read once for the forward and once for the backward, which recomputes: 4 bytes per parameter in bf16, less
-what stays on the device between the two; and it is never written. Adapters are read and written with their optimizer states.
-The bytes are those that infinity counts at the disk, of the last step.
+what stays on the device between the two; and it is never written. Adapters are read and written with their optimizer
+states. The bytes are those that infinity counts at the disk, of the last step.
 """
 
 from __future__ import annotations

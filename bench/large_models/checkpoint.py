@@ -12,6 +12,7 @@ import torch
 from peers.workload import Workload
 
 from infinity.checkpoint.save import Tensors, write_configs, write_weights
+from infinity.checkpoint.shards import Piece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -65,12 +66,12 @@ def make_checkpoint(work: Workload, directory: Path) -> None:
     def meta() -> Iterator[Tensors]:
         yield {name: parameter.detach() for name, parameter in parameters.items()}
 
-    def values() -> Iterator[Tensors]:
+    def values() -> Iterator[list[Piece]]:
         for name, parameter in parameters.items():
             value = torch.ones(parameter.shape, dtype=torch.bfloat16)  # of the norms
             if parameter.dim() > 1:
                 value.normal_(0.0, model.config.initializer_range, generator=generator)
-            yield {name: value}
+            yield [(name, 0, value)]
 
     write_weights(checkpoint, meta, values, sum(each.numel() for each in parameters.values()), _SHARD)
     write_configs(model, checkpoint)

@@ -32,6 +32,8 @@ _LAYER_BYTES = 40
 """Activations of the layer that is recomputed, per token and element of the hidden state."""
 _DISK_BYTES = 20
 """Per parameter: checkpoint 2, weights and states 12, spilled gradients 2, output 2, and some room."""
+_FROZEN_DISK_BYTES = 5
+"""The same where only adapters are trained: checkpoint 2, weights 2."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def train(training: Training, scratch: Path, *, keep: bool) -> dict[str, Any]:
     """
     work = training.workload
     scratch.mkdir(parents=True, exist_ok=True)
-    with _checkpoint(work, scratch, keep=keep) as made, _removed(scratch / f"run-{os.getpid()}") as run:
+    with _checkpoint(training, scratch, keep=keep) as made, _removed(scratch / f"run-{os.getpid()}") as run:
         (run / "swap.json").write_text(json.dumps(swap_config(training, run / "swap")))
         began = time.monotonic()
         with (run / "log").open("w") as log:
@@ -155,7 +157,7 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
         "steps": training.steps,
         "sequence-length": training.tokens,
         "batch-size": training.batch,
-        "lr": 1e-4,
+        "lr": 1e-3 if training.lora else 1e-4,
         "schedule": "constant",
         **({"lora": training.lora, "lora-targets": "all-linear"} if training.lora else {}),
     }
@@ -164,10 +166,11 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
 
 
 @contextmanager
-def _checkpoint(work: Workload, scratch: Path, *, keep: bool) -> Iterator[Path]:
+def _checkpoint(training: Training, scratch: Path, *, keep: bool) -> Iterator[Path]:
     """The directory with the checkpoint and the text; one that was kept is used again."""
+    work = training.workload
     directory = scratch / f"input-{work.numel / 1e6:.0f}M"
-    _require_disk(work, scratch)
+    _require_disk(training, scratch)
     if not directory.exists():
         print(f"making a checkpoint of {work.numel / 1e9:.2f} B parameters", flush=True)
         make_checkpoint(work, directory)
@@ -188,8 +191,10 @@ def _removed(directory: Path) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _require_disk(work: Workload, scratch: Path) -> None:
-    needed, free = _DISK_BYTES * work.numel, shutil.disk_usage(scratch).free
+def _require_disk(training: Training, scratch: Path) -> None:
+    work = training.workload
+    needed = (_FROZEN_DISK_BYTES if training.lora else _DISK_BYTES) * work.numel
+    free = shutil.disk_usage(scratch).free
     if needed > free:
         raise OSError(
             f"{scratch} has {free / 1e9:.1f} GB free; {work.numel / 1e9:.2f} B parameters need about "
