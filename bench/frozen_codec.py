@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Weights to 4 and 8 bits and back to bf16, on the processor: infinity, its peers and a plain copy, in turns.
+
+    python bench/frozen_codec.py --json build/frozen-codec.json        # 64 Mi parameters, one thread and two
+
+| contender | what it is |
+|---|---|
+| copy | a copy that writes as much as a decoder: 2 bytes for each parameter |
+| infinity | `_native.encode_weights`, `nest_scales` and `decode_weights` |
+| bitsandbytes | `quantize_4bit` and `dequantize_4bit`, NF4, blocks of 64; nested: `compress_statistics` |
+| torchao | `to_nf4` and `get_original_weight`, blocks of 64, always nested |
+
+Peers that are not installed are left out: `pip install bitsandbytes==0.50.2 torchao` in the environment that runs this,
+or `bench/peers/setup.sh` and then `.venv-peers/bin/python` with infinity in it. A peer allocates what it returns; it is
+measured as it is called. Every round runs all of them, in an order that turns; `/ copy` is the median of the ratios of
+rates within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from peers.report import format_table, machine_facts, write_result
+
+_CHECKOUT = Path(__file__).resolve().parent.parent
+_COPY = "copy of as many bytes"
+Rows = dict[str, Callable[[], object]]
+
+
+def own_rows(values: Any, out: Any, threads: int) -> Rows:
+    """Of infinity, and the copy."""
+    import torch
+
+    from infinity import _native
+
+    pool, numel = _native.ThreadPool(threads), values.numel()
+    source, target = values.view(torch.uint8).numpy(), out.view(torch.uint8).numpy()
+    rows: Rows = {_COPY: lambda: out.copy_(values)}
+    parts: dict[str, dict[str, Any]] = {}
+
+    def encode(codec: str) -> None:
+        plain = "nf4_fp32" if codec == "nf4" else codec
+        _native.encode_weights(source, "bf16", plain, parts[plain]["codes"], parts[plain]["scales"], pool)
+        if codec == "nf4":
+            scales = torch.from_numpy(parts[plain]["scales"]).view(torch.float32)
+            offset, to = float(scales.mean()), parts["nf4"]
+            torch.from_numpy(to["offset"]).view(torch.float32)[0] = offset
+            _native.nest_scales(scales.numpy(), offset, to["scales"], to["nested_scales"])
+
+    for codec in ("nf4_fp32", "nf4", "int8"):
+        data = torch.zeros(_native.encoded_weight_bytes(codec, numel), dtype=torch.uint8).numpy()
+        parts[codec] = {name: data[at : at + n] for name, (at, n) in _native.weight_parts(codec, numel).items()}
+        encode(codec)
+        rows[f"decode {codec}: infinity"] = lambda codec=codec, data=data: _native.decode_weights(
+            data, codec, numel, 0, target, "bf16", pool
+        )
+        rows[f"encode {codec}: infinity"] = lambda codec=codec: encode(codec)
+    parts["nf4"]["codes"][:] = parts["nf4_fp32"]["codes"]
+    return rows
+
+
+def rows_of_bitsandbytes(values: Any) -> Rows:
+    from bitsandbytes import functional
+
+    rows: Rows = {}
+    for codec, nested in (("nf4_fp32", False), ("nf4", True)):
+        options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": nested}
+        packed, state = functional.quantize_4bit(values, **options)
+        rows[f"decode {codec}: bitsandbytes"] = lambda packed=packed, state=state: functional.dequantize_4bit(
+            packed, state
+        )
+        rows[f"encode {codec}: bitsandbytes"] = lambda options=options: functional.quantize_4bit(values, **options)
+    return rows
+
+
+def rows_of_torchao(values: Any) -> Rows:
+    try:
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+    except ImportError:
+        from torchao.dtypes.nf4tensor import to_nf4  # before 0.18
+
+    square = values.view(4096, -1)
+    kept = to_nf4(square, 64, 256)
+    return {
+        "decode nf4: torchao": lambda: kept.get_original_weight(),
+        "encode nf4: torchao": lambda: to_nf4(square, 64, 256),
+    }
+
+
+def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
+    """In a process of its own, whose OpenMP has as many threads.
+
+    Returns:
+        `seconds` of each round by row, and `missing`: why a peer has none.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1 << 20, generator=generator).mul_(0.02).bfloat16().repeat(numel >> 20)
+    rows, missing = own_rows(values, torch.zeros_like(values), threads), {}
+    for peer, make in {"bitsandbytes": rows_of_bitsandbytes, "torchao": rows_of_torchao}.items():
+        try:
+            rows |= make(values)
+        except ImportError as error:
+            missing[peer] = str(error)
+    seconds: dict[str, list[float]] = {row: [] for row in rows}
+    for row in rows.values():
+        row()
+    for number in range(rounds):
+        for row in list(rows) if number % 2 == 0 else list(rows)[::-1]:
+            began = time.perf_counter()
+            rows[row]()
+            seconds[row].append(time.perf_counter() - began)
+    return {"seconds": seconds, "missing": missing}
+
+
+def summarise(numel: int, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """By row: parameters per second, and the rate as a share of the copy's."""
+    return {
+        row: {
+            "parameters_per_s": numel / statistics.median(each),
+            "to_copy": statistics.median(copy / own for copy, own in zip(seconds[_COPY], each, strict=True)),
+        }
+        for row, each in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--numel", type=int, default=64 << 20, help="parameters, a multiple of 1 Mi (default 64 Mi)")
+    add("--threads", type=int, nargs="+", default=[1, 2])
+    add("--rounds", type=int, default=9)
+    add("--json", type=Path, help="write everything measured to this file")
+    add("--turn", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.turn:
+        print(json.dumps(measure(args.numel, args.turn, args.rounds)))
+        return
+    from infinity import _native
+
+    result: dict[str, Any] = {"machine": machine_facts(_CHECKOUT), "isa": _native.select_isa(), "numel": args.numel}
+    for threads in args.threads:
+        command = [sys.executable, __file__, "--numel", str(args.numel), "--rounds", str(args.rounds)]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        run = subprocess.run(
+            [*command, "--turn", str(threads)], check=True, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        found = json.loads(run.stdout.splitlines()[-1])
+        summary = summarise(args.numel, found["seconds"])
+        print(f"\n{threads} thread(s), {result['isa']}")
+        rows = [
+            (row, f"{each['parameters_per_s'] / 1e9:.3f}", f"{each['to_copy']:.2f}") for row, each in summary.items()
+        ]
+        print(format_table(("", "Gparam/s", "/ copy"), [rows[0], *sorted(rows[1:])]))
+        for peer, reason in found["missing"].items():
+            print(f"{peer} is missing: {reason}")
+        result[f"threads_{threads}"] = {**found, "summary": summary}
+    if args.json:
+        write_result(args.json, result, {_CHECKOUT: "<checkout>"})
+
+
+if __name__ == "__main__":
+    main()
