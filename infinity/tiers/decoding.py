@@ -155,27 +155,11 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
 
 @cache
 def value_map() -> torch.Tensor:
-    """fp32 [16]: the values of NF4, from the native core."""
-    data = torch.zeros(_native.encoded_weight_bytes("nf4_fp32", 16), dtype=torch.uint8)
-    data[:8] = torch.arange(8, dtype=torch.uint8) * 34 + 1  # two codes in a byte: 0x01, 0x23, …
-    begin, nbytes = _native.weight_parts("nf4_fp32", 16)["scales"]
-    data[begin : begin + nbytes].view(torch.float32)[:] = 1.0
-    return _decoded(data, "nf4_fp32", 16)
+    """fp32 [16]: the values of NF4."""
+    return torch.tensor(_native.NF4_MAP)
 
 
 @cache
 def scale_map() -> torch.Tensor:
-    """fp32 [256]: what the codes of nested scales stand for, from the native core."""
-    numel = 256 * BLOCK_NUMEL
-    data = torch.zeros(_native.encoded_weight_bytes("nf4", numel), dtype=torch.uint8)
-    parts = {name: data[begin : begin + n] for name, (begin, n) in _native.weight_parts("nf4", numel).items()}
-    parts["codes"].fill_(0xFF)  # each element is 1
-    parts["scales"][:] = torch.arange(256, dtype=torch.uint8)
-    parts["nested_scales"].view(torch.float32)[:] = 1.0
-    return _decoded(data, "nf4", numel)[::BLOCK_NUMEL].clone()
-
-
-def _decoded(data: torch.Tensor, codec: _native.WeightCodec, numel: int) -> torch.Tensor:
-    values = torch.empty(numel)
-    _native.decode_weights(data.numpy(), codec, numel, 0, values.numpy(), "fp32", _native.ThreadPool(1))
-    return values
+    """fp32 [256]: what the codes of nested scales stand for."""
+    return torch.tensor(_native.NESTED_MAP)

@@ -1,0 +1,65 @@
+"""Weights decoded by a device's kernels: the bits of the native decoder, whatever the codec, dtype and size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity import _native
+from infinity.sizes import PAGE_BYTES, round_up
+from infinity.state.codec import Codec, decode, encoded_bytes, parts_of
+from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.tiers import decoding
+from infinity.tiers.decoding import decode_on_device, scale_map, value_map
+from infinity.tiers.home import Home, WeightsHome
+
+SIZES = [(1, 1), (1, 63), (3, 21), (2, 32), (65, 1), (7, 64), (5, 129), (130, 131)]
+
+
+def encoded(codec: Codec, shape: torch.Size) -> torch.Tensor:
+    """Any codes and scales that a weight may have."""
+    generator = torch.Generator().manual_seed(shape.numel())
+    data = torch.randint(0, 256, (encoded_bytes(codec, shape),), dtype=torch.uint8, generator=generator)
+    for part, (begin, nbytes) in parts_of(codec, shape).items():
+        if part == "codes" or (codec, part) == ("nf4", "scales"):
+            continue
+        of = torch.bfloat16 if codec == "int8" else torch.float32
+        values = torch.rand(nbytes // of.itemsize, generator=generator) * 0.1
+        data[begin : begin + nbytes] = values.to(of).view(torch.uint8)
+    return data
+
+
+@pytest.mark.parametrize("codec", ["nf4", "nf4_fp32", "int8", "int8_rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1 << 24, 128])
+def test_a_device_decodes_to_the_bits_of_the_native_core(
+    codec: Codec, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_DEVICE_NUMEL", at_once)
+    specs, offset = [], 0
+    for index, sizes in enumerate(SIZES):
+        shape = torch.Size(sizes)
+        specs.append(ParameterSpec(str(index), shape, shape.numel(), offset, 0))
+        offset += round_up(shape.numel(), 256)
+    group = Group(dtype, False, "fp32", tuple(specs), offset, 0, round_up(offset * dtype.itemsize, PAGE_BYTES), codec)
+    unit = Unit(0, "unit", (group,), group.weight_bytes)
+    home = WeightsHome(None, (Home(None, 0, group.home_bytes, None),), unit.home_bytes, unit)
+    data = torch.zeros(group.home_bytes, dtype=torch.uint8)
+    expected = {}
+    for spec in specs:
+        begin, end = group.encoded[spec.name]
+        data[begin:end] = encoded(codec, spec.shape)
+        expected[spec.name] = decode(data[begin:end], codec, spec.shape, dtype)
+    slot = torch.zeros(unit.weight_bytes, dtype=torch.uint8)
+    decode_on_device(home, data, slot)
+    for spec in specs:
+        start, end = group.byte_range(spec)
+        found = slot[start:end].view(dtype).view(spec.shape)
+        assert torch.equal(found.view(torch.uint8), expected[spec.name].view(torch.uint8)), (codec, spec.shape)
+
+
+def test_the_maps_of_a_device_are_those_of_the_native_core() -> None:
+    assert value_map().tolist() == sorted(value_map().tolist())
+    assert (value_map()[0], value_map()[7], value_map()[15]) == (-1.0, 0.0, 1.0)
+    assert scale_map().numel() == scale_map().unique().numel() == 256
+    assert _native.encoded_weight_bytes("nf4", 64) == 256  # 32 codes, 1 scale, a nested one, the offset
