@@ -1,11 +1,11 @@
 """save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it. adapters.py
-writes what belongs to a PEFT model."""
+writes what belongs to a PEFT model; merged.py one model of its base and its adapters."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
 from infinity.io import durable
+from infinity.units.unit import OffloadedUnit
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,16 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.room.require_untouched()
-    parts = _Parts(model, coordinator)
+    save_parts(Parts(model, coordinator), target, max_shard_size)
+
+
+def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
+    """save_pretrained for what `parts` gives. All ranks call. Raises as save_pretrained."""
+    coordinator = parts.coordinator
     if not coordinator.plan.peers.together:
-        _write(model, target, parts, parts.values(), max_shard_size)
+        with written_aside(target, "saving to") as aside:
+            _write_into(aside, parts, parts.values(), max_shard_size)
+            _put(aside, target)
         return
 
     with ExitStack() as written:
@@ -68,7 +76,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
                 if coordinator.leads:
                     places.append(written.enter_context(written_aside(target, "saving to")))
                     with failing(target, "saving to"):
-                        _write_into(places[0], model, parts, gathered, max_shard_size)
+                        _write_into(places[0], parts, gathered, max_shard_size)
             finally:
                 for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
                     part.clear()
@@ -81,17 +89,9 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
         coordinator.led(f"syncing {target}", put)
 
 
-def _write(model: nn.Module, target: Path, parts: _Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
-    with written_aside(target, "saving to") as aside:
-        _write_into(aside, model, parts, values, max_shard_size)
-        _put(aside, target)
-
-
-def _write_into(
-    aside: Path, model: nn.Module, parts: _Parts, values: Iterator[list[Piece]], max_shard_size: str
-) -> None:
+def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
     write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
-    write_configs(model, aside)
+    write_configs(parts.model, aside)
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -138,33 +138,50 @@ def _pieces(parts: Iterable[list[Piece]]) -> Iterator[Piece]:
             yield part.pop(0)
 
 
-class _Parts:
-    """The tensors of an offloaded model: the weights unit by unit, then the buffers."""
+class Parts:
+    """The tensors of an offloaded model: the weights unit by unit, then the buffers.
+
+    Attributes:
+        model: the one that files are to have.
+    """
 
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
-        self._model = model
-        self._coordinator = coordinator
-        shapes = {name: p.shape for unit in coordinator.units for name, p in unit.parameters.items()}
+        self.model = model
+        self.coordinator = coordinator
+        shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
         self._in_files = InFiles(shapes, revert_of(model))
 
     @property
     def numel(self) -> int:
         """Parameters of the model."""
-        return sum(unit.unit.numel for unit in self._coordinator.units)
+        return sum(p.numel() for unit in self.coordinator.units for p in self._parameters(unit).values())
 
     def meta(self) -> Iterator[Tensors]:
-        for unit in self._coordinator.units:
-            empty = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in unit.parameters.items()}
-            yield self._in_files.meta(empty)
-        if persistent := dict(buffers.named(self._model)):
+        for unit in self.coordinator.units:
+            named = self._parameters(unit).items()
+            yield self._in_files.meta({name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in named})
+        if persistent := self._buffers():
             yield self._in_files.meta({name: buffer.to("meta") for name, buffer in persistent.items()})
 
     def values(self) -> Iterator[list[Piece]]:
-        for unit in self._coordinator.units:
-            with self._coordinator.taking([unit.index]):
-                yield self._in_files.pieces({name: each.detach() for name, each in unit.parameters.items()})
-        if persistent := dict(buffers.named(self._model)):
+        for unit in self.coordinator.units:
+            with self._taken(unit) as values:
+                yield self._in_files.pieces(values)
+        if persistent := self._buffers():
             yield self._in_files.pieces(persistent)
+
+    def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
+        """What the model has of a unit, by its names in the model."""
+        return unit.parameters
+
+    @contextmanager
+    def _taken(self, unit: OffloadedUnit) -> Iterator[Tensors]:
+        """In the block these have their values."""
+        with self.coordinator.taking([unit.index]):
+            yield {name: each.detach() for name, each in self._parameters(unit).items()}
+
+    def _buffers(self) -> Tensors:
+        return dict(buffers.named(self.model))
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:

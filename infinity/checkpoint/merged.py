@@ -1,0 +1,213 @@
+"""save_merged: one plain model of a PEFT model's base and its LoRA adapters, written unit by unit.
+
+[Note: the values that are merged]
+A merged weight is base + scaling * B @ A, in the arithmetic of PEFT's merge_and_unload, to the bit. The base's values
+are those that the adapters were trained beside: what rests in 4 or 8 bits is decoded, and nothing is encoded again. The
+result is rounded to the dtype of the weights, so its logits are near those of the adapters beside their base, and not
+the same. `computing_merged` makes the offloaded model compute with merged weights, so that what was written can be
+compared with it to the bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.in_files import Tensors
+from infinity.checkpoint.save import Parts, save_parts
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.durable import buffers
+from infinity.errors import NotAvailableError
+from infinity.state.tiles import Tile
+from infinity.units.unit import OffloadedUnit
+
+_PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}
+
+
+def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
+    """save_pretrained for a PEFT model whose LoRA adapters are merged into its base. The model stays as it is, and can
+    train on. One unit's weights and the merged ones of that unit are in memory at a time.
+
+    Raises:
+        NotAvailableError: as require_mergeable.
+        others: as save_pretrained.
+    """
+    require_mergeable(model)
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    coordinator.room.require_untouched()
+    save_parts(_Merged(model, coordinator), Path(directory).expanduser().absolute(), max_shard_size)
+
+
+def require_mergeable(model: Any) -> None:
+    """Raises NotAvailableError where a PEFT model's adapters cannot be merged; names what is in the way."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if len(model.peft_config) != 1:
+        raise _not_available(f"{len(model.peft_config)} sets of adapters")
+    ((adapter, config),) = model.peft_config.items()
+    if not isinstance(config, LoraConfig):
+        raise _not_available(f"adapters of {getattr(config.peft_type, 'value', config.peft_type)}")
+    if getattr(config, "layer_replication", None):
+        raise _not_available("adapters with layer_replication")
+    base = model.get_base_model()
+    modules = dict(base.named_modules())
+    users = Counter(id(each) for module in modules.values() for each in module._parameters.values())
+    for name, module in modules.items():
+        if isinstance(module, BaseTunerLayer):
+            _require_plain(name, module, adapter)
+            changed = module.get_base_layer()
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            if not hasattr(module, "modules_to_save"):
+                raise _not_available(f"{type(module).__name__} at '{name}'")
+            changed = module.original_module
+        else:
+            continue
+        if any(users[id(each)] > 1 for each in changed.parameters()):
+            raise _not_available(
+                f"adapters of '{name}', whose weight another module has, too (tied weights), and which would get "
+                "another weight by merging,"
+            )
+
+
+def _require_plain(name: str, layer: Any, adapter: str) -> None:
+    """Raises NotAvailableError where a layer is no plain LoRA, whose merged weight is base + scaling * B @ A."""
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    if kind not in _PLAIN:
+        raise _not_available(f"the adapter of '{name}', a {kind},")
+    if layer.use_dora.get(adapter):
+        raise _not_available("adapters with use_dora")
+    if adapter in layer.lora_variant:
+        raise _not_available(f"adapters with {type(layer.lora_variant[adapter]).__name__}")
+    if layer.lora_bias.get(adapter):
+        raise _not_available("adapters with lora_bias")
+    if any(isinstance(module, Tile) for module in layer.get_base_layer().modules()):
+        raise _not_available(f"adapters of '{name}', which runs in tiles as memory.device has no room for it,")
+
+
+def _not_available(what: str) -> NotAvailableError:
+    return NotAvailableError(
+        f"merging {what} is not available yet: save the adapters, and merge them with PEFT's "
+        "merge_and_unload, which has the whole model in memory"
+    )
+
+
+@contextmanager
+def computing_merged(model: Any) -> Iterator[None]:
+    """In the block the model computes with the weights that save_merged writes."""
+
+    def compute(layer: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        merged = {_parameter_name(each): _weight_of(each) for each in _chain(layer)}
+        return torch.func.functional_call(layer.get_base_layer(), merged, inputs, keywords)
+
+    with ExitStack() as hooks:
+        for layer in _layers(model.get_base_model()).values():
+            hooks.callback(layer.register_forward_hook(compute, with_kwargs=True).remove)
+        yield
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    """The merged weight of a LoRA layer whose parameters have their values."""
+    with torch.no_grad():
+        (adapter,) = layer.scaling
+        merged = _parameter_of(layer).detach().clone()
+        merged += layer.get_delta_weight(adapter)  # as PEFT adds it, which may be of another dtype
+        return merged
+
+
+def _parameter_name(layer: Any) -> str:
+    """What a LoRA layer changes of its base layer."""
+    return str(getattr(layer, "parameter_name", "weight"))
+
+
+def _parameter_of(layer: Any) -> nn.Parameter:
+    found: nn.Parameter = getattr(layer.get_base_layer(), _parameter_name(layer))
+    return found
+
+
+def _layers(base: nn.Module) -> dict[str, Any]:
+    """The modules that PEFT put in the place of layers that have adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+    inner = {id(each) for layer in found.values() for each in _chain(layer)[1:]}
+    return {name: layer for name, layer in found.items() if id(layer) not in inner}
+
+
+def _chain(layer: Any) -> list[Any]:
+    """A LoRA layer and those in it: where several parameters of a module have adapters there is one for each."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = [layer]
+    while isinstance(found[-1].base_layer, BaseTunerLayer):
+        found.append(found[-1].base_layer)
+    return found
+
+
+class _Merged(Parts):
+    """The tensors of the merged model. Args: model: of PEFT."""
+
+    def __init__(self, model: Any, coordinator: Coordinator) -> None:
+        base = model.get_base_model()
+        root = registry.model_of(coordinator)
+        self._names = _Names(base, next(name for name, module in (root or base).named_modules() if module is base))
+        layers = [each for layer in _layers(base).values() for each in _chain(layer)]
+        self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
+        super().__init__(base, coordinator)
+
+    def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
+        found = ((self._names.in_model(name), each) for name, each in unit.parameters.items())
+        return {name: each for name, each in found if name is not None}
+
+    @contextmanager
+    def _taken(self, unit: OffloadedUnit) -> Iterator[Tensors]:
+        with self.coordinator.taking([unit.index]):
+            yield {name: self._value(each) for name, each in self._parameters(unit).items()}
+
+    def _value(self, parameter: nn.Parameter) -> torch.Tensor:
+        layer = self._adapted.get(id(parameter))
+        return parameter.detach() if layer is None else _weight_of(layer)
+
+    def _buffers(self) -> Tensors:
+        found = ((self._names.of_base(name), each) for name, each in buffers.named(self.model))
+        return {name: each for name, each in found if name is not None}
+
+
+class _Names:
+    """The names that the merged model has for what a PEFT model has.
+
+    Args:
+        base: with PEFT's layers in it.
+        above: the name of `base` in the model that is offloaded.
+    """
+
+    def __init__(self, base: nn.Module, above: str) -> None:
+        self._above = f"{above}." if above else ""
+        self._kept = {name: f"{name}{'.base_layer' * len(_chain(layer))}." for name, layer in _layers(base).items()}
+        self._kept |= {
+            name: f"{name}.modules_to_save.{next(iter(module.modules_to_save))}."
+            for name, module in base.named_modules()
+            if hasattr(module, "modules_to_save") and hasattr(module, "original_module")
+        }
+
+    def in_model(self, name: str) -> str | None:
+        """Of a parameter of the offloaded model; None for what belongs to adapters, and for what they replace."""
+        return self.of_base(name.removeprefix(self._above))
+
+    def of_base(self, name: str) -> str | None:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            above = ".".join(parts[:end])
+            if above in self._kept:
+                kept = self._kept[above]
+                return f"{above}.{name.removeprefix(kept)}" if name.startswith(kept) else None
+        return name
