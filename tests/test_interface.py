@@ -130,12 +130,12 @@ OPTIONS = {
         "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
         "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
         "--no-chunked-loss --seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets --freeze "
-        "--save-every --save-limit --save-best --sample --sample-tokens --log-every --logger --log-dir "
+        "--frozen --save-every --save-limit --save-best --sample --sample-tokens --log-every --logger --log-dir "
         "--verbose --trace --trace-steps"
     ),
     "infinity generate": (
         "--model --revision --trust-remote-code --config --prompt --system --raw --max-tokens --temperature --top-p "
-        "--top-k --seed --dtype --threads --verbose"
+        "--top-k --seed --dtype --frozen --threads --verbose"
     ),
     "infinity checkpoint list": "directory --verbose",
     "infinity checkpoint verify": "directory --verbose --step",

@@ -8,6 +8,7 @@ from typing import Any
 from infinity import __version__
 from infinity.cli.options import (
     DTYPE_NAMES,
+    FROZEN_NAMES,
     LOGGERS,
     OPTIMIZERS,
     SEED_MAX,
@@ -257,6 +258,13 @@ def _add_what_trains(tune: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="parameters that are not trained, such as 'model.embed_tokens.*' 'model.layers.[0-3].*'",
     )
+    part.add_argument(
+        "--frozen",
+        type=word,
+        choices=FROZEN_NAMES,
+        help="how weights of blocks rest that are not trained: in 4 bits (nf4), in 8 (int8), or as they are (bf16); "
+        "default: `frozen` of the swap config",
+    )
 
 
 def _add_meanwhile(tune: argparse.ArgumentParser) -> None:
@@ -328,6 +336,13 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--top-k", type=whole(1, TOKENS_MAX), metavar="K", help="draw from the K likeliest")
     parser.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
     parser.add_argument("--dtype", type=word, choices=DTYPE_NAMES, default="bf16", help="of the weights (default bf16)")
+    parser.add_argument(
+        "--frozen",
+        type=word,
+        choices=FROZEN_NAMES,
+        help="how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: `frozen` "
+        "of the swap config",
+    )
     parser.add_argument(
         "--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice"
     )

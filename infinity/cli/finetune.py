@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.save import save_pretrained
-from infinity.cli import job, limits, loggers, models, saved_steps, tracing
+from infinity.cli import job, limits, loggers, models, saved_steps, tracing, verifying
 from infinity.cli.again import write_again
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.command import command
@@ -86,7 +86,7 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
         return None
     resolved = job.resolve(options, world, tell)
     options, resuming = resolved.options, resolved.steps is not None
-    config = resolved.config.model_copy(update={"vertical": True}) if options.micro_batches > 1 else resolved.config
+    config = _as_asked(resolved.config, options)
     _check(options)
     output = _output(options, config, resolved.steps) if world.speaks else None
     owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
@@ -106,6 +106,12 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
     return _Begun(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
+
+
+def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:
+    """The swap config with what the options of the run say about it."""
+    vertical = {"vertical": True} if options.micro_batches > 1 else {}
+    return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
 
 def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
@@ -130,15 +136,15 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
         batch = next(Batches(data.trained, 1, options.seed)) if options.verify_output else None
         if begun.output is None:
             return _follow(model, batch, tell, stopped)
-        logits, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
+        expected, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
     finally:
         close(model)
     print(report.text())
     print(printable(f"{'adapters' if options.lora else 'model'}, report and loss curve: {options.output}"))
     for line in run.saved.conclude(run.history.evaluations):
         print(line)
-    if batch is not None and logits is not None:
-        models.verify(options.output, options, batch, logits)
+    if batch is not None and expected is not None:
+        verifying.verify(options.output, options, batch, expected)
     if store is not None and options.keep_store:
         swap = config.nvme.paths[0]
         more = command("finetune", "--resume", swap, "--steps", "MORE", "--output", "DIRECTORY")
@@ -177,7 +183,7 @@ def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
 
     def compute() -> None:
         if batch is not None:
-            models.logits_of(model, batch)
+            verifying.expected_of(model, batch)
 
     with stop_when_asked(print, "") as stop:
         follow(model, {"save": save, "commit": lambda: commit(model), "logits": compute})
@@ -250,11 +256,11 @@ def _save(
     report: Report,
     batch: Batch | None,
     tell: Tell,
-) -> tuple[torch.Tensor | None, int]:
+) -> tuple[verifying.Expected | None, int]:
     """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
 
     Returns:
-        The model's logits for `batch`; and 0, or the exit code if a signal came meanwhile.
+        What the model computes of `batch`; and 0, or the exit code if a signal came meanwhile.
 
     Raises:
         InfinityError: the result is not in the output; says where the model is, or how it can be written again.
@@ -264,7 +270,7 @@ def _save(
     elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
-    logits: torch.Tensor | None = None
+    expected: verifying.Expected | None = None
 
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))
@@ -276,10 +282,10 @@ def _save(
             # The model is complete, and stays: the next thing that takes all ranks says what became of the others.
 
     def write_rest(directory: Path) -> None:
-        nonlocal logits
+        nonlocal expected
         if batch is not None:
             lead(model, "logits")
-            logits = models.logits_of(model, batch)
+            expected = verifying.expected_of(model, batch)
         lead(model, "end")
         close(model)
         tell("closing the model", None)  # then nobody uses the stores
@@ -299,7 +305,7 @@ def _save(
             again = command("finetune", "--resume", config.nvme.paths[0], "--output", "DIRECTORY")
             raise InfinityError(f"{error} Step {run.done} is committed, and can be saved with: {again}") from error
         output.publish(saved, write_rest)
-    return logits, stop.asked
+    return expected, stop.asked
 
 
 def _require_model(name: str, *, resuming: bool) -> None:

@@ -147,7 +147,8 @@ def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: 
     below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
     made = [path.parent for path in below if not path.parent.exists()]
     nvme = config.nvme.model_copy(update={"paths": below})
-    mine = config.model_copy(update={"commit_every": 0, "pins": 0, "nvme": nvme})
+    frozen = options.frozen or config.frozen
+    mine = config.model_copy(update={"commit_every": 0, "pins": 0, "nvme": nvme, "frozen": frozen})
     model = load_pretrained(base, mine, dtype=DTYPES[options.dtype], defer=True, **how)
     if base != options.model:
         model = models.with_saved_adapters(model, options.model)

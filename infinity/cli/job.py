@@ -71,6 +71,7 @@ _TRAINING: dict[str, Any] = {
     "lora_dropout": None,
     "lora_targets": None,
     "freeze": None,
+    "frozen": None,
     "dtype": "bf16",
     "optimizer": "adamw",
     "lr": None,
@@ -104,6 +105,7 @@ _NEW = (
     "lora_dropout",
     "lora_targets",
     "freeze",
+    "frozen",
 )
 _BEFORE = (
     {name: _TRAINING[name] for name in _NEW} | {"loss_on": "all", "eval_data": None, "no_chunked_loss": True} | _KEPT
@@ -198,7 +200,7 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
     ranks = saved.get("ranks", 1)
     had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
-    extended = _take_over(_shared(saved, world), options, steps, as_shared)
+    extended = _take_over(_with_form(_shared(saved, world), saved, options), options, steps, as_shared)
     _fill(options, _FREE)
     origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
     origin = replace(origin, extended=origin.extended or extended)
@@ -222,6 +224,13 @@ def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
             f"divide {batches}"
         )
     return values | {"gradient_accumulation": batches // world.count}
+
+
+def _with_form(values: dict[str, Any], saved: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """Where --frozen is given, the run has the form that its swap config says if its own command line did not."""
+    if options.frozen is None or values["frozen"] is not None:
+        return values
+    return values | {"frozen": saved["config"].get("frozen", "auto")}
 
 
 def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, shared: str) -> bool:

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
@@ -25,7 +24,7 @@ from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
 from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
-from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.errors import ConfigError, ModelError
 from infinity.runtime.offload import offload
 from infinity.runtime.statistics import statistics
 
@@ -38,6 +37,11 @@ def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options about parts of the model that do not go together, or need what is not there."""
     for name in ("lora_alpha", "lora_dropout", "lora_targets"):
         require_alone(option(name), getattr(options, name), "--lora", options.lora)
+    if options.frozen is not None and options.lora is None and not options.freeze:
+        raise ConfigError(
+            f"--frozen {options.frozen} says how weights rest that are not trained, and all of them are: train "
+            "adapters (--lora 16), freeze a part (--freeze), or leave --frozen out"
+        )
     if options.lora is None:
         return
     if options.freeze:
@@ -176,16 +180,6 @@ def output_bytes(model: nn.Module) -> int:
     return layout.trainable_numel * max(p.element_size() for p in model.parameters() if p.requires_grad)
 
 
-def load_plainly(directory: Path, options: argparse.Namespace) -> Any:
-    """A model that `infinity finetune` has written, without infinity."""
-    from transformers import AutoModelForCausalLM
-
-    if options.lora is None:
-        return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=bool(options.trust_remote_code))
-    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype], **named(options))
-    return with_saved_adapters(base, directory)
-
-
 def with_saved_adapters(base: Any, directory: str | Path) -> Any:
     """A model with the adapters that a directory holds, in the dtype of its weights."""
     from peft import PeftModel
@@ -193,25 +187,6 @@ def with_saved_adapters(base: Any, directory: str | Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # as in _with_adapters
         return PeftModel.from_pretrained(base, str(Path(directory).expanduser()), autocast_adapter_dtype=False)
-
-
-def verify(directory: Path, options: argparse.Namespace, batch: Any, logits: torch.Tensor) -> None:
-    """Raises InfinityError where what was written does not compute what was trained."""
-    plain = load_plainly(directory, options)
-    plain.config.use_cache = False
-    again = logits_of(plain, batch)
-    if not torch.equal(again, logits):
-        difference = (again.float() - logits.float()).abs().max().item()
-        raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")
-    loaded = "model, loaded by plain transformers, gives" if options.lora is None else "adapters, loaded by PEFT, give"
-    print(f"verified: the saved {loaded} the trained model's logits, bit for bit")
-
-
-def logits_of(model: Any, batch: Any) -> torch.Tensor:
-    model.eval()
-    with torch.no_grad():
-        logits: torch.Tensor = model(**batch.inputs()).logits
-    return logits
 
 
 def adapted(directory: str) -> tuple[str, str | None]:

@@ -25,6 +25,7 @@ from infinity.state.moments import OptimizerName
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 SGD_MOMENTUM = 0.9
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+FROZEN_NAMES = ("bf16", "int8", "nf4")
 LOGGERS = ("tensorboard", "wandb", "csv", "jsonl")
 
 STEPS_MAX = 10**12 - 1

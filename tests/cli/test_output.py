@@ -148,7 +148,7 @@ def test_what_fails_beside_the_model_does_not_cost_it(
     places = {
         "tokenizer": "transformers.PreTrainedTokenizerBase.save_pretrained",
         "report": "infinity.cli.finetune.write_report",
-        "logits": "infinity.cli.models.logits_of",
+        "logits": "infinity.cli.verifying.expected_of",
     }
     monkeypatch.setattr(places[what], fail)
     assert run(short, "--verify-output") == 1

@@ -1,0 +1,81 @@
+"""`--verify-output`: what was written computes, without infinity, what was trained."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.cli.models import named, with_saved_adapters
+from infinity.cli.optimizers import DTYPES
+from infinity.coordinator import registry
+from infinity.errors import InfinityError
+from infinity.state.codec import Codec, decode, encode, encoded_bytes
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the trained model computes.
+
+    Attributes:
+        encoded: the codecs of the weights that rest encoded, by name.
+    """
+
+    logits: torch.Tensor
+    encoded: dict[str, Codec]
+
+
+def expected_of(model: Any, batch: Any) -> Expected:
+    """Of an offloaded model. All ranks call."""
+    return Expected(logits_of(model, batch), _encoded(model))
+
+
+def logits_of(model: Any, batch: Any) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(**batch.inputs()).logits
+    return logits
+
+
+def verify(directory: Path, options: argparse.Namespace, batch: Any, expected: Expected) -> None:
+    """Raises InfinityError where what was written does not compute what was trained."""
+    plain = _load_plainly(directory, options, expected.encoded)
+    plain.config.use_cache = False
+    again = logits_of(plain, batch)
+    if not torch.equal(again, expected.logits):
+        difference = (again.float() - expected.logits.float()).abs().max().item()
+        raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")
+    loaded = "model, loaded by plain transformers, gives" if options.lora is None else "adapters, loaded by PEFT, give"
+    print(f"verified: the saved {loaded} the trained model's logits, bit for bit")
+
+
+def _encoded(model: nn.Module) -> dict[str, Codec]:
+    places = ((name, registry.find(parameter)) for name, parameter in model.named_parameters())
+    codecs = ((name, place[1].group.codec) for name, place in places if place is not None)
+    return {name: codec for name, codec in codecs if codec is not None}
+
+
+def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[str, Codec]) -> Any:
+    """A model that `infinity finetune` has written, without infinity."""
+    from transformers import AutoModelForCausalLM
+
+    if options.lora is None:
+        return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=bool(options.trust_remote_code))
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype], **named(options))
+    model = with_saved_adapters(base, directory)
+    for name, codec in encoded.items():
+        _round(model.get_parameter(name), name, codec)
+    return model
+
+
+def _round(parameter: nn.Parameter, name: str, codec: Codec) -> None:
+    """Give a weight the value that it has where it rests encoded: the adapters were trained beside that."""
+    data = torch.empty(encoded_bytes(codec, parameter.shape), dtype=torch.uint8)
+    encode(name, parameter.detach().reshape(-1), codec, memoryview(data.numpy()), _native.ThreadPool(1))
+    with torch.no_grad():
+        parameter.copy_(decode(data, codec, parameter.shape, parameter.dtype))

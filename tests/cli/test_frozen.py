@@ -1,0 +1,120 @@
+"""`--frozen`: what is not trained rests in 4 or 8 bits, in training and in generation."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from infinity.cli.main import main
+from tests.cli.test_finetune import run
+from tests.cli.test_lora import ADAPTERS, LORA, same_adapters
+from tests.cli.test_resume import _job, _losses, _stop_after
+from tests.cli.test_resume import job as job  # with dropout in the model
+
+NF4 = ["--frozen", "nf4"]
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_adapters_are_verified_beside_the_base_as_it_rests(
+    form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job, *LORA, "--frozen", form, "--eval-split", "0.2", "--verify-output") == 0
+    out = capsys.readouterr().out
+    assert "verified: the saved adapters, loaded by PEFT, give the trained model's logits, bit for bit" in out
+    assert run(_job(tmp_path, "b"), *LORA, "--eval-split", "0.2") == 0
+    assert _losses(tmp_path / "out-a") != _losses(tmp_path / "out-b"), "the base has other values"
+    mine, others = ((tmp_path / f"out-{name}" / "evaluation.csv").read_text() for name in "ab")
+    assert mine != others
+    assert f'frozen: "{form}"' in (tmp_path / "out-a" / "run.yaml").read_text()
+
+
+def test_the_option_says_what_the_swap_config_says(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job, *LORA, *NF4) == 0
+    assert run(_job(tmp_path, "b", frozen="nf4"), *LORA) == 0
+    assert run(_job(tmp_path, "c", frozen="int8"), *LORA, *NF4) == 0
+    assert run(_job(tmp_path, "d", frozen="int8"), *LORA, "--frozen", "bf16") == 0
+    assert run(_job(tmp_path, "e"), *LORA) == 0
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-c")
+    assert same_adapters(tmp_path / "out-d", tmp_path / "out-e")
+    assert not same_adapters(tmp_path / "out-a", tmp_path / "out-e")
+
+
+def test_frozen_layers_of_a_model_rest_encoded_and_are_saved_decoded(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job, "--freeze", "model.layers.[0-1].*", *NF4, "--verify-output") == 0
+    assert "verified: the saved model, loaded by plain transformers, gives" in capsys.readouterr().out
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out-a"))
+    for name in before:
+        if name.startswith("model.layers.0.") and "norm" not in name:
+            assert not torch.equal(before[name], after[name])
+            assert (before[name] - after[name]).abs().max() < 0.2 * before[name].abs().max()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_resumed_run_has_its_form(number: int, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job, *LORA, *NF4) == 0
+    _stop_after(_job(tmp_path, "b"), number, *LORA, *NF4)
+    swap = str(tmp_path / "swap-b")
+    assert main(["finetune", "--resume", swap, "--frozen", "int8"]) == 2
+    assert "--frozen is int8, and the run that is resumed has nf4: leave it out" in capsys.readouterr().err
+    assert main(["finetune", "--resume", swap, *NF4]) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
+
+
+def test_the_form_of_a_run_may_come_from_its_swap_config(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    _stop_after(_job(tmp_path, "a", frozen="nf4"), signal.SIGINT, *LORA)
+    _stop_after(_job(tmp_path, "b"), signal.SIGINT, *LORA)
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--frozen", "bf16"]) == 2
+    assert "--frozen is bf16, and the run that is resumed has nf4" in capsys.readouterr().err
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b"), *NF4]) == 2
+    assert "--frozen is nf4, and the run that is resumed has auto" in capsys.readouterr().err
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a"), *NF4]) == 0
+
+
+def test_it_says_nothing_where_all_is_trained(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job, *NF4) == 2
+    err = capsys.readouterr().err
+    assert "--frozen nf4 says how weights rest that are not trained, and all of them are: train adapters (--lora" in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "swap-a").exists()
+
+
+def generated(model: Path, config: Path, capsys: Any, *flags: str) -> str:
+    capsys.readouterr()
+    line = ["generate", "--model", str(model), "--config", str(config), "--prompt", "the quick brown", "--max-tokens"]
+    assert main([*line, "12", *flags]) == 0
+    text: str = capsys.readouterr().out
+    return text
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_a_model_writes_what_its_decoded_weights_write(
+    form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    """The decoded model is that of a run that froze its layers, and changed nothing else."""
+    config = job["--config"]
+    still = ["--freeze", "model.layers.*", "--frozen", form, "--lr", "1e-12", "--weight-decay", "0"]
+    assert run({name: value for name, value in job.items() if name != "--lr"} | {"--steps": 1}, *still) == 0
+    expected = generated(tmp_path / "out-a", config, capsys)
+    assert generated(tmp_path / "model", config, capsys, "--frozen", form) == expected
+    values = yaml.safe_load(config.read_text()) | {"frozen": form}
+    (tmp_path / "encoded.yaml").write_text(yaml.safe_dump(values))
+    assert generated(tmp_path / "model", tmp_path / "encoded.yaml", capsys) == expected
+    plain = generated(tmp_path / "model", config, capsys)
+    assert generated(tmp_path / "model", tmp_path / "encoded.yaml", capsys, "--frozen", "bf16") == plain
+
+
+def test_adapters_write_beside_the_base_as_it_rests(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    assert run(job, *LORA, *NF4) == 0
+    assert load_file(tmp_path / "out-a" / ADAPTERS)
+    assert generated(tmp_path / "out-a", job["--config"], capsys, *NF4)
+    assert "--frozen" not in capsys.readouterr().err
