@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.state.codec import Codec
 
@@ -34,7 +34,7 @@ class Given(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
-_given: WeakKeyDictionary[nn.Parameter, Given] = WeakKeyDictionary()
+_given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `==` of two parameters compares their values
 
 
 def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Tensor]) -> None:
@@ -44,7 +44,21 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
 
 def given(parameter: nn.Parameter) -> Given | None:
     """What a checkpoint has of the parameter; None where that is not encoded."""
-    return _given.get(parameter)
+    found: Given | None = _given.get(parameter)
+    return found
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """The parameter may have other values than the checkpoint from now on."""
+    _given.pop(parameter, None)
+
+
+def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
+    """Another parameter has the values of this one, in whatever dtype."""
+    if (known := given(parameter)) is None:
+        forget(another)
+    else:
+        _given[another] = known
 
 
 def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenName) -> dict[nn.Parameter, Codec]:
