@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,15 @@ from infinity.base.accelerator import resolve
 from infinity.checkpoint.carry_on import carry_on, shapes_in
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
+from infinity.checkpoint.quantized import (
+    QuantizedFiles,
+    decoding,
+    floating,
+    require_unmerged,
+    tensor_of,
+    unquantized,
+    unreported,
+)
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.same_values import Source
 from infinity.coordinator.together import meeting
@@ -35,6 +44,7 @@ from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, readers, tile_as
+from infinity.state.frozen import remember
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
@@ -249,11 +259,6 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
             f"causal one (such as "
             "LlamaForCausalLM), or pass model_class= to infinity.load_pretrained and train it with your own loop."
         )
-    if getattr(config, "quantization_config", None):
-        raise ModelError(
-            f"'{path}' is quantized (quantization_config in its config.json), which cannot be trained. Give the model "
-            "in bf16, fp16 or fp32."
-        )
 
 
 @contextlib.contextmanager
@@ -290,16 +295,22 @@ def on_meta(
     """
     from accelerate.hooks import remove_hook_from_submodules
 
+    how = unquantized(model_class, path, kwargs)
     try:
-        with _quiet():
+        with _quiet(), unreported() if how is not kwargs else contextlib.nullcontext():
             model = model_class.from_pretrained(
-                path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **kwargs
+                path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **how
             )
     except Exception as error:
         raise _cannot_load(path, error) from error
     loader = _weights_loader(model)
     model.tie_weights()
-    _require_complete(model, loader, path)
+    try:
+        _require_complete(model, loader, path)
+    except IncompleteError as error:
+        if how is not kwargs:  # nobody but us reads the others
+            raise ModelError(str(error)) from None
+        raise
     remove_hook_from_submodules(model)
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
@@ -360,10 +371,13 @@ def _require_complete(model: nn.Module, loader: Any, path: str) -> None:
 
 
 class _Files:
-    """The tensors of a checkpoint.
+    """The tensors of a checkpoint. Of quantized ones the encoded form is remembered (state/frozen.py).
 
     Args:
         loader: accelerate's index of their places: safetensors files, and what transformers converted.
+
+    Raises:
+        ModelError: a tensor is quantized in a way that cannot be read.
     """
 
     def __init__(self, model: nn.Module, loader: Any, path: str) -> None:
@@ -371,15 +385,44 @@ class _Files:
         self._loader = loader
         self._path = path
         self._facts = self._facts_now()
+        self._encoded = self._find_encoded(model)
+
+    def _find_encoded(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
+        """What reads the values of the quantized parameters, by each of their names."""
+        index: dict[str, dict[str, Any]] = self._loader.index
+        quantized = QuantizedFiles({entry["safetensors_file"] for entry in index.values() if _is_in_file(entry)})
+        found: dict[str, Callable[[], torch.Tensor]] = {}
+        left = set(quantized.weights)
+        for name, parameter in model.named_parameters():
+            for alias in self._aliases[name]:
+                entry = index.get(alias)
+                if entry is None or not _is_in_file(entry):
+                    continue
+                weight = entry.get("weight_name", alias)
+                if (known := quantized.given(weight, parameter.shape)) is not None:
+                    left.discard(weight)
+                    remember(parameter, *known)
+                    found |= dict.fromkeys(self._aliases[name], decoding(known, parameter.shape, parameter.dtype))
+                    break
+        require_unmerged(sorted(left), any(self._is_converted(entry) for entry in index.values()), self._path)
+        return found
+
+    def _is_converted(self, entry: Mapping[str, Any]) -> bool:
+        """Whether transformers wrote another tensor than the checkpoint has."""
+        if not _is_in_file(entry):
+            return True
+        return Path(entry["safetensors_file"]).parent == Path(self._loader.save_folder or "")
 
     def __call__(self, name: str) -> torch.Tensor:
+        if name in self._encoded:
+            return self._encoded[name]()
         for alias in [name, *self._aliases.get(name, [])]:
             entry = self._loader.index.get(alias)
             if entry is not None and entry.get("safetensors_file"):
-                tensor = _tensor_of(entry["safetensors_file"], entry.get("weight_name", alias))
-                return _floating(tensor, name, self._path)
+                tensor = tensor_of(entry["safetensors_file"], entry.get("weight_name", alias))
+                return floating(tensor, name, self._path)
             if alias in self._loader:
-                return _floating(self._loader[alias], name, self._path)
+                return floating(self._loader[alias], name, self._path)
         raise ModelError(f"'{self._path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
 
     def unchanged(self) -> bool:
@@ -398,22 +441,5 @@ class _Files:
         return {file: (of.st_dev, of.st_ino, of.st_size, of.st_mtime_ns) for file, of in found.items()}
 
 
-def _tensor_of(file: str, name: str) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # Opened for each tensor, so that its pages leave RAM with the mapping.
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: '{name}' cannot be read: {error}. Is the file complete?") from error
-
-
-def _floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
-    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-        raise ModelError(
-            f"'{path}' has '{name}' as {tensor.dtype}: a quantized checkpoint cannot be trained. Give the model in "
-            "bf16, fp16 or fp32."
-        )
-    return tensor
+def _is_in_file(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("safetensors_file"))

@@ -12,6 +12,9 @@ checkpoint:
     records                                    it is an ordinary parameter from then on
     .to(dtype), deepcopy                       another placeholder, of the same values
 
+A checkpoint may have the values in an encoded form (state/frozen.py). That form stays with a parameter as long as the
+parameter is a placeholder.
+
 `infinity.offload(model, ..., source=values_of(model))` is given the values when the model is first used.
 """
 
@@ -27,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.coordinator.same_values import Source
 from infinity.errors import ModelError
+from infinity.state.frozen import forget, given, pass_on, remember
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
 Read = Callable[[], torch.Tensor]
@@ -70,6 +74,7 @@ class _Values(Lender):
         there = list(dict.fromkeys(parameters))
         placeholders = {parameter: _raw(parameter) for parameter in there}
         reads = {parameter: self._reads[parameter] for parameter in there}
+        known = {parameter: given(parameter) for parameter in there}
         versions = {}
         for parameter in there:
             self.keep(parameter)
@@ -82,10 +87,13 @@ class _Values(Lender):
             if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
                 self.enter(parameter, *reads[parameter])
+                if (encoded := known[parameter]) is not None:
+                    remember(parameter, *encoded)
 
     def keep(self, parameter: nn.Parameter) -> None:
         value = self.read(parameter).to(parameter.device, parameter.dtype)
         self.leave(parameter)
+        forget(parameter)
         parameter.data = value
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
@@ -100,6 +108,7 @@ class _Values(Lender):
     def _another(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
         another = _placeholder(parameter, dtype, device)
         self.enter(another, *self._reads[parameter])
+        pass_on(parameter, another)
         return another
 
     def rows(self, parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
@@ -116,6 +125,7 @@ class _Values(Lender):
         self.leave(parameter)
         parameter.data = _raw(value)
         self.enter(parameter, *reads)
+        pass_on(value, parameter)
         return None
 
 
@@ -150,6 +160,7 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
             if parameter not in placed:
                 placed[parameter] = _placeholder(parameter, parameter.dtype, device)
                 _values.enter(placed[parameter], names[parameter], Reader(source, names[parameter]))
+                pass_on(parameter, placed[parameter])
             module._parameters[key] = placed[parameter]
 
 
@@ -173,6 +184,8 @@ class _Constant:
 
 def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
     """A parameter that holds a placeholder is a deferred one. Args: value: or what reads it."""
+    if isinstance(value, torch.Tensor):
+        forget(parameter)
     _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
 
 

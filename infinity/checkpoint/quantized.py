@@ -1,0 +1,388 @@
+"""Checkpoints that bitsandbytes quantized: their 4- and 8-bit weights are taken as they are.
+
+[Note: what the files have]
+The model is made as if nothing were quantized, of plain linear layers, and bitsandbytes has no part in it. A weight is
+encoded where the file has other tensors beside it:
+
+| tensor | NF4 | LLM.int8 |
+|---|---|---|
+| `X.weight` | two codes in a byte | int8 [rows, columns] |
+| `X.weight.absmax` | a scale for each block: fp32, or uint8 where scales are nested | |
+| `X.weight.quant_map` | what the 16 codes stand for | |
+| `X.weight.nested_absmax`, `X.weight.nested_quant_map` | the same for nested scales | |
+| `X.weight.quant_state.bitsandbytes__nf4` | JSON in bytes: block size, shape, nested offset | |
+| `X.SCB` | | fp32 [rows], 127 times the scales |
+| `X.weight_format` | | 0: row by row |
+
+The codes stay what they are, and so do the scales, if their blocks are those of state/codec.py. Otherwise these are
+computed as bitsandbytes does it, in fp32, and repeated for smaller blocks: the same weights come of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import _native
+from infinity.errors import ModelError
+from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, Codec, decode, encoded_bytes, parts_of
+from infinity.state.frozen import Given
+from infinity.strict import parse_json
+
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_STATE = ".quant_state.bitsandbytes__"
+_WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
+_IN_16_BITS = (
+    "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its frozen weights rest in 4 or "
+    "8 bits."
+)
+
+
+# -- the config -------------------------------------------------------------------------------------------------------
+
+
+def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments with which `model_class.from_pretrained` makes a quantized model of ordinary layers.
+
+    Args:
+        kwargs: those that it would be given.
+
+    Returns:
+        `kwargs` itself, if the model is not quantized. Otherwise others, with a config that says so.
+
+    Raises:
+        ModelError: the model is quantized in a way that cannot be read.
+    """
+    given = kwargs.get("config")
+    hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
+    if method := _method_in_file(path if given is None else given, hub):
+        if method != "bitsandbytes":
+            raise ModelError(
+                f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
+                f"bitsandbytes quantized, as NF4 or LLM.int8. {_IN_16_BITS}"
+            )
+    else:
+        return kwargs
+    config, rest = given, dict(kwargs)
+    if isinstance(given, str | Path) or given is None:
+        config, rest = _read_config(model_class, path if given is None else str(given), hub, kwargs)
+    return rest | {"config": _without_quantization(config)}
+
+
+def _method_in_file(source: Any, hub: Mapping[str, Any]) -> str:
+    """How a model is quantized, "" where it is not. Args: source: its config, or where that is."""
+    from transformers import PretrainedConfig
+
+    values = source
+    if isinstance(source, str | Path):
+        try:
+            values, _ = PretrainedConfig.get_config_dict(source, **hub)
+        except Exception:  # from_pretrained says it better
+            return ""
+    elif isinstance(source, PretrainedConfig):
+        values = source.to_dict()
+    for part in (values, values.get("text_config")):
+        found = part.get("quantization_config") if isinstance(part, dict) else None
+        if found:
+            return method_of(found)
+    return ""
+
+
+def method_of(quantization: Any) -> str:
+    """What a quantization_config calls its method. Args: quantization: one of transformers' objects, or its dict."""
+    values = quantization if isinstance(quantization, dict) else vars(quantization)
+    method = values.get("quant_method")
+    if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+        return "bitsandbytes"  # as transformers reads it
+    return str(getattr(method, "value", method) or "a method without a name")
+
+
+def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The config that from_pretrained would read, and the arguments that are left for it."""
+    from transformers import AutoConfig
+
+    again = dict(hub) | {name: kwargs[name] for name in ("trust_remote_code", "code_revision") if name in kwargs}
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    options = {name: value for name, value in kwargs.items() if name != "config"}
+    config, rest = config_class.from_pretrained(path, return_unused_kwargs=True, **options)
+    return config, rest | again
+
+
+def _without_quantization(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    for part in (config, getattr(config, "text_config", None)):
+        if part is not None:
+            vars(part).pop("quantization_config", None)
+    return config
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """In the block transformers does not report the tensors beside quantized weights, which no module has."""
+    noise = logging.getLogger("transformers.modeling_utils")
+    level = noise.level
+    noise.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noise.setLevel(level)
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def tensor_of(file: str, name: str) -> torch.Tensor:
+    """A tensor of a safetensors file. Raises ModelError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # Opened for each tensor, so that its pages leave RAM with the mapping.
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: '{name}' cannot be read: {error}. Is the file complete?") from error
+
+
+def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
+    """A tensor that is a parameter's values. Raises ModelError for other numbers."""
+    if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+        raise ModelError(
+            f"'{path}' has '{name}' as {tensor.dtype}, and none of the tensors beside it that bitsandbytes writes for "
+            f"a quantized weight. {_IN_16_BITS}"
+        )
+    return tensor
+
+
+class QuantizedFiles:
+    """The weights of a checkpoint that are quantized.
+
+    Args:
+        files: its safetensors files.
+
+    Raises:
+        ModelError: one cannot be read.
+    """
+
+    def __init__(self, files: Collection[str]) -> None:
+        self._files = {name: file for file in sorted(files) for name in _names_in(file)}
+        self._states = {name.partition(_STATE)[0]: name for name in self._files if _STATE in name}
+
+    @property
+    def weights(self) -> list[str]:
+        """The names that they have in the files."""
+        rows = [name for name in self._files if _rows_of(name) in self._files]
+        return sorted([*self._states, *rows])
+
+    def given(self, weight: str, shape: torch.Size) -> Given | None:
+        """The encoded form of a weight; None where it is not quantized.
+
+        Args:
+            weight: its name in the files.
+            shape: that the model has of it.
+
+        Raises:
+            ModelError: it is quantized in a way that cannot be read, or its tensors do not fit each other or the model.
+        """
+        if weight in self._states:
+            return self._nf4(weight, shape)
+        if weight in self._files and _rows_of(weight) in self._files:
+            return self._int8(weight, shape)
+        return None
+
+    def _nf4(self, weight: str, shape: torch.Size) -> Given:
+        file, state_name = self._files[weight], self._states[weight]
+        kind = state_name.partition(_STATE)[2]
+        if kind != "nf4":
+            raise ModelError(
+                f"{file}: '{weight}' is quantized as {kind}; infinity reads only nf4 of bitsandbytes' 4-bit types. "
+                f"{_IN_16_BITS}"
+            )
+        state = _State.of(file, weight, self._tensor(state_name))
+        if state.shape != tuple(shape):
+            turned = " A layer whose weight is stored [in, out], as GPT-2's, was turned." if len(shape) == 2 else ""
+            raise ModelError(
+                f"{file}: '{weight}' is quantized with shape {state.shape}, and is {tuple(shape)} in the model."
+                f"{turned if state.shape == tuple(shape)[::-1] else ''} {_IN_16_BITS}"
+            )
+        self._require_map(weight, "quant_map", _native.NF4_MAP, state)
+        nested = f"{weight}.nested_absmax" in self._files
+        same = state.blocksize == BLOCK_NUMEL and state.nested_blocksize == NESTED_BLOCKS
+        if nested and same and self._is_map(f"{weight}.nested_quant_map", _native.NESTED_MAP):
+            parts = {
+                "codes": lambda: self._tensor(weight),
+                "scales": lambda: self._tensor(f"{weight}.absmax"),
+                "nested_scales": lambda: self._tensor(f"{weight}.nested_absmax").float(),
+                "offset": lambda: torch.tensor([state.nested_offset], dtype=torch.float32),
+            }
+            return self._made("nf4", weight, shape, parts)
+        scales = (lambda: self._unnested(weight, state)) if nested else (lambda: self._tensor(f"{weight}.absmax"))
+        parts = {
+            "codes": lambda: self._tensor(weight),
+            "scales": lambda: _for_smaller_blocks(scales().float(), state.blocksize, shape),
+        }
+        return self._made("nf4_fp32", weight, shape, parts)
+
+    def _unnested(self, weight: str, state: _State) -> torch.Tensor:
+        """The scales that nested ones stand for, rounded as bitsandbytes rounds them."""
+        codes = self._tensor(f"{weight}.absmax").reshape(-1)
+        nested = self._tensor(f"{weight}.nested_absmax").float().reshape(-1)
+        known = self._tensor(f"{weight}.nested_quant_map").float()
+        if nested.numel() * state.nested_blocksize < codes.numel() or codes.dtype != torch.uint8:
+            raise self._misfit(weight, f"{weight}.nested_absmax")
+        scales = known[codes.int()] * nested.repeat_interleave(state.nested_blocksize)[: codes.numel()]
+        return scales + torch.tensor(state.nested_offset, dtype=torch.float32)
+
+    def _int8(self, weight: str, shape: torch.Size) -> Given:
+        file = self._files[weight]
+        form = f"{weight}_format"
+        if form in self._files and (number := int(self._tensor(form).reshape(-1)[0])) != 0:
+            named = _WEIGHT_FORMATS[number] if 0 <= number < len(_WEIGHT_FORMATS) else str(number)
+            raise ModelError(
+                f"{file}: '{weight}' has its int8 values in the order {named}; infinity reads them row by row only. "
+                "Load the model with a newer bitsandbytes and save it again, or give it in bf16, fp16 or fp32."
+            )
+        found = tuple(_shape_of(file, weight))
+        if found != tuple(shape):
+            raise ModelError(
+                f"{file}: '{weight}' is quantized with shape {found}, and is {tuple(shape)} in the model. {_IN_16_BITS}"
+            )
+        parts = {
+            "codes": lambda: self._tensor(weight),
+            "scales": lambda: self._tensor(_rows_of(weight)).float(),
+        }
+        return self._made("int8_rows", weight, shape, parts)
+
+    def _made(
+        self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
+    ) -> Given:
+        """Raises ModelError where the small parts have other sizes than the codec's."""
+
+        def bytes_of(part: str, nbytes: int) -> torch.Tensor:
+            found = parts[part]().contiguous().reshape(-1).view(torch.uint8)
+            if found.numel() != nbytes:
+                raise self._misfit(weight, part)
+            return found
+
+        def read() -> torch.Tensor:
+            data = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8)
+            for part, (begin, nbytes) in parts_of(codec, shape).items():
+                data[begin : begin + nbytes] = bytes_of(part, nbytes)
+            return data
+
+        for part, (_, nbytes) in parts_of(codec, shape).items():
+            if part != "codes":
+                bytes_of(part, nbytes)
+        return Given(codec, read)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            beside = next(iter(self._files.values()), "the checkpoint")
+            raise ModelError(
+                f"{beside}: there is no '{name}', which a quantized weight needs; is the checkpoint whole?"
+            )
+        return tensor_of(self._files[name], name)
+
+    def _is_map(self, name: str, known: Collection[float]) -> bool:
+        return self._tensor(name).float().tolist() == list(known)
+
+    def _require_map(self, weight: str, name: str, known: Collection[float], state: _State) -> None:
+        if not self._is_map(f"{weight}.{name}", known):
+            raise ModelError(
+                f"{self._files[weight]}: the 4-bit codes of '{weight}' stand for other numbers ({name}) than NF4's. "
+                f"{_IN_16_BITS}"
+            )
+
+    def _misfit(self, weight: str, part: str) -> ModelError:
+        return ModelError(
+            f"{self._files[weight]}: '{weight}' is quantized, and its {part.removeprefix(f'{weight}.')} has not the "
+            "size that goes with its shape; is the file damaged?"
+        )
+
+
+@dataclass(frozen=True)
+class _State:
+    """What bitsandbytes says of a 4-bit weight."""
+
+    shape: tuple[int, ...]
+    blocksize: int
+    nested_blocksize: int
+    nested_offset: float
+
+    @classmethod
+    def of(cls, file: str, weight: str, packed: torch.Tensor) -> _State:
+        """Args: packed: JSON in bytes. Raises ModelError."""
+        try:
+            values = parse_json(bytes(packed.reshape(-1).tolist()).decode())
+            state = cls(
+                tuple(int(size) for size in values["shape"]),
+                int(values["blocksize"]),
+                int(values.get("nested_blocksize", NESTED_BLOCKS)),
+                float(values.get("nested_offset", 0.0)),
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ModelError(f"{file}: what bitsandbytes says of '{weight}' cannot be read: {error!r}") from None
+        if state.blocksize <= 0 or state.blocksize % BLOCK_NUMEL or state.nested_blocksize <= 0:
+            raise ModelError(
+                f"{file}: '{weight}' is quantized in blocks of {state.blocksize}; infinity reads blocks of "
+                f"{BLOCK_NUMEL} and multiples of it. {_IN_16_BITS}"
+            )
+        return state
+
+
+def decoding(known: Given, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """What gives the values of an encoded weight."""
+    return lambda: decode(known.read(), known.codec, shape, dtype)
+
+
+def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
+    """Refuse a model of which transformers makes single weights of several quantized ones.
+
+    Args:
+        left: quantized weights that no parameter of the model is.
+        converts: whether transformers converted tensors of this checkpoint. Otherwise it has weights that the model
+            does not use.
+
+    Raises:
+        ModelError: names one.
+    """
+    if left and converts:
+        raise ModelError(
+            f"'{path}' has '{left[0]}' quantized, of which transformers makes a part of a larger parameter (as of the "
+            f"experts of a layer); infinity cannot do that with quantized weights. {_IN_16_BITS}"
+        )
+
+
+def _for_smaller_blocks(scales: torch.Tensor, blocksize: int, shape: torch.Size) -> torch.Tensor:
+    """Scales of blocks of BLOCK_NUMEL, which is a part of `blocksize`."""
+    blocks = -(-shape.numel() // BLOCK_NUMEL)
+    return scales.reshape(-1).repeat_interleave(blocksize // BLOCK_NUMEL)[:blocks]
+
+
+def _rows_of(weight: str) -> str:
+    """The name of the scales of an int8 weight."""
+    return f"{weight.removesuffix('weight')}SCB" if weight.endswith(".weight") else ""
+
+
+def _names_in(file: str) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: cannot be read: {error}. Is the file complete?") from error
+
+
+def _shape_of(file: str, name: str) -> list[int]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        return list(opened.get_slice(name).get_shape())
