@@ -76,6 +76,6 @@ def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[st
 def _round(parameter: nn.Parameter, name: str, codec: Codec) -> None:
     """Give a weight the value that it has where it rests encoded: the adapters were trained beside that."""
     data = torch.empty(encoded_bytes(codec, parameter.shape), dtype=torch.uint8)
-    encode(name, parameter.detach().reshape(-1), codec, memoryview(data.numpy()), _native.ThreadPool(1))
+    encode(name, parameter.detach().reshape(-1), codec, data.numpy().data, _native.ThreadPool(1))
     with torch.no_grad():
         parameter.copy_(decode(data, codec, parameter.shape, parameter.dtype))
