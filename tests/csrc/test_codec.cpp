@@ -95,9 +95,9 @@ std::vector<float> values_of(Stored& stored) {
     const float nf4 = kNf4Map.values[i % 2 == 0 ? nibbles[i / 2] >> 4 : nibbles[i / 2] & 15];
     if (stored.weight.codec == WeightCodec::nf4) {
       const float scale = kDynamicMap.values[stored.at<std::uint8_t>(stored.layout.scales)[block]];
-      const float wide = scale * stored.at<float>(stored.layout.nested_scales)[block / kNestedBlocks];
-      volatile const float sum = wide + *stored.at<float>(stored.layout.offset);  // not fused
-      values[i] = nf4 * sum;
+      // Not fused with the sum.
+      volatile const float wide = scale * stored.at<float>(stored.layout.nested_scales)[block / kNestedBlocks];
+      values[i] = nf4 * (wide + *stored.at<float>(stored.layout.offset));
     } else if (stored.weight.codec == WeightCodec::nf4_fp32) {
       values[i] = nf4 * stored.at<float>(stored.layout.scales)[block];
     } else if (stored.weight.codec == WeightCodec::int8) {
