@@ -159,6 +159,7 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
     with interrupts_deferred(), coordinator.writing():
         _require_same_everywhere(coordinator, wanted)
         for index, names in wanted.items():
+            _require_not_encoded(coordinator, coordinator.units[index], names)
             _require_not_shared(coordinator, coordinator.units[index], names)
         try:
             for index, names in wanted.items():
@@ -224,6 +225,21 @@ def _same_bits(unit: OffloadedUnit, slot: Slot, name: str) -> bool:
     mine = unit.parameters[name].detach().to(slot.tensor.device).contiguous().reshape(-1)
     own = unit.views.value_in(slot, name).reshape(-1)
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
+
+
+def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
+    """What rests in 4 or 8 bits was encoded once."""
+    encoded = [name for name in names if unit.unit.find(name)[0].codec is not None]
+    if not encoded:
+        return
+    with coordinator.taking([unit.index]):
+        changed = _changed(unit, encoded)
+    if changed:
+        raise ModelError(
+            f"parameter '{changed[0]}' of unit '{unit.name}' rests as {unit.unit.find(changed[0])[0].codec}, and was "
+            "changed in infinity.gathered(..., write=True). Change it before infinity.offload, or set frozen: bf16. "
+            "Nothing was written."
+        )
 
 
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:

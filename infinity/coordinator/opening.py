@@ -69,12 +69,13 @@ def open_coordinator(
     def look() -> Discovery:
         found = discover(model, config.moments, config.frozen)
         _require_free(found)
-        _require_alone(found)
         return found
 
     goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
     together, found = come_together(config, device, optimizer, look, goes_on_from)
     with together.telling():
+        if together.peers.together:
+            _require_plain(found)
 
         def plan_of(commits: Frequency | None) -> Plan:
             peers = together.peers
@@ -206,13 +207,12 @@ def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Call
     return lambda coordinator: ingest(coordinator, source, in_memory)
 
 
-def _require_alone(found: Discovery) -> None:
-    """Raises NotAvailableError where several ranks would share encoded weights."""
-    _, ranks = rank_and_world()
-    if ranks > 1 and any(unit.encoded_bytes for unit in found.units):
+def _require_plain(found: Discovery) -> None:
+    """Raises NotAvailableError where ranks would share encoded weights."""
+    if any(unit.encoded_bytes for unit in found.units):
         raise NotAvailableError(
-            "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or use one "
-            "process"
+            "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start one "
+            "process without torchrun"
         )
 
 

@@ -249,3 +249,20 @@ def test_a_disk_that_fails_or_lies_about_encoded_weights_is_named(codec: Any, ki
 
 
 TIGHT = {"device": "700KiB", "host": "512MiB"}
+
+
+def test_encoded_weights_are_read_and_not_written(offload: Offload) -> None:
+    model = offload(begun({}), frozen="nf4")
+    before = weights_of(model)
+    name = "base_model.model.model.layers.1.self_attn.k_proj.weight"
+    with infinity.gathered(model):
+        assert torch.equal(model.get_parameter(name), before[name])
+    with pytest.raises(ModelError, match=r"k_proj\.weight.*rests as nf4.*Nothing was written"):  # noqa: SIM117
+        with infinity.gathered(model, write=True), torch.no_grad():
+            model.get_parameter(name).zero_()
+    with infinity.gathered(model, write=True), torch.no_grad():
+        model.get_parameter("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight").zero_()
+    after = weights_of(model)
+    assert torch.equal(after[name], before[name])
+    assert not after["base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"].any()
+    require_no_leaks(model)
