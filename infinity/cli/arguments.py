@@ -238,7 +238,7 @@ def _add_what_trains(tune: argparse.ArgumentParser) -> None:
         type=whole(1, _RANK_MAX),
         metavar="R",
         help="train adapters of rank R beside the model's linear layers, and nothing else (LoRA, by PEFT); the output "
-        "is the adapters",
+        "is the adapters, or with --merge one model",
     )
     part.add_argument(
         "--lora-alpha", type=number(1e-6, 1e6), metavar="A", help="the adapters count A / R times (default 2 R)"
@@ -250,6 +250,12 @@ def _add_what_trains(tune: argparse.ArgumentParser) -> None:
         type=text,
         metavar="NAME",
         help="layers that have adapters, such as q_proj v_proj (default: all linear ones but the head)",
+    )
+    part.add_argument(
+        "--merge",
+        action="store_true",
+        default=None,
+        help="write one model in place of the adapters: that which they are of, with them merged into it",
     )
     part.add_argument(
         "--freeze",

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.save import save_pretrained
 from infinity.cli import job, limits, loggers, models, saved_steps, tracing, verifying
 from infinity.cli.again import write_again
 from infinity.cli.batches import Batch, Batches
@@ -122,7 +121,7 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
     except StoreNotEmptyError as error:
         raise _holds_a_run(config) from error
     try:
-        model_bytes = sum(told(model, "the size", models.output_bytes(model)))
+        model_bytes = sum(told(model, "the size", models.output_bytes(model, options)))
         store = _store_of(model, config, world)
         run = Run(model, data, begun.tokenizer, options, config, world, begun.origin, begun.owner)
         ending.callback(run.loggers.close)
@@ -135,12 +134,12 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
         report = run.report()
         batch = next(Batches(data.trained, 1, options.seed)) if options.verify_output else None
         if begun.output is None:
-            return _follow(model, batch, tell, stopped)
+            return _follow(model, options, batch, tell, stopped)
         expected, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
     finally:
         close(model)
     print(report.text())
-    print(printable(f"{'adapters' if options.lora else 'model'}, report and loss curve: {options.output}"))
+    print(printable(f"{_result(options)}, report and loss curve: {options.output}"))
     for line in run.saved.conclude(run.history.evaluations):
         print(line)
     if batch is not None and expected is not None:
@@ -166,7 +165,13 @@ def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     )
 
 
-def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
+def _result(options: argparse.Namespace) -> str:
+    if options.lora is None:
+        return "model"
+    return "model, with the adapters merged into it" if options.merge else "adapters"
+
+
+def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: Tell, stopped: int) -> int:
     """What rank 0 needs of the others until its result is complete. Returns 0, or the exit code if a signal came.
 
     Raises:
@@ -175,7 +180,7 @@ def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
 
     def save(directory: str) -> None:
         try:
-            save_pretrained(model, directory)
+            models.save_model(model, directory, options)
         except (PeerError, SwapIOError):
             raise
         except InfinityError:
@@ -183,7 +188,7 @@ def _follow(model: Any, batch: Batch | None, tell: Tell, stopped: int) -> int:
 
     def compute() -> None:
         if batch is not None:
-            verifying.expected_of(model, batch)
+            verifying.expected_of(model, options, batch)
 
     with stop_when_asked(print, "") as stop:
         follow(model, {"save": save, "commit": lambda: commit(model), "logits": compute})
@@ -275,7 +280,7 @@ def _save(
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))
         try:
-            save_pretrained(model, directory)
+            models.save_model(model, directory, run.options)
         except PeerError:
             if not directory.is_dir():
                 raise
@@ -285,7 +290,7 @@ def _save(
         nonlocal expected
         if batch is not None:
             lead(model, "logits")
-            expected = verifying.expected_of(model, batch)
+            expected = verifying.expected_of(model, run.options, batch)
         lead(model, "end")
         close(model)
         tell("closing the model", None)  # then nobody uses the stores

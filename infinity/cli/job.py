@@ -39,6 +39,7 @@ _FREE: dict[str, Any] = {
 """Options of one process, which a run does not keep, with their defaults."""
 _KEPT: dict[str, Any] = {
     "keep_store": False,
+    "merge": False,
     "save_every": None,
     "save_limit": None,
     "save_best": False,

@@ -19,13 +19,15 @@ from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
+from infinity.checkpoint.merged import require_mergeable, save_merged
 from infinity.checkpoint.other_ranks import resume
+from infinity.checkpoint.save import save_pretrained
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
 from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
-from infinity.errors import ConfigError, ModelError
-from infinity.runtime.offload import offload
+from infinity.errors import ConfigError, ModelError, NotAvailableError
+from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics
 
 _ALL_LINEAR = "all-linear"
@@ -37,6 +39,7 @@ def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options about parts of the model that do not go together, or need what is not there."""
     for name in ("lora_alpha", "lora_dropout", "lora_targets"):
         require_alone(option(name), getattr(options, name), "--lora", options.lora)
+    require_alone("--merge", options.merge or None, "--lora", options.lora)
     if options.frozen is not None and options.lora is None and not options.freeze:
         raise ConfigError(
             f"--frozen {options.frozen} says how weights rest that are not trained, and all of them are: train "
@@ -127,9 +130,19 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
         _freeze(model, options.freeze)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"trained: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    if options.merge:
+        _require_mergeable(model)
     if copy is not None:
-        return offload_from_checkpoint(model, copy, config, **made)
-    return (resume if resuming else offload)(model, config, **made)
+        model = offload_from_checkpoint(model, copy, config, **made)
+    else:
+        model = (resume if resuming else offload)(model, config, **made)
+    if options.merge:
+        try:
+            _require_mergeable(model)  # again, as layers may be in tiles now
+        except NotAvailableError:
+            close(model, discard=not resuming)
+            raise
+    return model
 
 
 def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
@@ -155,6 +168,13 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
         raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error
 
 
+def _require_mergeable(model: Any) -> None:
+    try:
+        require_mergeable(model)
+    except NotAvailableError as error:
+        raise NotAvailableError(f"--merge: {error}") from None
+
+
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
     """Raises ConfigError for a pattern that matches no parameter, and where all are frozen."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -172,10 +192,15 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ConfigError(f"--freeze {' '.join(map(quoted, patterns[:_NAMED_MAX]))}: nothing is left to be trained")
 
 
-def output_bytes(model: nn.Module) -> int:
+def save_model(model: Any, directory: str | Path, options: argparse.Namespace) -> None:
+    """Write the trained model, its adapters, or both merged. All ranks call. Raises as infinity.save_pretrained."""
+    (save_merged if options.merge else save_pretrained)(model, directory)
+
+
+def output_bytes(model: nn.Module, options: argparse.Namespace) -> int:
     """Of the output's weights; of this rank's slices of them, where there are several."""
     layout = statistics(model).plan.layout
-    if not is_peft_model(model):
+    if options.merge or not is_peft_model(model):
         return layout.weight_bytes
     return layout.trainable_numel * max(p.element_size() for p in model.parameters() if p.requires_grad)
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.checkpoint.save import save_pretrained
 from infinity.cli.evaluation import Evaluated, best_of
 from infinity.cli.marked import Owner
+from infinity.cli.models import save_model
 from infinity.cli.options import require_alone
 from infinity.cli.world import World, told
 from infinity.echo import raised
@@ -51,6 +51,7 @@ class SavedSteps:
     def __init__(
         self, options: argparse.Namespace, tokenizer: Any, last: int, world: World, owner: Owner | None
     ) -> None:
+        self._options = options
         self._output: Path = options.output
         self._every: int | None = options.save_every
         self._limit: int | None = options.save_limit
@@ -132,7 +133,7 @@ class SavedSteps:
                     self._owner.make(self._directory)
                 except (InfinityError, OSError) as error:
                     problem = error
-            save_pretrained(model, target)  # which all ranks begin together, and which says it where it cannot be
+            save_model(model, target, self._options)  # which all ranks begin, and which says it where it cannot be
             if problem is not None:
                 raise problem
         if not self._world.speaks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from infinity import _native
+from infinity.checkpoint.merged import computing_merged
 from infinity.cli.models import named, with_saved_adapters
 from infinity.cli.optimizers import DTYPES
 from infinity.coordinator import registry
@@ -30,9 +32,10 @@ class Expected:
     encoded: dict[str, Codec]
 
 
-def expected_of(model: Any, batch: Any) -> Expected:
-    """Of an offloaded model. All ranks call."""
-    return Expected(logits_of(model, batch), _encoded(model))
+def expected_of(model: Any, options: argparse.Namespace, batch: Any) -> Expected:
+    """Of an offloaded model, with its adapters merged where they are in the output. All ranks call."""
+    with computing_merged(model) if options.merge else nullcontext():
+        return Expected(logits_of(model, batch), _encoded(model))
 
 
 def logits_of(model: Any, batch: Any) -> torch.Tensor:
@@ -50,8 +53,15 @@ def verify(directory: Path, options: argparse.Namespace, batch: Any, expected: E
     if not torch.equal(again, expected.logits):
         difference = (again.float() - expected.logits.float()).abs().max().item()
         raise InfinityError(f"the saved model's logits differ from the trained one's by up to {difference}")
-    loaded = "model, loaded by plain transformers, gives" if options.lora is None else "adapters, loaded by PEFT, give"
+    loaded = (
+        "adapters, loaded by PEFT, give" if _has_adapters(options) else "model, loaded by plain transformers, gives"
+    )
     print(f"verified: the saved {loaded} the trained model's logits, bit for bit")
+
+
+def _has_adapters(options: argparse.Namespace) -> bool:
+    """Whether the output is adapters."""
+    return options.lora is not None and not options.merge
 
 
 def _encoded(model: nn.Module) -> dict[str, Codec]:
@@ -64,7 +74,7 @@ def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[st
     """A model that `infinity finetune` has written, without infinity."""
     from transformers import AutoModelForCausalLM
 
-    if options.lora is None:
+    if not _has_adapters(options):
         return AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=bool(options.trust_remote_code))
     base = AutoModelForCausalLM.from_pretrained(options.model, dtype=DTYPES[options.dtype], **named(options))
     model = with_saved_adapters(base, directory)

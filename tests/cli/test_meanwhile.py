@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_saved_does_not_end_the_run(
     def full(*_: Any, **__: Any) -> None:
         raise InfinityError("saving to there: no space left on device")
 
-    monkeypatch.setattr("infinity.cli.saved_steps.save_pretrained", full)
+    monkeypatch.setattr("infinity.cli.saved_steps.save_model", full)
     assert run(job, "--save-every", "5") == 0
     said = capfd.readouterr()
     assert "warning: step 5: the model is not saved in" in said.err
@@ -312,7 +312,7 @@ def test_a_best_model_that_could_not_be_saved_is_not_claimed(
     job: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, saved = iter([3.0, 2.0, 2.5]), iter([True, False])
-    save = saved_steps.save_pretrained
+    save = saved_steps.save_model
 
     def sometimes(*given: Any) -> None:
         if not next(saved):
@@ -320,7 +320,7 @@ def test_a_best_model_that_could_not_be_saved_is_not_claimed(
         save(*given)
 
     monkeypatch.setattr("infinity.cli.evaluation.Evaluation.loss_of", lambda *_: next(losses))
-    monkeypatch.setattr(saved_steps, "save_pretrained", sometimes)
+    monkeypatch.setattr(saved_steps, "save_model", sometimes)
     assert run(job, "--save-best") == 0
     assert "lowest held-out loss: 2.0000, of step 10: its model could not be saved" in capsys.readouterr().out
     assert (tmp_path / "out-a-steps" / "best").resolve().name == "best-5"

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infinity.cli import finetune, loop
+from infinity.cli import loop, models
 from infinity.cli.main import main
 from infinity.cli.output import Output, Saved
 from infinity.errors import ConfigError, InfinityError
@@ -163,13 +163,13 @@ def test_an_interrupt_while_the_model_is_saved_waits_for_it(
 ) -> None:
     import signal
 
-    save = finetune.save_pretrained
+    save = models.save_model
 
-    def interrupted(model: Any, directory: Path) -> None:
+    def interrupted(model: Any, directory: Path, options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        save(model, directory)
+        save(model, directory, options)
 
-    monkeypatch.setattr(finetune, "save_pretrained", interrupted)
+    monkeypatch.setattr(models, "save_model", interrupted)
     assert run(short) == 130
     assert "the model is being saved" in capsys.readouterr().out
     assert loads(short["--output"])

@@ -100,7 +100,9 @@ WRITTEN = ("--trace", "--json", "--plot")
 BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
 BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}
 BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"], "--log-dir": ["--logger", "csv"]}
-BESIDE |= {name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets", "--frozen")}
+BESIDE |= {
+    name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets", "--merge", "--frozen")
+}
 BESIDE |= {name: ["--temperature", "1"] for name in ("--top-p", "--top-k")}
 BESIDE |= {"--block": ["--vs-fio"], "--depth": ["--vs-fio"], "--trace-steps": ["--trace", "trace.json"]}
 """What else an option needs so that it does something."""
