@@ -81,8 +81,8 @@ OF_DEVICES = [
     Mutant(
         "an upload waits for the last uses of its slot",
         "infinity/tiers/uploads.py",
-        ", after=into.after)",
-        ")",
+        "pairs = [(into.memory[:plain], home[:plain], into.after)]",
+        "pairs = [(into.memory[:plain], home[:plain], ())]",
         ("tests/tiers/test_uploads.py",),
     ),
     Mutant(

@@ -13,14 +13,14 @@ OF_SEAM = [
     Mutant(
         "an upload from RAM waits for the last use of its bytes",
         "infinity/tiers/uploads.py",
-        "on=self._stream, after=into.after)",
+        "on=self._stream, after=after)",
         "on=self._stream)",
         _SCHEDULES,
     ),
     Mutant(
         "an upload from NVMe is told of the last use of its bytes",
         "infinity/tiers/uploads.py",
-        "waits=[self._accelerator.handle(event) for event in into.after],",
+        "waits=[self._accelerator.handle(event) for lease in leases for event in lease.after],",
         "waits=[],",
         _SCHEDULES,
     ),
@@ -259,8 +259,29 @@ OF_SEAM = [
     Mutant(
         "a slot whose upload failed keeps its last uses",
         "infinity/tiers/slots.py",
-        "        self._slab.give_back(self._lease, self._lease.after)",
-        "        self._slab.give_back(self._lease, ())",
+        "        slab.give_back(lease, lease.after)\n        if encoded is not None:",
+        "        slab.give_back(lease, ())\n        if encoded is not None:",
         ("tests/tiers/test_slots.py",),
+    ),
+    Mutant(
+        "decoding on a device waits for the copy",
+        "infinity/tiers/slots.py",
+        "for event in (ready, *lease.after):",
+        "for event in lease.after:",
+        ("tests/runtime/test_frozen.py",),
+    ),
+    Mutant(
+        "what is decoded on a device is given back behind its decoding",
+        "infinity/tiers/slots.py",
+        "self._device.decoding.give_back(encoded, [decoded])",
+        "self._device.decoding.give_back(encoded, [])",
+        ("tests/runtime/test_frozen.py",),
+    ),
+    Mutant(
+        "encoded weights are not written by infinity.gathered",
+        "infinity/coordinator/gathering.py",
+        "            _require_not_encoded(coordinator, coordinator.units[index], names)\n",
+        "",
+        ("tests/runtime/test_frozen.py",),
     ),
 ]
