@@ -92,6 +92,7 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
     require_ready(config)
     _require_model(options.model, resuming=resuming)
+    verifying.require_possible(options)
     named = models.named(options)
     tokenizer = load_tokenizer(options.model, **named)
     torch.manual_seed((options.seed + world.rank) % 2**64)

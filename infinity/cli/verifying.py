@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from infinity import _native
+from infinity.checkpoint.load import load_config_of
 from infinity.checkpoint.merged import computing_merged
 from infinity.cli.models import named, with_saved_adapters
 from infinity.cli.optimizers import DTYPES
 from infinity.coordinator import registry
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, NotAvailableError
 from infinity.state.codec import Codec, decode, encode, encoded_bytes
 
 
@@ -30,6 +31,18 @@ class Expected:
 
     logits: torch.Tensor
     encoded: dict[str, Codec]
+
+
+def require_possible(options: argparse.Namespace) -> None:
+    """Raises NotAvailableError where what is written could not be loaded without infinity."""
+    if not (options.verify_output and _has_adapters(options)):
+        return
+    config = load_config_of(options.model, **named(options))
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotAvailableError(
+            "--verify-output of adapters of a quantized model is not available yet; leave it out, or give --merge, "
+            "whose output is compared"
+        )
 
 
 def expected_of(model: Any, options: argparse.Namespace, batch: Any) -> Expected:

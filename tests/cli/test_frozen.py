@@ -12,7 +12,8 @@ import yaml
 from safetensors.torch import load_file
 
 from infinity.cli.main import main
-from tests.cli.test_finetune import run
+from tests.checkpoint.quantized import quantize
+from tests.cli.test_finetune import run, tokenizer
 from tests.cli.test_lora import ADAPTERS, LORA, same_adapters
 from tests.cli.test_resume import _job, _losses, _stop_after
 from tests.cli.test_resume import job as job  # with dropout in the model
@@ -78,6 +79,20 @@ def test_the_form_of_a_run_may_come_from_its_swap_config(job: dict[str, Any], tm
     assert main(["finetune", "--resume", str(tmp_path / "swap-b"), *NF4]) == 2
     assert "--frozen is nf4, and the run that is resumed has auto" in capsys.readouterr().err
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), *NF4]) == 0
+
+
+def test_adapters_of_a_quantized_model_are_verified_merged_only(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantize(tmp_path / "model", tmp_path / "small", "nf4")
+    tokenizer().save_pretrained(tmp_path / "small")
+    job["--model"] = tmp_path / "small"
+    assert run(job, *LORA, "--verify-output") == 2
+    assert "--verify-output of adapters of a quantized model is not available yet" in capsys.readouterr().err
+    assert run(job, *LORA, "--verify-output", "--merge") == 0
+    assert "bit for bit" in capsys.readouterr().out
+    assert "quantization_config" not in (tmp_path / "out-a" / "config.json").read_text()
 
 
 def test_it_says_nothing_where_all_is_trained(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
