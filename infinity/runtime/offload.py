@@ -41,6 +41,7 @@ from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, require_untied
 from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
+from infinity.state.frozen import pass_on
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
@@ -291,6 +292,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
             if parameter not in placed:
                 empty = nan_placeholder(parameter.shape, parameter.dtype, device)
                 placed[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                pass_on(parameter, placed[parameter])
             module._parameters[name] = placed[parameter]
 
 
