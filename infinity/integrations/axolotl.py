@@ -26,8 +26,8 @@ _OTHERS = {
     "deepspeed": "offloads the same states itself",
     "fsdp": "shards the model over processes",
     "fsdp_config": "shards the model over processes",
-    "load_in_4bit": "needs the quantized weights in memory",
-    "load_in_8bit": "needs the quantized weights in memory",
+    "load_in_4bit": "needs the quantized weights in memory, which `frozen: nf4` in the swap config does not",
+    "load_in_8bit": "needs the quantized weights in memory, which `frozen: int8` in the swap config does not",
 }
 
 

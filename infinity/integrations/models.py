@@ -17,6 +17,7 @@ from infinity.coordinator import registry
 from infinity.durable import rng
 from infinity.errors import ModelError, printable
 from infinity.integrations.patches import Patches
+from infinity.integrations.quantization import form_of, is_left_to_transformers
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
 from infinity.runtime.deferred import defer, defer_in_memory, is_deferred
@@ -25,8 +26,17 @@ from infinity.runtime.offload import move_buffers
 logger = logging.getLogger(__name__)
 
 _TO_DISK = {"": "disk"}
-_NOT_OURS = ("quantization_config", "state_dict", "tp_plan", "distributed_config", "gguf_file")
+_NOT_OURS = ("state_dict", "tp_plan", "distributed_config", "gguf_file")
 """Arguments of from_pretrained with which transformers is left to load as it does."""
+_OF_PLACES = (
+    "device_map",
+    "max_memory",
+    "offload_folder",
+    "offload_state_dict",
+    "low_cpu_mem_usage",
+    "quantization_config",
+)
+"""Arguments of from_pretrained that say where weights are, and in which form."""
 _ONLY_THEIRS = (
     "state_dict",
     "variant",
@@ -45,6 +55,7 @@ def replace_loading(run: Run, patches: Patches) -> None:
     patches.wrap(PreTrainedModel, "from_pretrained", _from_pretrained(run))
     if (peft_model := _peft_model()) is not None:
         patches.wrap(peft_model, "__init__", _wrapping(run))
+        _replace_preparing(run, patches)
 
     def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not torch.compiler.is_compiling():  # where a slice of a ModuleList is a new one
@@ -84,10 +95,12 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
     def load(original: Callable[..., Any], cls: Any, path: Any = None, *args: Any, **kwargs: Any) -> Any:
         path = kwargs.pop("pretrained_model_name_or_path", path)
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
-        if theirs or kwargs.get("device_map") == _TO_DISK:
+        quantization = kwargs.get("quantization_config")
+        if theirs or kwargs.get("device_map") == _TO_DISK or is_left_to_transformers(quantization):
             return original(cls, path, *args, **kwargs)  # as infinity.checkpoint.load asks for it, or not ours
+        form_of(quantization)  # before anything is loaded
         with_info = kwargs.pop("output_loading_info", False)
-        for name in ("device_map", "max_memory", "offload_folder", "offload_state_dict", "low_cpu_mem_usage"):
+        for name in _OF_PLACES:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
         before = rng.snapshot()
@@ -101,6 +114,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
                 model = loaded[0] if with_info else loaded
                 defer_in_memory(model)  # whatever it is converted to, its values become the master
                 run.loaded(model)
+                run.forms.loaded(model, quantization, run.config)
                 return loaded
             if isinstance(error.__cause__, OSError | ValueError):
                 raise error.__cause__ from error  # what scripts expect where there is no such model
@@ -108,6 +122,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         defer(model, source, run.device)
         move_buffers(model, run.device)
         run.loaded(model)
+        run.forms.loaded(model, quantization, run.config)
         info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
         return (model, info | {"error_msgs": []}) if with_info else model
 
@@ -121,6 +136,40 @@ def _wrapping(run: Run) -> Callable[..., None]:
         run.wrapped(model, self)
 
     return init
+
+
+def _replace_preparing(run: Run, patches: Patches) -> None:
+    """PEFT's prepare_model_for_kbit_training casts all weights to fp32, and so into memory, unless they are
+    bitsandbytes'."""
+    import peft
+
+    for module in (peft, peft.utils, peft.utils.other):
+        patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
+
+
+def _preparing(run: Run) -> Callable[..., Any]:
+    def prepare(
+        original: Callable[..., Any],
+        model: Any,
+        use_gradient_checkpointing: bool = True,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Any:
+        if not run.models_in(model):
+            return original(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, **others)
+        model.requires_grad_(False)
+        if use_gradient_checkpointing:
+            how = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+            if how["use_reentrant"]:
+                model.enable_input_require_grads()
+            if hasattr(model, "activation_checkpointing_enable"):
+                model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+            else:  # its name in the first versions 5
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+        logger.warning("infinity: prepare_model_for_kbit_training: the weights are frozen, and keep their dtype")
+        return model
+
+    return prepare
 
 
 def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from infinity.coordinator.pinning import agree
 from infinity.durable import rng
 from infinity.errors import ModelError, PeerError, printable
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
+from infinity.integrations.quantization import Forms
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.rank_stores import counts_in, steps_of
 from infinity.ranks.ranks import rank_and_world, require_ranks_met
@@ -70,6 +71,7 @@ class Run:
         wishes: of the model that is trained.
         references: models that are only evaluated.
         trained: models that will be trained, whoever evaluates them before.
+        forms: how frozen weights rest, where the script asks for quantized ones.
         resumed: the checkpoint folder that a model went on from.
         reads_random_states: whoever goes on from a folder puts back the random numbers that are in it: accelerate does,
             and a Trainer. What the script draws before, for its loaders' seeds, is what it drew in its first life.
@@ -80,6 +82,7 @@ class Run:
     wishes: Wishes = field(default_factory=Wishes)
     references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    forms: Forms = field(default_factory=Forms)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     resumed: Path | None = None
@@ -140,6 +143,7 @@ class Run:
         copied: nn.Module | None = memo.get(id(model))
         if copied is not None and model in self._loaded:
             self._loaded.add(copied)
+            self.forms.copied(model, copied)
         outer = None if (found := self._outer.get(model)) is None else found()
         if copied is not None and id(outer) in memo:
             self._outer[copied] = weakref.ref(memo[id(outer)])
@@ -260,7 +264,7 @@ class Run:
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
-        config = self._config_of(memory, name, trained=trained)
+        config = self._config_of(model, memory, name, trained=trained)
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with naming_the_shares(memory, waiting, open_models):
             if trained:
@@ -311,13 +315,13 @@ class Run:
             if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
                 parameter.data = parameter.to(dtype)
 
-    def _config_of(self, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
+    def _config_of(self, model: nn.Module, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
         """The config of one model: its share of the memory, a directory of its own, and what the script wishes.
 
         Args:
             name: of its directory below each of nvme.paths; "" for these themselves.
         """
-        changes: dict[str, Any] = {"memory": memory}
+        changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
             changes["moments"] = self.wishes.moments
         if not trained:
