@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from infinity.cli import loop, models
+from infinity.cli import loop, verifying
 from infinity.cli.finished import finish
 from infinity.cli.main import main
 from infinity.errors import InfinityError
@@ -113,7 +113,7 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
     def differs(*_: Any) -> None:
         raise InfinityError("the saved model's logits differ")
 
-    monkeypatch.setattr(models, "verify", differs)
+    monkeypatch.setattr(verifying, "verify", differs)
     assert run(short, "--verify-output") == 1
     assert list(generations_in(tmp_path / "swap")) == [2]
 

@@ -18,7 +18,7 @@ from infinity.plan.problem import ALONE, Peers
 from infinity.sizes import PAGE_BYTES
 from infinity.state.records import ModelRecord
 from infinity.state.shard import Cut
-from infinity.tiers.home import Home
+from infinity.tiers.home import Home, WeightsHome
 from tests.tiers.fakes import Failure, Future, Generations, Store, extent, few, pages, transfer
 
 EVERY = 2
@@ -364,7 +364,8 @@ def test_a_loop_that_an_exception_left_commits_only_what_is_known_to_be_its_top(
 
 def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
-    units = [SimpleNamespace(states=dict(enumerate(states)))]
+    weights = WeightsHome(None, (), 0)
+    units = [SimpleNamespace(states=dict(enumerate(states)), weights=weights)]
     below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), exchange=None)
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
     assert facts_of(below) == facts
