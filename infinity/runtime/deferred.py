@@ -12,8 +12,8 @@ checkpoint:
     records                                    it is an ordinary parameter from then on
     .to(dtype), deepcopy                       another placeholder, of the same values
 
-A checkpoint may have the values in an encoded form (state/frozen.py). That form stays with a parameter as long as the
-parameter is a placeholder.
+A checkpoint may have the values in an encoded form (state/frozen.py). That form stays with a parameter that has the
+same values when the model is offloaded, whoever read them before.
 
 `infinity.offload(model, ..., source=values_of(model))` is given the values when the model is first used.
 """
@@ -30,7 +30,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.coordinator.same_values import Source
 from infinity.errors import ModelError
-from infinity.state.frozen import forget, given, pass_on, remember
+from infinity.state.codec import decode
+from infinity.state.frozen import forget, given, pass_on
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
 Read = Callable[[], torch.Tensor]
@@ -74,7 +75,6 @@ class _Values(Lender):
         there = list(dict.fromkeys(parameters))
         placeholders = {parameter: _raw(parameter) for parameter in there}
         reads = {parameter: self._reads[parameter] for parameter in there}
-        known = {parameter: given(parameter) for parameter in there}
         versions = {}
         for parameter in there:
             self.keep(parameter)
@@ -87,13 +87,10 @@ class _Values(Lender):
             if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
                 self.enter(parameter, *reads[parameter])
-                if (encoded := known[parameter]) is not None:
-                    remember(parameter, *encoded)
 
     def keep(self, parameter: nn.Parameter) -> None:
         value = self.read(parameter).to(parameter.device, parameter.dtype)
         self.leave(parameter)
-        forget(parameter)
         parameter.data = value
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
@@ -169,7 +166,18 @@ def defer_in_memory(model: nn.Module) -> None:
     model is offloaded, whatever dtype it is converted to in between: they become the fp32 master."""
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
+            _forget_if_changed(parameter)
             _values.enter(parameter, name, _Constant(_raw(parameter)))
+
+
+def _forget_if_changed(parameter: nn.Parameter) -> None:
+    """An ordinary parameter that has other values than those of its encoded form has no such form."""
+    known = given(parameter)
+    if known is None or parameter.is_meta:
+        return
+    value = decode(known.read(), known.codec, parameter.shape, parameter.dtype)
+    if not torch.equal(value, parameter.detach().cpu()):
+        forget(parameter)
 
 
 class _Constant:
@@ -296,6 +304,8 @@ def values_of(model: nn.Module) -> Iterator[Values]:
         named[name] = parameter
         if _values.has(parameter):
             left[parameter] = _values.name_of(parameter), _values.leave(parameter)
+        elif parameter not in left and not isinstance(parameter, ReleasedParameter):
+            _forget_if_changed(parameter)
 
     try:
         yield Values(named, left)

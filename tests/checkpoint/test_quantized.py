@@ -208,19 +208,30 @@ def test_nested_scales_with_another_map_are_computed(
 # -- what a deferred parameter keeps ----------------------------------------------------------------------------------
 
 
-def test_the_encoded_form_stays_with_a_placeholder_and_goes_with_a_change(
-    checkpoints: dict[str, Path], deferred: Any
+def test_the_encoded_form_stays_with_values_that_stay(
+    checkpoints: dict[str, Path], deferred: Any, offloaded: Any
 ) -> None:
-    weight = deferred(checkpoints["nf4"]).get_parameter(LAYER)
-    converted = weight.to(torch.float32)
-    with torch.no_grad():
-        assert torch.isfinite(weight.sum())
-    assert given(weight) is not None
-    assert given(converted) == given(weight)
-    with torch.no_grad():
-        weight.mul_(2)
-    assert given(weight) is None
-    assert given(converted) is not None
+    """DoRA reads the weights, and PiSSA changes them."""
+    model = deferred(checkpoints["nf4"]).requires_grad_(False)
+    read, changed, converted = (model.get_parameter(LAYER.replace("1", number)) for number in "123")
+    known = given(converted)
+    converted.data = converted.to(torch.float32)
+    assert torch.isfinite(read.data.sum())
+    changed.data.mul_(2)
+    model.to(torch.bfloat16)
+    offloaded(model)
+    assert given(read) is not None
+    assert given(changed) is None
+    assert given(converted) == known
+    specs = {
+        spec.name: group
+        for unit in registry.coordinator_of(model).units
+        for group in unit.unit.groups
+        for spec in group.specs
+    }
+    assert [specs[LAYER.replace("1", number)].codec for number in "123"] == ["nf4", None, "nf4"]
+    decoded = decoded_by_bitsandbytes(tensors_of(checkpoints["nf4"]), LAYER.replace("1", "2"))
+    assert torch.equal(weights_of(model)[LAYER.replace("1", "2")], 2 * decoded)  # type: ignore[operator]
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

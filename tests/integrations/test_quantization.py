@@ -67,9 +67,9 @@ def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
     return Trainer(model, args, train_dataset=rows)
 
 
-def adapted(model: Any) -> Any:
+def adapted(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options))
 
 
 def log_of(trainer: Trainer) -> list[float]:
@@ -161,6 +161,16 @@ def test_a_quantized_base_stays_as_it_is(
         one.model.save_pretrained(tmp_path / "adapters")
     assert ("the checkpoint is quantized already" in caplog.text) == (quantization is not None)
     assert str(quantized) in (tmp_path / "adapters/adapter_config.json").read_text()
+
+
+def test_dora_reads_a_quantized_base_and_leaves_it_as_it_is(
+    quantized: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with launch(memory={"device": "2MiB", "host": "96MiB"}):
+        model = AutoModelForCausalLM.from_pretrained(quantized, quantization_config=NF4)
+        one = trainer(adapted(model, use_dora=True), rows, tmp_path / "out")
+        one.train()
+        assert codecs_in(one.model) == {None, "nf4"}
 
 
 def test_a_new_head_on_a_quantized_base_is_refused(quantized: Path, launch: Launch) -> None:
