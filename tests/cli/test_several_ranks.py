@@ -223,6 +223,14 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
+def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path) -> None:
+    flags = ["--lora", "4", "--merge", "--save-every", "3", "--verify-output"]
+    assert run(job, *flags) == 0
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2), *flags)) == [0, 0]
+    require_same(tmp_path, "all")
+    assert os.listdir(tmp_path / "out-all-steps") == os.listdir(tmp_path / "out-one-steps")
+
+
 def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(job) == 0
     begun = arguments_of(named(tmp_path, "all", 2))
