@@ -227,16 +227,21 @@ def _same_bits(unit: OffloadedUnit, slot: Slot, name: str) -> bool:
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
+def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> str | None:
+    """The first of these copies that differs from the unit's own; the unit is fetched only where there are some."""
+    if not names:
+        return None
+    with coordinator.taking([unit.index]):
+        return next(iter(_changed(unit, names)), None)
+
+
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
     """What rests in 4 or 8 bits was encoded once."""
     encoded = [name for name in names if unit.unit.find(name)[0].codec is not None]
-    if not encoded:
-        return
-    with coordinator.taking([unit.index]):
-        changed = _changed(unit, encoded)
-    if changed:
+    changed = _first_changed(coordinator, unit, encoded)
+    if changed is not None:
         raise ModelError(
-            f"parameter '{changed[0]}' of unit '{unit.name}' rests as {unit.unit.find(changed[0])[0].codec}, and was "
+            f"parameter '{changed}' of unit '{unit.name}' rests as {unit.unit.find(changed)[0].codec}, and was "
             "changed in infinity.gathered(..., write=True). Change it before infinity.offload, or set frozen: bf16. "
             "Nothing was written."
         )
@@ -246,13 +251,12 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
     """The generations of a run share one copy of frozen weights."""
     generations = coordinator.resources.generations
     frozen = [name for name in names if not unit.unit.find(name)[0].trainable]
-    if not frozen or generations is None or generations.newest is None:
+    if generations is None or generations.newest is None:
         return
-    with coordinator.taking([unit.index]):
-        changed = _changed(unit, frozen)
-    if changed:
+    changed = _first_changed(coordinator, unit, frozen)
+    if changed is not None:
         raise ModelError(
-            f"parameter '{changed[0]}' of unit '{unit.name}' is frozen, and was changed in "
+            f"parameter '{changed}' of unit '{unit.name}' is frozen, and was changed in "
             "infinity.gathered(..., write=True): the generations of this run share one copy of it. Change it before "
             "the first step, or set commit_every: 0. Nothing was written."
         )

@@ -108,7 +108,7 @@ def _fill_encoded(
         value = _value_of(unit, spec, source)
         if value.dtype != group.dtype:  # as a model in this dtype would be encoded
             rounded = torch.empty(value.numel(), dtype=group.dtype)
-            _native.round_weights(_bytes(value.float()), _bytes_of(rounded), native_name(group.dtype))
+            _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
             value = rounded
         if value.numel():
             encode(name, value, group.codec, into, coordinator.resources.pool)
@@ -187,12 +187,8 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
     home.written(copy)
 
 
-def _bytes_of(tensor: torch.Tensor) -> _native.Buffer:
-    """To write to: the tensor's own memory."""
-    return tensor.view(torch.uint8).numpy()
-
-
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:
+    """Of a contiguous tensor its own memory, to read or to write."""
     return tensor.contiguous().view(torch.uint8).numpy()
 
 

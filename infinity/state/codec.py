@@ -65,10 +65,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
     if codec not in ("nf4", "int8"):
         raise ModelError(f"'{name}': {codec} is a form that only checkpoints have; set frozen: nf4 or int8")
     into[:] = bytes(len(into))
-    parts = {
-        part: into[begin : begin + nbytes]
-        for part, (begin, nbytes) in _native.weight_parts(codec, value.numel()).items()
-    }
+    parts = {part: into[begin : begin + nbytes] for part, (begin, nbytes) in parts_of(codec, value.shape).items()}
     scales = torch.empty(len(parts["scales"])) if codec == "nf4" else None  # a byte for each
     try:
         _native.encode_weights(

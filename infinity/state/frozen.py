@@ -71,18 +71,20 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
     if frozen == "bf16":
         return {}
     found: dict[nn.Parameter, Codec] = {}
-    apart = _adapters(model)
+    apart, embedded = _adapters(model), _embedded(model)
     for block in blocks:
         for module in block.modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.requires_grad or parameter.dim() < 2 or not parameter.is_floating_point():
+                    continue
+                if parameter in embedded:
                     continue
                 known = given(parameter)
                 if known is not None:
                     found[parameter] = known.codec
                 elif frozen != "auto" and not isinstance(module, _NOT_ENCODED) and parameter not in apart:
                     found[parameter] = frozen
-    return {parameter: codec for parameter, codec in found.items() if parameter not in _embedded(model)}
+    return found
 
 
 def _adapters(model: nn.Module) -> set[nn.Parameter]:

@@ -139,7 +139,7 @@ def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec) -> torch
     if codec == "nf4_fp32":
         return parts["scales"].view(torch.float32)
     nested = parts["nested_scales"].view(torch.float32)
-    table = scale_map().to(nested.device)
+    table = scale_map(nested.device)
     of_groups = nested.repeat_interleave(NESTED_BLOCKS)[: parts["scales"].numel()]
     return table[parts["scales"].int()] * of_groups + parts["offset"].view(torch.float32)
 
@@ -150,16 +150,16 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
         return codes[at : at + count].view(torch.int8).float()
     packed = codes[at // 2 : -(-(at + count) // 2)]
     indices = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count]
-    return value_map().to(codes.device)[indices.int()]
+    return value_map(codes.device)[indices.int()]
 
 
 @cache
-def value_map() -> torch.Tensor:
-    """fp32 [16]: the values of NF4."""
-    return torch.tensor(_native.NF4_MAP)
+def value_map(device: torch.device) -> torch.Tensor:
+    """fp32 [16]: the values of NF4. Copied to the device once, not in each fetch."""
+    return torch.tensor(_native.NF4_MAP, device=device)
 
 
 @cache
-def scale_map() -> torch.Tensor:
+def scale_map(device: torch.device) -> torch.Tensor:
     """fp32 [256]: what the codes of nested scales stand for."""
-    return torch.tensor(_native.NESTED_MAP)
+    return torch.tensor(_native.NESTED_MAP, device=device)

@@ -17,8 +17,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     GPTQConfig,
-    Trainer,
-    TrainingArguments,
 )
 from trl import SFTConfig, SFTTrainer
 
@@ -28,6 +26,7 @@ from infinity.coordinator import registry
 from infinity.state.frozen import given
 from tests.checkpoint.quantized import quantize
 from tests.integrations.conftest import Launch
+from tests.integrations.test_peft import log_of, trainer
 from tests.models import llama
 
 Rows = list[dict[str, torch.Tensor]]
@@ -51,29 +50,9 @@ def quantized(tmp_path: Path) -> Path:
     return quantize(tmp_path / "base", tmp_path / "quantized", "nf4")
 
 
-def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
-    args = TrainingArguments(
-        output_dir=str(output),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **options,
-    )
-    return Trainer(model, args, train_dataset=rows)
-
-
 def adapted(model: Any, **options: Any) -> Any:
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options))
-
-
-def log_of(trainer: Trainer) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
 def codecs_in(model: Any) -> set[str | None]:
