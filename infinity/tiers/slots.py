@@ -398,15 +398,21 @@ class SlabSlots:
         if encoded is not None:
             self._device.decoding.give_back(encoded, encoded.after)
 
-    def decode(self, home: WeightsHome, lease: SlabLease, encoded: SlabLease, ready: Event) -> Event:
-        """Decode on the stream that computes, behind `ready`. Returns the event behind it."""
+    def decode(self, home: WeightsHome, slab: Slab, lease: SlabLease, encoded: SlabLease, ready: Event) -> Event:
+        """Decode on the stream that computes, behind `ready`. Returns the event behind it. Where that raises, as
+        without device memory for the values on their way, both leases are given back."""
         accelerator = self._device.accelerator
         stream = accelerator.current()
         for event in (ready, *lease.after):
             accelerator.wait(stream, event)
-        decode_on_device(home, encoded.memory, lease.memory)
-        decoded = accelerator.record(stream)
-        self._device.decoding.give_back(encoded, [decoded])
+        try:
+            decode_on_device(home, encoded.memory, lease.memory)
+        except BaseException:
+            slab.give_back(lease, [accelerator.record(stream)])
+            raise
+        finally:
+            decoded = accelerator.record(stream)
+            self._device.decoding.give_back(encoded, [decoded])
         return decoded
 
     def _lease(self, home: WeightsHome) -> tuple[Slab, SlabLease | None]:
@@ -466,7 +472,7 @@ class _SlabFetch(Fetch):
     def _slot(self) -> Slot:
         ready = self._ready
         if self._encoded is not None:
-            ready = self._pool.decode(self._home, self._lease, self._encoded, ready)
+            ready = self._pool.decode(self._home, self._slab, self._lease, self._encoded, ready)
         return self._pool.slot(self._home, self._slab, self._lease, ready)
 
     def _give_up(self) -> None:

@@ -20,6 +20,7 @@ from infinity.errors import ModelError, PlanError, ResumeError, SwapCorruptionEr
 from infinity.state.codec import decode as decoded_values
 from infinity.state.codec import encode, encoded_bytes
 from infinity.state.frozen import codecs_of
+from infinity.tiers import slots
 from tests.conftest import Offload, require_no_leaks, weights_of
 from tests.models import Batch, gpt2, llama, loss_of, mixtral, tied_llama
 
@@ -265,4 +266,25 @@ def test_encoded_weights_are_read_and_not_written(offload: Offload) -> None:
     after = weights_of(model)
     assert torch.equal(after[name], before[name])
     assert not after["base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"].any()
+    require_no_leaks(model)
+
+
+def test_a_device_that_cannot_decode_loses_no_memory(
+    computes_on: Any, offload: Offload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if computes_on is None:
+        pytest.skip("the CPU decodes in the native core")
+    batch = llama()[1]
+    model = offload(begun({}), frozen="nf4", memory=TIGHT)
+    optimizer = optimizer_of(model)
+
+    def fails(*given: Any) -> None:
+        raise torch.OutOfMemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "decode_on_device", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(model, batch, optimizer)
+    optimizer.zero_grad()
+    assert len(trained(model, batch, optimizer)) == STEPS
     require_no_leaks(model)
