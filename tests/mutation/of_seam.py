@@ -275,7 +275,7 @@ OF_SEAM = [
         "infinity/tiers/slots.py",
         "self._device.decoding.give_back(encoded, [decoded])",
         "self._device.decoding.give_back(encoded, [])",
-        ("tests/runtime/test_frozen.py",),
+        ("tests/tiers/test_slots.py",),
     ),
     Mutant(
         "encoded weights are not written by infinity.gathered",

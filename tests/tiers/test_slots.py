@@ -17,11 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from infinity import _native
 from infinity.errors import DeviceCopyError, SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.home import WeightsHome
+from infinity.state.codec import parts_of
+from infinity.state.unit import Group, ParameterSpec, Unit
+from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import Slab
 from infinity.tiers.slots import Fetch, HostSlots, NewWeights, SlabSlots, Slot
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
-from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, few, pages, transfer
+from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, extent, few, pages, transfer
 from tests.tiers.rig import Rig
 from tests.units.fakes import homes_of, unit_of
 
@@ -175,8 +177,10 @@ class OnDevice:
         sizes: tuple[int, ...],
         faults: tuple[Any, ...] = (),
         stays: int | None = None,
+        decoding: int = 0,
     ) -> None:
-        """Args: stays: the unit that does; its slab is the first page of the memory."""
+        """Args: stays: the unit that does; its slab is the first page of the memory. decoding: pages behind it, for
+        encoded weights."""
         self.rig = rig
         store = None if folder is None else rig.open_store(folder, faults)
         space = None if store is not None else rig.arena.lease(sum(sizes) * PAGE_BYTES, "weights").space()
@@ -190,10 +194,12 @@ class OnDevice:
             plan=SimpleNamespace(layout=SimpleNamespace(units=layouts)),
             require_store=lambda: store,
         )
-        cut, memory = 0 if stays is None else PAGE_BYTES, rig.slab._memory
+        staying, memory = 0 if stays is None else PAGE_BYTES, rig.slab._memory
+        cut = staying + decoding * PAGE_BYTES
         device: Any = SimpleNamespace(
             accelerator=rig.sim,
-            staying=Slab(rig.sim, memory[:cut]),
+            staying=Slab(rig.sim, memory[:staying]),
+            decoding=Slab(rig.sim, memory[staying:cut]),
             slots=Slab(rig.sim, memory[cut:]) if cut else rig.slab,
             uploads=rig.uploads(),
             weights=rig.weights(),
@@ -240,6 +246,35 @@ def test_a_slot_that_is_given_back_is_reused_only_behind_its_last_uses(
         expected = device.rig.store.bytes[: 8 * PAGE_BYTES] if device.rig.store else torch.full_like(found, index + 1)
         assert torch.equal(found, expected)
         device.pool.free(slot)
+
+
+def encoded_home(index: int, rig: Rig, stored: bool) -> WeightsHome:
+    """Of 4096 weights in int8, two pages: in the store, or in RAM, where each of them decodes to (index + 1) / 2."""
+    spec = ParameterSpec("weight", torch.Size([1, PAGE_BYTES]), PAGE_BYTES, 0, 0)
+    group = Group(torch.float32, False, "fp32", (spec,), spec.numel, 0, 4 * spec.numel, "int8")
+    unit = Unit(index, str(index), (group,), group.weight_bytes)
+    if stored:
+        place = extent(unit.name, "weight", count=unit.home_bytes // PAGE_BYTES)
+        return WeightsHome(None, (Home(None, 0, unit.home_bytes, place),), unit.home_bytes, unit)
+    lease = rig.arena.lease(unit.home_bytes, "weights")
+    for part, (begin, nbytes) in parts_of("int8", spec.shape).items():
+        data = lease.tensor()[begin : begin + nbytes]
+        _ = data.fill_(index + 1) if part == "codes" else data.view(torch.bfloat16).fill_(0.5)
+    return WeightsHome(lease, (Home(lease, 0, unit.home_bytes, None),), unit.home_bytes, unit)
+
+
+@pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)
+@pytest.mark.parametrize("stored", [False, True])
+def test_memory_of_encoded_weights_is_reused_only_behind_their_decoding(
+    rig: Callable[..., Rig], tmp_path: Path, policy: Policy, stored: bool
+) -> None:
+    """Each unit has a slot of its own, so only the decoding orders the uploads of the encoded weights."""
+    device = OnDevice(rig(policy, slab_pages=3 * 4 + 2), tmp_path if stored else None, (), decoding=2)
+    device.homes += [encoded_home(index, device.rig, stored) for index in range(3)]
+    for index in range(3):
+        slot = device.bring(index)
+        slot.wait()
+        assert stored or (slot.tensor.view(torch.float32) == (index + 1) / 2).all()
 
 
 def test_a_stream_waits_for_an_upload_once_and_another_stream_waits_too(rig: Callable[..., Rig]) -> None:
