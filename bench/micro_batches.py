@@ -21,12 +21,10 @@ the same round. Quote the ratios, which are taken within rounds; single times on
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peers.process import BENCH_DIR, Worker
 from peers.report import format_table, machine_facts, write_result
-from peers.turns import started
+from peers.throttle import throttled
+from peers.turns import started, with_replays
 from peers.variants import params_on_nvme
 from peers.workload import Job, Workload
 
 _CHECKOUT = BENCH_DIR.parent
-_CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
 _BLOCKS_ON_DEVICE = 3
 SYSTEMS = ("vertical", "ordinary", "vertical-throttled", "ordinary-throttled", "processor", "torch", "deepspeed")
 
@@ -60,46 +58,14 @@ def job(system: str, workload: Workload, directory: Path) -> Job:
         "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and what moves states
     }
     options = {"weights": "nvme", "optimizer": "nvme", "overlap": "auto", "memory": memory}
-    return Job(workload, str(directory / system.replace(", ", "-")), options | {"vertical": "vertical" in system})
+    return Job(workload, str(directory / system), options | {"vertical": "vertical" in system})
 
 
 def worker_of(system: str, workload: Workload, directory: Path, args: argparse.Namespace) -> Worker:
     kind = system if system in ("torch", "deepspeed") else "infinity"
     python = args.peers_python if system == "deepspeed" else Path(sys.executable)
-    log = _CHECKOUT / "build" / "bench-logs" / f"micro-batches-{system.replace(', ', '-')}.log"
+    log = _CHECKOUT / "build" / "bench-logs" / f"micro-batches-{system}.log"
     return Worker(system, python, f"peers.worker_{kind}", job(system, workload, directory), log, timeout_s=1800)
-
-
-@contextmanager
-def throttled(workers: list[Worker], directory: Path, rate: float) -> Iterator[None]:
-    """In this context these workers, which have started, read and write so many bytes a second at most."""
-    if not workers:
-        yield
-        return
-    device = os.stat(directory).st_dev
-    _CGROUP.mkdir(exist_ok=True)
-    for direction in ("read", "write"):
-        limit = f"{os.major(device)}:{os.minor(device)} {int(rate)}"
-        (_CGROUP / f"blkio.throttle.{direction}_bps_device").write_text(limit)
-    for worker in workers:
-        (_CGROUP / "cgroup.procs").write_text(str(worker.pid))
-    try:
-        yield
-    finally:
-        for pid in (_CGROUP / "cgroup.procs").read_text().split():
-            (_CGROUP.parent / "cgroup.procs").write_text(pid)
-        _CGROUP.rmdir()
-
-
-def measure(workers: list[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """What each found in each round, with its replay. Every round begins with another."""
-    for number in range(rounds):
-        turn, found = number % len(workers), {}
-        for worker in (*workers[turn:], *workers[:turn]):
-            found[worker.name] = worker.step()
-            if worker.facts["replays"]:
-                found[worker.name]["replay"] = worker.replay()
-        yield found
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int) -> dict[str, dict[str, float]]:
@@ -178,7 +144,7 @@ def main() -> None:
         slow = [worker for worker in workers if "throttled" in worker.name]
         stack.enter_context(throttled(slow, Path(directory), args.rate))
         rounds = []
-        for found in measure(workers, args.rounds):
+        for found in with_replays(workers, args.rounds):
             rounds.append(found)
             print("  ".join(f"{name} {told['seconds']:.2f} s" for name, told in found.items()), flush=True)
         facts = {worker.name: worker.facts for worker in workers}

@@ -28,6 +28,22 @@ def started(workers: Sequence[Worker]) -> Iterator[None]:
 
 def rounds_of(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
     """What each worker found in each round, by its name. Every round begins with another worker."""
+    for turn in _turns(workers, rounds):
+        yield {worker.name: worker.step() for worker in turn}
+
+
+def with_replays(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """As `rounds_of`, with the `replay` of each worker that can: the bytes of its step with nothing else."""
+    for turn in _turns(workers, rounds):
+        found = {}
+        for worker in turn:
+            found[worker.name] = worker.step()
+            if worker.facts["replays"]:
+                found[worker.name]["replay"] = worker.replay()
+        yield found
+
+
+def _turns(workers: Sequence[Worker], rounds: int) -> Iterator[list[Worker]]:
     for number in range(rounds):
         turn = number % len(workers)
-        yield {worker.name: worker.step() for worker in (*workers[turn:], *workers[:turn])}
+        yield [*workers[turn:], *workers[:turn]]

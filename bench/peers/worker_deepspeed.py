@@ -53,7 +53,7 @@ def _config(job: Job) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": work.batch,
         "gradient_accumulation_steps": work.micro_batches,
         "bf16": {"enabled": work.dtype == "bfloat16"},
-        "gradient_clipping": work.max_grad_norm,
+        "gradient_clipping": work.max_grad_norm or 0.0,
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": zero,
         "aio": options.get("aio", {}),
