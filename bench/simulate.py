@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from simulation.calibration import predict, rates
-from simulation.machines import MACHINES
 from simulation.policies import POLICIES, policy
 from simulation.report import calibration_table, compared, plot, tables
 from simulation.scenario import simulate, summary
 from simulation.shapes import SHAPES, task_of
+
+from infinity.plan.machines import MACHINES
 
 MOMENTS = ("fp32", "int8")
 

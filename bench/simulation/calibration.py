@@ -25,7 +25,7 @@ from typing import Any
 from peers.contenders import setting_of
 from peers.workload import Workload
 
-from simulation.machine import Machine
+from infinity.plan.rates import Machine
 from simulation.scenario import simulate
 from simulation.shapes import Task, task_of
 

@@ -14,9 +14,9 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import GateTable
+from infinity.plan.rates import Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
-from simulation.machine import Machine
 
 _UPLOADED, _DOWNLOADED, _COMPUTED = "weights", "the ring", "other streams"
 

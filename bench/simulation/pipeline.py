@@ -12,10 +12,10 @@ from typing import Any
 
 from infinity import _native
 from infinity.plan.budgets import Staging
+from infinity.plan.rates import ADAM_BYTES, Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
-from simulation.machine import ADAM_BYTES, Machine
 from simulation.native import Stream
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq", "grad")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
 
 from infinity.config import SwapConfig
-from infinity.plan import planner, speculation
+from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
 from infinity.plan.planner import HOST_SHARE, make_plan
+from infinity.plan.rates import Machine
 from infinity.sizes import PAGE_BYTES
-from simulation.machine import Machine
 from simulation.shapes import Task
 
 DEVICE_SHARE = 0.9
@@ -39,10 +37,15 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
         **config,
     )
     kind = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
-    with ExitStack() as patches:
-        for module in (planner, speculation):
-            patches.enter_context(mock.patch.object(module, "room_bytes", return_value=machine.disk_bytes))
-        plan = make_plan(task.units, given, kind, can_recompute=True, accumulation_steps=1, sites=task.sites)
+    plan = make_plan(
+        task.units,
+        given,
+        kind,
+        can_recompute=True,
+        accumulation_steps=1,
+        sites=task.sites,
+        disks=Disks(machine.disk_bytes),
+    )
     if machine.is_gpu:
         _require_activations(machine, task, plan)
     return plan

@@ -9,6 +9,7 @@ from typing import Any
 from infinity.coordinator.progress import Progress
 from infinity.coordinator.speculator import Speculator
 from infinity.plan.plan import Plan
+from infinity.plan.rates import Machine
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
@@ -25,7 +26,6 @@ from simulation.clock import Clock
 from simulation.disk import Disk
 from simulation.fluid import Fluid
 from simulation.gpu import Gpu
-from simulation.machine import Machine
 from simulation.native import Pool
 from simulation.pipeline import Pipeline
 from simulation.resources import open_resources

@@ -7,8 +7,8 @@ from typing import Any
 
 from infinity.errors import InfinityError
 from infinity.plan.plan import Plan
+from infinity.plan.rates import Machine
 from simulation import native
-from simulation.machine import Machine
 from simulation.planning import plan_for
 from simulation.shapes import Task
 from simulation.training import Figures, Training

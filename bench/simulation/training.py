@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from infinity.plan.plan import Plan
+from infinity.plan.rates import Machine
 from infinity.units.unit import OffloadedUnit
 from simulation.clock import Future
 from simulation.fluid import Activity
-from simulation.machine import Machine
 from simulation.rooms import Optimizer, Rooms
 from simulation.shapes import Task
 

@@ -24,6 +24,8 @@ from infinity.cli.options import (
     whole,
     word,
 )
+from infinity.cli.planning.presets import PRESETS
+from infinity.plan.machines import MACHINES
 from infinity.sizes import THREADS_MAX
 
 _RANK_MAX = 1 << 16
@@ -37,6 +39,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_finetune_options(commands.add_parser("finetune", help="fine-tune a causal language model on text or chats"))
+    _add_plan(commands)
     _add_generate(commands)
     _add_run(commands)
     _add_checkpoint(commands)
@@ -313,6 +316,53 @@ def _add_logging(watch: Any) -> None:
         help=f"where the figures of the steps go while it trains: any of {', '.join(LOGGERS)}",
     )
     watch.add_argument("--log-dir", type=path, metavar="DIR", help="for their files (default OUTPUT-logs)")
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="say whether, where and how fast a model will train, before a byte moves",
+        description="Needs no weights. Exit code 1 where the model does not fit; then a change of the swap config is "
+        "named with which it does.",
+    )
+    parser.add_argument(
+        "model",
+        type=name,
+        metavar="MODEL",
+        help=f"directory of a Hugging Face checkpoint (its config.json is enough), a hub id, or one of "
+        f"{', '.join(PRESETS)}",
+    )
+    parser.add_argument("--config", type=path, help="swap config (YAML or JSON); default: every key's default")
+    parser.add_argument(
+        "--set", type=text, nargs="+", metavar="KEY=VALUE", help="of the swap config, such as moments=int8"
+    )
+    parser.add_argument("--swap-dir", type=path, nargs="+", metavar="DIR", help="nvme.paths of the swap config")
+    parser.add_argument("--revision", type=word, help="of the hub's model: a branch, a tag or a commit")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the Python files that come with the model"
+    )
+    where = parser.add_argument_group("the machine", "By default this one, measured now.")
+    where.add_argument("--machine", type=word, choices=MACHINES, help="another one, with rates from data sheets")
+    where.add_argument("--cpu", action="store_true", help="plan for the CPU though there is a GPU")
+    where.add_argument("--ranks", type=whole(1, 64), metavar="N", help="processes that train together on the machine")
+    job = parser.add_argument_group("the training")
+    job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per micro-batch (default 1)")
+    job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
+    job.add_argument(
+        "--micro-batches", type=whole(1, TOKENS_MAX), metavar="N", help="that go through one layer after the other"
+    )
+    job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
+    job.add_argument("--dtype", type=word, choices=DTYPE_NAMES, default="bf16", help="of the weights (default bf16)")
+    job.add_argument("--optimizer", type=word, choices=OPTIMIZERS, help="default adamw")
+    job.add_argument("--lora", type=whole(1, _RANK_MAX), metavar="R", help="adapters of rank R beside a frozen model")
+    job.add_argument("--frozen", type=word, choices=FROZEN_NAMES, help="with --lora: how the frozen weights rest")
+    job.add_argument("--clips", action="store_true", help="gradients are clipped in most steps")
+    job.add_argument("--steps", type=whole(1, STEPS_MAX), help="say how long so many steps take")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--plot", type=path, metavar="PNG", help="write a picture: where every byte lives, and the step"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log what the planner tries")
 
 
 def _add_generate(commands: Any) -> None:

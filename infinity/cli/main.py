@@ -69,6 +69,11 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         out.flush()
         lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
         return code or int(lost)
+    if options.command == "plan":
+        with interruptible_imports():
+            from infinity.cli.planning.main import plan
+
+        return plan(options)
     _without_bars()
     if not options.verbose:  # each try of the hub is said several times; the error says what came of them
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -1,16 +1,41 @@
-"""How far a swap file can grow on the disks that the config names."""
+"""The disks that the config names: how far a swap file can grow there, and how fast they are."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.config import SwapConfig
 from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
+from infinity.io.profile import profile_of
 
 _SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
+
+
+@dataclass(frozen=True)
+class Disks:
+    """What a plan must know of the disks.
+
+    Attributes:
+        room_bytes: what a swap file may grow to where nobody asked for it; of one rank's file, where several ranks
+            share the disks.
+        rate: bytes per second of all of them, half reads and half writes; None: not known.
+    """
+
+    room_bytes: int
+    rate: float | None = None
+
+
+def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
+    """Those that are here: what is free on them, and what infinity-bench measured."""
+    profiles = [profile_of(path) for path in config.nvme.paths]
+    known = [profile.mixed_rate for profile in profiles if profile is not None]
+    rate = sum(known) if known and len(known) == len(profiles) else None
+    return Disks(room_bytes(config.nvme.paths) // ranks, rate)
 
 
 def room_bytes(paths: Sequence[Path]) -> int:

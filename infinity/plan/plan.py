@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from infinity.config import SwapConfig
-from infinity.io.profile import profile_of
 from infinity.plan.budgets import Budgets
+from infinity.plan.expected import Moved, expected
 from infinity.plan.layout import Layout, SwapBytes
 from infinity.plan.placement import Placement
 from infinity.plan.problem import ALONE, Peers, Problem
@@ -34,6 +33,8 @@ class Forecast:
         commit_bytes: what a whole commit writes of the states in RAM; 0 where there are no commits.
         rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None
             where it has not, or where nothing is on NVMe.
+        moved: what a step moves in fact, with what slots save.
+        moved_clipping: the same where gradients are clipped in most steps.
     """
 
     passes: int
@@ -42,6 +43,8 @@ class Forecast:
     commit_bytes: int
     rate: float | None
     saves_bytes: int
+    moved: Moved
+    moved_clipping: Moved
 
     @property
     def step_bytes(self) -> int:
@@ -124,7 +127,7 @@ class Plan:
 # -- what a step moves -------------------------------------------------------------------------------------------------
 
 
-def forecast(problem: Problem, placement: Placement, layout: Layout, *, saves_bytes: int) -> Forecast:
+def forecast(problem: Problem, placement: Placement, budgets: Budgets, layout: Layout, *, saves_bytes: int) -> Forecast:
     """Args: saves_bytes: as in the Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved = traffic(problem, *in_ram)
@@ -133,15 +136,11 @@ def forecast(problem: Problem, placement: Placement, layout: Layout, *, saves_by
         read_bytes=moved.read_bytes,
         written_bytes=moved.written_bytes + moved.commit_share_bytes,
         commit_bytes=moved.commit_bytes,
-        rate=_rate(problem.config) if layout.swap.nbytes else None,
+        rate=problem.disks.rate if layout.swap.nbytes else None,
         saves_bytes=saves_bytes,
+        moved=expected(problem, placement, budgets),
+        moved_clipping=expected(problem, placement, budgets, clips=True),
     )
-
-
-def _rate(config: SwapConfig) -> float | None:
-    profiles = {path: profile_of(path) for path in config.nvme.paths}
-    known = [profile.mixed_rate for profile in profiles.values() if profile is not None]
-    return sum(known) if len(known) == len(profiles) else None
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, fits_slots, plan_staging
-from infinity.plan.disk import room_bytes
+from infinity.plan.disk import Disks, disks_of
 from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
 from infinity.plan.machine import available_device_bytes, available_host_bytes
@@ -49,6 +49,7 @@ def make_plan(
     resumes: bool = False,
     peers: Peers = ALONE,
     commits: Frequency | None = None,
+    disks: Disks | None = None,
 ) -> Plan:
     """Place every state, and decide how often to commit where the config leaves it open.
 
@@ -61,6 +62,7 @@ def make_plan(
         resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
         peers: the other ranks, where this process is one of several: the plan is that of its slices.
         commits: how often the ranks commit, once they have agreed on that.
+        disks: those to plan for; None: those of nvme.paths, as they are now.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
@@ -68,6 +70,7 @@ def make_plan(
     """
     stored = STORED[optimizer]
     limits = limits_of(config, device, peers)
+    there = disks or disks_of(config, limits.ranks)
     kept = [peers.cut.of(unit).local for unit in units]
     counted = tuple(
         UnitBytes(mine, whole, tuple(count(group, config, stored) for group in mine.groups))
@@ -79,7 +82,7 @@ def make_plan(
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits, counted, stored, accumulation_steps, commits.every, secondary)
+        problem = Problem(config, limits, there, counted, stored, accumulation_steps, commits.every, secondary)
         made = _plan(problem, commits, device, can_recompute=can_recompute, sites=sites, resumes=resumes)
         return replace(made, peers=peers)
 
@@ -88,17 +91,16 @@ def make_plan(
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
     trains = any(unit.trainable_groups for unit in units)
-    return _with_commits(plan, config, limits.ranks, trains=trains, resumes=resumes)
+    return _with_commits(plan, config, there, trains=trains, resumes=resumes)
 
 
 def _with_commits(
-    plan: Callable[[Frequency], Plan], config: SwapConfig, ranks: int, *, trains: bool, resumes: bool
+    plan: Callable[[Frequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
 ) -> Plan:
     """The plan that commits as often as the disks have room for and costs little.
 
     Args:
         plan: places everything for a number of commits. The placement of a plan with commits is the same for any.
-        ranks: on this machine.
         trains: something of the model is trained, be it on this rank or another.
     """
     if not config.nvme.paths:
@@ -114,7 +116,7 @@ def _with_commits(
     layout, forecast = every_step.layout, every_step.forecast
     if not trains and not resumes:
         return plan(NOTHING_TRAINED)
-    missing = layout.swap.nbytes + layout.manifest_bytes - room_bytes(config.nvme.paths) // ranks
+    missing = layout.swap.nbytes + layout.manifest_bytes - disks.room_bytes
     if missing > 0 and not resumes:
         where = " and ".join(printable(path) for path in config.nvme.paths)
         count = config.keep + config.pins + 1
@@ -177,7 +179,7 @@ def _plan(
     if problem.told is None:
         one_pass = _place(replace(problem, told=1), resumes=resumes)
         saves = chosen.moved.step_bytes - one_pass.moved.step_bytes
-    predicted = forecast(problem, placement, layout, saves_bytes=saves)
+    predicted = forecast(problem, placement, budgets, layout, saves_bytes=saves)
     plan = Plan(str(device), placement, budgets, layout, predicted)
     if plan.host_bytes != host_bytes + ahead:
         raise AssertionError(f"placed within {host_bytes + ahead} bytes of host memory, laid out in {plan.host_bytes}")
@@ -250,7 +252,7 @@ def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
     if not gradients.spills:
         return True
     kept = 0 if resumes else other.problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram)
-    return kept + gradients.swap_bytes <= room_bytes(other.problem.config.nvme.paths) // other.problem.limits.ranks
+    return kept + gradients.swap_bytes <= other.problem.disks.room_bytes
 
 
 def _fitting(problem: Problem) -> Iterator[_Chosen]:

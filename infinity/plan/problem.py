@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from infinity.config import SwapConfig
+from infinity.plan.disk import Disks
 from infinity.sizes import PAGE_BYTES
 from infinity.state.dtypes import master_format, residual_itemsize
 from infinity.state.moments import Moment
@@ -151,6 +152,7 @@ class Problem:
 
     config: SwapConfig
     limits: Limits
+    disks: Disks
     units: tuple[UnitBytes, ...]
     stored: tuple[Moment, ...]
     told: int | None

@@ -1,4 +1,5 @@
-"""A machine as the simulation knows it: rates, each with where it comes from."""
+"""A machine as predictions know it: rates, each with where it comes from. bench/simulation and `infinity plan` count
+with the same."""
 
 from __future__ import annotations
 
@@ -17,12 +18,15 @@ class Machine:
         adam: parameters per second in memory, by the moments' form, with all cores.
         checksums: bytes per second, with all cores.
         land: parameters per second of gradients that arrive: copied (on a CPU) and their squares summed.
-        flops: of forward and backward.
+        flops: of forward and backward, of each device.
+        decode: encoded parameters per second on the processor, with all cores; 0: not known.
         compute_cores: threads that compute; 0 on a GPU.
         up, down: a GPU's link; 0 where the device is the CPU. both: of the two at once.
         visit_s: Python and launches, for each visit of a unit.
-        host_bytes, device_bytes: memory. disk_bytes: free on all disks together.
-        sources: of each rate, by name.
+        host_bytes, device_bytes: memory, of each device. disk_bytes: free on all disks together. gpus: devices.
+        endurance_bytes: that may be written to all disks together in their life, as their makers promise; 0: not known.
+        between: bytes per second that a device gets from the others; 0: there are none.
+        sources: of each rate, by name: "measured ...", "profiled ..." or, with any other beginning, assumed.
     """
 
     name: str
@@ -38,6 +42,10 @@ class Machine:
     device_bytes: int
     disk_bytes: int
     disks: int = 1
+    gpus: int = 1
+    decode: float = 0.0
+    endurance_bytes: float = 0.0
+    between: float = 0.0
     up: float = 0.0
     down: float = 0.0
     both: float = 0.0
@@ -59,6 +67,6 @@ class Machine:
         return own | ({"device": 1.0, "up": self.up, "down": self.down, "link": self.both} if self.is_gpu else {})
 
 
-ADAM_BYTES = {"fp32": 26, "int8": 14.1}
+ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}
 """Of DRAM per parameter: weight, residual, moments read and written, 2 bytes of gradient read (README, "The optimizer's
 pass in memory"); int8: 1.03 bytes for a moment."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from infinity.plan.disk import room_bytes
 from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
@@ -159,7 +158,7 @@ def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, 
 
 def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
     """How far a swap file of `swap_bytes` can grow on the disks, with its checksums in `room` bytes of RAM."""
-    free = room_bytes(problem.config.nvme.paths) // problem.limits.ranks - swap_bytes
+    free = problem.disks.room_bytes - swap_bytes
     per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from infinity.plan.problem import Problem
+from infinity.plan.problem import Problem, UnitBytes
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ def traffic(
 ) -> Traffic:
     """Count what a step moves. Each argument but the first names the units, by index, that have so much in RAM."""
     passes, read, written, committed = problem.passes, 0, 0, 0
-    # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
-    widens = not (passes > 1 or problem.config.vertical) or not problem.limits.in_place
     for unit in problem.units:
         if unit.index in weights_in_ram:
             committed += unit.trained_weight
@@ -50,9 +48,16 @@ def traffic(
             read += unit.state
             written += unit.state
         if unit.index not in gradients_in_ram:
-            first = unit.gradient_native if widens else unit.gradient_fp32
-            moved = first + (passes - 1) * unit.gradient_fp32
+            moved = gradient_traffic(problem, unit)
             read += moved
             written += moved
     committed = committed if problem.commit_every else 0
     return Traffic(read, written, committed, committed // max(problem.commit_every, 1))
+
+
+def gradient_traffic(problem: Problem, unit: UnitBytes) -> int:
+    """What a unit's gradients, which spill, move in one step, each way."""
+    # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
+    widens = not (problem.passes > 1 or problem.config.vertical) or not problem.limits.in_place
+    first = unit.gradient_native if widens else unit.gradient_fp32
+    return first + (problem.passes - 1) * unit.gradient_fp32

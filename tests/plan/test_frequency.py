@@ -43,7 +43,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says how many bytes the disks have room for."""
 
     def has(nbytes: int) -> None:
-        monkeypatch.setattr("infinity.plan.planner.room_bytes", lambda paths: nbytes)
+        monkeypatch.setattr("infinity.plan.disk.room_bytes", lambda paths: nbytes)
 
     has(1 << 40)
     return has

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import PlanError
-from infinity.plan import planner, speculation
+from infinity.plan import disk, planner, speculation
 from infinity.plan.plan import Plan
 from infinity.sizes import PAGE_BYTES
 from tests.plan.test_planner import NUMEL, plan
@@ -107,12 +107,12 @@ def test_weights_on_nvme_need_a_second_copy_where_no_generations_are_kept(monkey
     assert made.placement.updates.spare_units == frozenset(range(16))
     assert made.layout.swap.nbytes == 2 * 2 * NUMEL
     assert made.budgets.shadow_bytes == 10 * NUMEL
-    monkeypatch.setattr(speculation, "room_bytes", lambda paths: 2 * NUMEL + 3 * 2 * UNIT + PAGE_BYTES)
+    monkeypatch.setattr(disk, "room_bytes", lambda paths: 2 * NUMEL + 3 * 2 * UNIT + PAGE_BYTES)
     made = plan(**config)
     assert made.placement.updates.spare_units == frozenset({13, 14, 15})  # the last units' gradients come first
     assert made.budgets.shadow_bytes == 3 * 10 * UNIT
     assert "more on disk" in made.placement.updates.reason
-    monkeypatch.setattr(speculation, "room_bytes", lambda paths: 0)
+    monkeypatch.setattr(disk, "room_bytes", lambda paths: 0)
     assert not plan(**config).placement.updates.in_ram
 
 

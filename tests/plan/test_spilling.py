@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
-from infinity.plan import planner
+from infinity.plan import disk
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_bytes, parse_bytes
@@ -146,7 +146,7 @@ def test_gradients_that_must_add_up_in_ram_still_do() -> None:
 def test_disks_without_room_for_gradients_keep_them_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     known = plan(ROOM, 1, **STATES)
     for missing in (0, 1):
-        monkeypatch.setattr(planner, "room_bytes", lambda paths, missing=missing: known.layout.swap.nbytes - missing)
+        monkeypatch.setattr(disk, "room_bytes", lambda paths, missing=missing: known.layout.swap.nbytes - missing)
         assert plan(ROOM, 1, **STATES).placement.form.gradient_fp32 == bool(missing)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from infinity.config import load_config
+from infinity.plan.disk import Disks
 from infinity.plan.problem import Limits, Problem, UnitBytes, count
 from infinity.plan.traffic import traffic
 from infinity.state.discover import discover
@@ -22,7 +23,7 @@ def problem(told: int | None, commit_every: int, *, in_place: bool = True) -> Pr
     blocks[1].requires_grad_(False)
     config, stored, found = load_config({}), STORED["adamw"], discover(blocks).units
     units = tuple(UnitBytes(unit, unit, tuple(count(group, config, stored) for group in unit.groups)) for unit in found)
-    return Problem(config, Limits(0, 0, in_place), units, stored, told, commit_every)
+    return Problem(config, Limits(0, 0, in_place), Disks(0), units, stored, told, commit_every)
 
 
 def test_everything_on_nvme_moves_26_bytes_and_the_gradients_and_what_is_frozen_is_read() -> None:

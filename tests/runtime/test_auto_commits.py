@@ -91,7 +91,7 @@ def test_a_resumed_run_needs_no_free_disk_and_may_have_another_number(
     swap = config("nvme", "nvme")
     train(net := infinity.offload(model(), swap), 1)
     infinity.close(net)
-    monkeypatch.setattr("infinity.plan.planner.room_bytes", lambda paths: 0)
+    monkeypatch.setattr("infinity.plan.disk.room_bytes", lambda paths: 0)
     net = infinity.resume(model(), swap)
     assert every(net) == 1
     infinity.close(net)
@@ -104,7 +104,7 @@ def test_without_room_for_two_copies_states_are_updated_in_place(
     config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     swap = config("nvme", "nvme")
-    monkeypatch.setattr("infinity.plan.planner.room_bytes", lambda paths: 1 << 20)
+    monkeypatch.setattr("infinity.plan.disk.room_bytes", lambda paths: 1 << 20)
     with caplog.at_level(logging.INFO, "infinity"):
         net = infinity.offload(model(), swap)
     assert "commits       none (a second copy needs " in caplog.text

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulation.machine import Machine
+from infinity.plan.rates import Machine
 from simulation.policies import POLICIES, policy
 from simulation.scenario import Outcome, bounds, simulate, summary
 from simulation.shapes import Task, task_of

@@ -1,0 +1,161 @@
+"""This machine's rates, measured in a fraction of a second each, or as infinity-bench profiled the disks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity import _native
+from infinity.base.accelerator import free_bytes
+from infinity.cli.bench.adam import Format, run_adam
+from infinity.io.profile import profile_of
+from infinity.plan.disk import room_bytes
+from infinity.plan.machine import available_host_bytes, usable_cores
+from infinity.plan.rates import Machine
+from infinity.state.codec import Codec, encode, encoded_bytes
+from infinity.state.frozen import FrozenName
+
+_DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
+_UPDATE_NUMEL = 4 << 20
+_WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
+_LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
+_COPY_BYTES = 64 << 20
+_COPIES = 5
+
+
+def machine_here(
+    paths: Sequence[Path],
+    device: torch.device,
+    moments: _native.MomentsName,
+    *,
+    dtype: torch.dtype,
+    width: int,
+    inner: int,
+    tokens: int,
+    frozen: FrozenName,
+) -> Machine:
+    """Measure what a plan counts with.
+
+    Args:
+        moments: the form of the moments; a pass of Adam over it is measured.
+        dtype, width, inner, tokens: of a layer whose forward and backward is measured, as far as it is small enough.
+        frozen: the form whose decoding is measured.
+    """
+    cores = usable_cores()
+    sources: dict[str, str] = {}
+    read, write = _disks(paths, sources)
+    adam, dram = _adam(moments, cores)
+    sources["adam, dram"] = f"measured now: {_UPDATE_NUMEL >> 20} Mi parameters in memory, {cores} threads"
+    flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
+    sources["flops"] = "measured now: forward and backward of two linear layers"
+    up = down = 0.0
+    if device.type != "cpu":
+        up, down = _link(device)
+        sources["up, down"] = f"measured now: {_COPY_BYTES >> 20} MiB of pinned memory"
+    decode = 0.0
+    if device.type == "cpu" and (frozen == "int8" or frozen == "nf4"):
+        decode = _decode(frozen, cores)
+        sources["decode"] = f"measured now: {frozen}, {cores} threads"
+    sources["land, checksums"] = "assumed: 1 Gparam/s and 10 GB/s for each core"
+    return Machine(
+        name="this machine",
+        cores=cores,
+        dram=dram,
+        disk_read=read,
+        disk_write=write,
+        adam={moments: adam, "fp32": adam},
+        checksums=cores * _CHECKSUMS_PER_CORE,
+        land=cores * _LAND_PER_CORE,
+        flops=flops,
+        host_bytes=available_host_bytes(),
+        device_bytes=available_host_bytes() if device.type == "cpu" else free_bytes(device),
+        disk_bytes=room_bytes(paths),
+        disks=len(paths),
+        up=up,
+        down=down,
+        both=up + down,
+        compute_cores=cores if device.type == "cpu" else 0,
+        decode=decode,
+        sources=sources,
+    )
+
+
+def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float]:
+    """Bytes per second of all disks together, read and written."""
+    found = [profile_of(path) for path in paths]
+    profiles = [profile for profile in found if profile is not None]
+    if paths and len(profiles) == len(paths):
+        sources["disk"] = f"profiled by infinity-bench, {', '.join(profile.measured[:10] for profile in profiles)}"
+        mixed = sum(profile.mixed_rate for profile in profiles)
+        read, write = (sum(getattr(each, key) for each in profiles) for key in ("read_rate", "overwrite_rate"))
+        # Half of each in turns takes as long as the mix does: the two rates are scaled to that.
+        scale = mixed / (2 / (1 / read + 1 / write))
+        return read * scale, write * scale
+    count = max(len(paths), 1)
+    sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench DIRECTORY` measures them"
+    return count * _DISK_READ, count * _DISK_WRITE
+
+
+def _adam(moments: _native.MomentsName, cores: int) -> tuple[float, float]:
+    """Parameters per second of an update in memory, and bytes per second of memory."""
+    form = Format("bf16", "split16", moments, "bf16")
+    report = run_adam(_UPDATE_NUMEL, [cores], [_native.select_isa()], 3, [form])
+    return report.results[0].parameters_per_s, next(iter(report.bound.values()))
+
+
+def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
+    """After a first call: the median of as many as the budget has time for, five at most."""
+    call()
+    taken: list[float] = []
+    while len(taken) < 5 and (not taken or sum(taken) < budget_s):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:
+    layers = nn.Sequential(nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False))
+    layers = layers.to(device, dtype)
+    given = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+
+    def once() -> None:
+        layers(given).sum().backward()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    with torch.enable_grad():
+        return 3 * 2 * 2 * tokens * width * inner / _median_s(once)
+
+
+def _link(device: torch.device) -> tuple[float, float]:
+    """Bytes per second to a device and from it."""
+    here = torch.empty(_COPY_BYTES, dtype=torch.uint8).pin_memory()
+    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+
+    def copies(into: torch.Tensor, source: torch.Tensor) -> None:
+        for _ in range(_COPIES):
+            into.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+
+    up, down = _median_s(lambda: copies(there, here)), _median_s(lambda: copies(here, there))
+    return _COPIES * _COPY_BYTES / up, _COPIES * _COPY_BYTES / down
+
+
+def _decode(codec: Codec, cores: int) -> float:
+    """Parameters per second."""
+    shape, pool = torch.Size([256, 16384]), _native.ThreadPool(cores)
+    data: Any = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8).numpy()
+    encode("", torch.randn(shape.numel()), codec, memoryview(data), pool)
+    into: Any = torch.empty(shape.numel(), dtype=torch.int16).numpy()
+
+    def once() -> None:
+        _native.decode_weights(data, codec, shape.numel(), shape[-1], into, "bf16", pool)
+
+    return shape.numel() / _median_s(once)

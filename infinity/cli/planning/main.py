@@ -1,0 +1,166 @@
+"""`infinity plan`: from the command line to the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from infinity.base.accelerator import resolve
+from infinity.cli.optimizers import DTYPES
+from infinity.cli.options import require_alone, require_file_place
+from infinity.cli.planning.here import machine_here
+from infinity.cli.planning.model import Batch, adapt, build, widths
+from infinity.cli.planning.report import activations_fit, as_json, report
+from infinity.cli.planning.scenario import Scenario, with_changes
+from infinity.config import SwapConfig, load_config
+from infinity.echo import quoted
+from infinity.errors import ConfigError, PlanError
+from infinity.plan.disk import Disks, disks_of
+from infinity.plan.machines import MACHINES
+from infinity.plan.planner import HOST_SHARE
+from infinity.plan.rates import Machine
+
+DOES_NOT_FIT = 1
+_SYSTEM_BYTES = 6 << 30
+"""Of another machine's RAM: the system, and a process with torch and a GPU's context."""
+_DEVICE_SHARE = 0.9
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Print the plan. Returns the exit code: 1 where it does not fit.
+
+    Raises:
+        ConfigError, ModelError: the options, the config or the model are not usable.
+    """
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    require_alone("--frozen", options.frozen, "--lora", options.lora)
+    require_file_place("--plot", options.plot)
+    dtype = DTYPES[options.dtype]
+    model = build(options.model, dtype, trust_remote_code=bool(options.trust_remote_code), revision=options.revision)
+    if options.lora:
+        adapt(model, options.lora)
+    scenario = _scenario(options, model, dtype)
+    try:
+        outcome = scenario.outcome()
+    except PlanError as error:
+        return _does_not_fit(scenario, error, options)
+    alternatives = scenario.alternatives(outcome)
+    if options.json:
+        print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
+    else:
+        print(report(scenario, outcome, alternatives, options.steps))
+    if options.plot:
+        from infinity.cli.planning.plot import plot
+
+        plot(scenario, outcome, options.plot.expanduser())
+    return 0 if activations_fit(outcome) else DOES_NOT_FIT
+
+
+def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namespace) -> int:
+    found = scenario.fits_if()
+    if options.json:
+        fits_with = None if found is None else dict(found[0])
+        print(json.dumps({"fits": False, "why": str(error), "fits_with": fits_with}, indent=2))
+        return DOES_NOT_FIT
+    print(f"does not fit: {error}")
+    if found is not None:
+        changes, outcome = found
+        said = ", ".join(f"{key}: {value}" for key, value in changes.items())
+        print(f"it fits with {said}: {outcome.prediction.seconds:.3g} s per step")
+    return DOES_NOT_FIT
+
+
+def _scenario(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Scenario:
+    config = _config(options)
+    batch = Batch(
+        options.batch_size or 1,
+        options.sequence_length or 1024,
+        options.micro_batches or 1,
+        options.gradient_accumulation or 1,
+    )
+    if options.machine is not None:
+        machine = MACHINES[options.machine]
+        config = on_machine(machine, config)
+        device = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
+        ranks = options.ranks or machine.gpus
+        disks = Disks(machine.disk_bytes // ranks)
+    else:
+        ranks = options.ranks or 1
+        device = torch.device("cpu") if options.cpu else resolve(None)
+        width, inner = widths(model)
+        disks = disks_of(config, ranks)
+        machine = machine_here(
+            config.nvme.paths,
+            device,
+            config.moments,
+            dtype=dtype,
+            width=width,
+            inner=inner,
+            tokens=batch.tokens,
+            frozen=config.frozen,
+        )
+    return Scenario(
+        model=model,
+        config=config,
+        machine=machine,
+        disks=disks,
+        device=device,
+        batch=batch,
+        optimizer=options.optimizer or "adamw",
+        ranks=ranks,
+        clips=bool(options.clips),
+    )
+
+
+def _config(options: argparse.Namespace) -> SwapConfig:
+    """The swap config, with what the command line says of it."""
+    changes = dict(_pair(each) for each in options.set or ())
+    if options.swap_dir:
+        changes["nvme.paths"] = [str(path) for path in options.swap_dir]
+    if options.frozen:
+        changes["frozen"] = options.frozen
+    if (options.micro_batches or 1) > 1:
+        changes["vertical"] = True
+    given = load_config(options.config)
+    return load_config(_checked(given, changes)) if changes else given
+
+
+def _checked(config: SwapConfig, changes: Mapping[str, Any]) -> Mapping[str, Any]:
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        into = values
+        for section in sections:
+            into = into.setdefault(section, {})
+            if not isinstance(into, dict):
+                raise ConfigError(f"--set {quoted(key)}: {section} is no section of the swap config")
+        into[last] = value
+    return values
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    """'moments=int8'. Raises ConfigError."""
+    key, sign, value = text.partition("=")
+    if not sign or not key:
+        raise ConfigError(f"--set {quoted(text)}: write KEY=VALUE, such as moments=int8 or memory.host=48GiB")
+    words = {"true": True, "false": False}
+    return key.strip(), words.get(value.strip().lower(), value.strip())
+
+
+def on_machine(machine: Machine, config: SwapConfig) -> SwapConfig:
+    """The config with the memory, the cores and the disks of another machine, where it does not name them."""
+    changes: dict[str, Any] = {}
+    if config.memory.host is None:
+        changes["memory.host"] = int((machine.host_bytes - _SYSTEM_BYTES) * HOST_SHARE)
+    if config.memory.device is None:
+        changes["memory.device"] = int(machine.device_bytes * _DEVICE_SHARE)
+    if not config.nvme.paths:
+        changes["nvme.paths"] = [f"/mnt/nvme{number}" for number in range(machine.disks)]
+    if config.update.threads is None:
+        changes["update.threads"] = max(int(machine.cores // machine.gpus), 1)
+    return with_changes(config, changes)

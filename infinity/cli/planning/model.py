@@ -1,0 +1,159 @@
+"""The model that is planned for: its units, and what a step of it computes."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.skeleton import skeleton
+from infinity.echo import quoted
+from infinity.errors import ConfigError
+from infinity.plan.prediction import Work
+
+_LOGITS_BYTES = 1 << 30
+"""Of a chunked loss at most: some rows of the vocabulary in fp32, and their gradients."""
+_BLOCK_WIDTHS = 8
+"""Hidden-wide activations of a block while it is recomputed: its norms, its queries, what attention and the residual
+give."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Of one step: sequences of a micro-batch, their length, micro-batches of a pass, and passes."""
+
+    sequences: int
+    length: int
+    micro_batches: int = 1
+    passes: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.sequences * self.length
+
+    @property
+    def count(self) -> int:
+        """Of micro-batches."""
+        return self.micro_batches * self.passes
+
+
+def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
+    """The model without values, on the meta device.
+
+    Args:
+        name: of a preset, or as of `infinity finetune --model`: a directory that has at least a config.json, or a hub
+            id, of which the configuration alone is fetched.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    if name in PRESETS:
+        return skeleton(PRESETS[name], dtype)
+    directory = Path(name).expanduser()
+    if not directory.is_dir() and ("/" not in name or name.count("/") > 1):
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
+    from infinity.checkpoint.load import load_config_of
+
+    found = {} if revision is None else {"revision": revision}
+    config = load_config_of(name, trust_remote_code=trust_remote_code, **found)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            kind = getattr(config, "model_type", "")
+            raise ConfigError(f"{name}: transformers has no causal language model of type {quoted(kind)}") from error
+
+
+def adapt(model: nn.Module, rank: int) -> None:
+    """Freeze a model, and put adapters beside the linear layers of its blocks, as --lora does."""
+    model.requires_grad_(False)
+    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    linears = {each for block in blocks for each in block.modules() if isinstance(each, nn.Linear)}
+    for linear in linears:
+        of: dict[str, Any] = {"bias": False, "device": "meta", "dtype": linear.weight.dtype}
+        linear.add_module("lora_A", nn.Linear(linear.in_features, rank, **of))
+        linear.add_module("lora_B", nn.Linear(rank, linear.out_features, **of))
+
+
+def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
+    """What a step of a model computes, and the device memory that its activations take. Matrix products and attention
+    are counted; what is looked up costs nothing."""
+    looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    heads = {each.weight for each in model.modules() if isinstance(each, nn.Linear)} & looked_up  # tied
+    active = _active_share(model)
+    width, inner = widths(model)
+    words = max((weight.shape[0] for weight in looked_up), default=0)
+    products = trained = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or (parameter in looked_up and parameter not in heads):
+            continue
+        numel = parameter.numel() * (active if ".experts." in name else 1.0)
+        products += numel
+        trained += numel if parameter.requires_grad else 0.0
+    layers = _blocks(model)
+    attention = 2.0 * batch.length * width * layers  # per token: two products, of which half is masked
+    once = (2 * products + attention) * batch.tokens * batch.count
+    again = once if recompute else 0.0
+    backward = again + (2 * products + 2 * trained + 2 * attention) * batch.tokens * batch.count
+    kept = 2 * layers * batch.tokens * width * (batch.micro_batches if vertical else 1)
+    block = 2 * batch.tokens * (_BLOCK_WIDTHS * width + 3 * inner)
+    if not recompute:
+        kept += layers * block
+    logits = min(_LOGITS_BYTES, 8 * batch.tokens * words)
+    return Work(
+        forward=once,
+        backward=backward,
+        tokens=batch.tokens * batch.count,
+        landings=batch.count,
+        kept_bytes=kept,
+        peak_bytes=kept + 2 * block + logits,
+    )
+
+
+def _blocks(model: nn.Module) -> int:
+    """Of the longest lists of blocks, together."""
+    lists = [len(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    longest = max(lists, default=1)
+    return sum(count for count in lists if count == longest) if lists.count(longest) <= 2 else longest
+
+
+def _active_share(model: Any) -> float:
+    """Of a mixture's experts, how many a token uses."""
+    config = getattr(model, "config", None)
+    used = getattr(config, "num_experts_per_tok", None)
+    there = next(
+        (
+            found
+            for key in ("num_local_experts", "num_experts", "n_routed_experts")
+            if (found := getattr(config, key, 0))
+        ),
+        0,
+    )
+    return used / there if used and there else 1.0
+
+
+def widths(model: nn.Module) -> tuple[int, int]:
+    """Of what goes from block to block, and the largest inside a block."""
+    looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
+    width = next((weight.shape[1] for weight in looked_up), 0)
+    words = max((weight.shape[0] for weight in looked_up), default=0)
+    sizes = [
+        size
+        for parameter in model.parameters()
+        if parameter.dim() >= 2 and parameter not in looked_up
+        for size in parameter.shape[-2:]
+        if size != words
+    ]
+    return width or max(sizes, default=1024), max(sizes, default=4096)

@@ -1,0 +1,224 @@
+"""What `infinity plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from infinity.cli.planning.scenario import Alternative, Outcome, Scenario, compute_tokens
+from infinity.plan.rates import Machine
+from infinity.sizes import format_bytes
+
+LINKS = {
+    "compute": "compute",
+    "disk": "disk",
+    "processor": "processor",
+    "memory": "RAM",
+    "up": "to the device",
+    "down": "from the device",
+    "between": "between devices",
+}
+_DAY_S = 86400
+
+
+def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> str:
+    """The lines, in the order in which a user decides."""
+    return "\n".join(_lines(scenario, outcome, alternatives, steps))
+
+
+def verdict(scenario: Scenario, outcome: Outcome) -> str:
+    """Whether it fits, how fast it is, and what it costs the drives, in one line."""
+    prediction, machine = outcome.prediction, scenario.machine
+    tokens = outcome.work.tokens * scenario.ranks
+    fits = activations_fit(outcome)
+    if not fits:
+        short = outcome.work.peak_bytes - outcome.activation_room
+        return f"does not fit: activations need {format_bytes(short)} more of memory.device than the plan leaves them"
+    line = (
+        f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({tokens / prediction.seconds:,.0f} "
+        f"tokens/s), bound by {_bound(outcome)}"
+    )
+    written = scenario.ranks * prediction.moved.written_bytes
+    if not written:
+        return f"{line}; nothing is written to the drives"
+    wear = f"; {written * 1000 / 1e12:,.2f} TB written per 1,000 steps"
+    if machine.endurance_bytes:
+        days = machine.endurance_bytes / (written / prediction.seconds) / _DAY_S
+        wear += (
+            f", {written * 1000 / machine.endurance_bytes:.2%} of what the drives endure ({days:,.0f} days of training)"
+        )
+    return line + wear
+
+
+def activations_fit(outcome: Outcome) -> bool:
+    return outcome.work.peak_bytes <= outcome.activation_room
+
+
+def _bound(outcome: Outcome) -> str:
+    name = outcome.prediction.bound
+    return "the processor" if name == "processor" else f"the {LINKS[name]}" if name == "disk" else LINKS[name]
+
+
+def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> Iterator[str]:
+    yield verdict(scenario, outcome)
+    yield ""
+    yield from _times(scenario, outcome, steps)
+    yield ""
+    yield outcome.plan.describe()
+    yield from _bytes(scenario, outcome)
+    yield ""
+    yield from _activations(scenario, outcome)
+    yield from _once(outcome)
+    yield ""
+    yield from _alternatives(outcome, alternatives)
+    yield ""
+    yield from _sources(scenario.machine)
+
+
+def _times(scenario: Scenario, outcome: Outcome, steps: int | None) -> Iterator[str]:
+    prediction = outcome.prediction
+    overlapped = outcome.plan.placement.updates.overlap != "off"
+    yield f"one step, predicted: {duration(prediction.seconds)}{', with all of these at once' if overlapped else ''}"
+    for name, seconds in sorted(prediction.busy.items(), key=lambda each: -each[1]):
+        yield f"  {LINKS[name]:<18}{duration(seconds):>10}{_of_compute(name, outcome)}"
+    needed = compute_tokens(outcome)
+    if needed is not None:
+        yield f"  computing is the bound from {needed:,.0f} tokens per step on; this step has {outcome.work.tokens:,}"
+    if steps is not None:
+        yield f"  {steps:,} steps: {duration(steps * prediction.seconds)}"
+
+
+def _of_compute(name: str, outcome: Outcome) -> str:
+    if name != "processor" or "compute" in outcome.prediction.busy or not outcome.prediction.compute_s:
+        return ""
+    return f"  ({duration(outcome.prediction.compute_s)} of it forward and backward)"
+
+
+def _bytes(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+    moved, numel = outcome.prediction.moved, max(outcome.plan.layout.numel, 1)
+    parts = {
+        "weights for forward and backward read": moved.weights,
+        "read by updates": moved.states,
+        "written": moved.written,
+        "gradients, each way": moved.gradients,
+        "of commits": moved.commit_share,
+    }
+    said = ", ".join(f"{format_bytes(nbytes)} {what}" for what, nbytes in parts.items() if nbytes)
+    per_parameter = (moved.read_bytes + moved.written_bytes) / numel
+    rank = " and rank" if scenario.ranks > 1 else ""
+    yield f"  one step      {said or 'nothing to or from NVMe'}: {per_parameter:.2f} B per parameter{rank}"
+    if moved.up:
+        yield f"  to the device {format_bytes(moved.up)}, gradients from it {format_bytes(moved.down)}"
+
+
+def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
+    batch, work = scenario.batch, outcome.work
+    many = f" × {batch.micro_batches}" if batch.micro_batches > 1 else ""
+    fits = scenario.largest_batch(outcome)
+    yield (
+        f"activations: about {format_bytes(work.peak_bytes)} for {batch.sequences} × {batch.length} tokens{many}, "
+        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: at most {fits} sequences of "
+        f"{batch.length} tokens in a micro-batch"
+    )
+
+
+def _once(outcome: Outcome) -> Iterator[str]:
+    prediction = outcome.prediction
+    commit = f", a commit {duration(prediction.commit_s)} more than a step" if prediction.commit_s else ""
+    yield f"once: loading {duration(prediction.load_s)}, saving the model {duration(prediction.save_s)}{commit}"
+
+
+def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator[str]:
+    if not alternatives:
+        yield "no change of the swap config makes a step much shorter"
+        return
+    yield "faster would be, with this in the swap config:"
+    for each in alternatives:
+        seconds = each.outcome.prediction.seconds
+        yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {each.text}"
+
+
+def _sources(machine: Machine) -> Iterator[str]:
+    yield f"predicted for {machine.name}, with these rates:"
+    rates = {
+        "disk": f"{machine.disk_read / 1e9:.2f} GB/s read, {machine.disk_write / 1e9:.2f} GB/s written",
+        "adam": f"{max(machine.adam.values()) / 1e9:.2f} Gparam/s",
+        "dram": f"{machine.dram / 1e9:.0f} GB/s",
+        "flops": f"{machine.flops / 1e12:.3g} TFLOP/s",
+    }
+    if machine.is_gpu:
+        rates["up, down"] = f"{machine.up / 1e9:.0f} GB/s up, {machine.down / 1e9:.0f} GB/s down"
+    if machine.decode:
+        rates["decode"] = f"{machine.decode / 1e9:.2f} Gparam/s"
+    for name, rate in rates.items():
+        yield f"  {name:<10}{rate}: {_source(machine, name)}"
+
+
+def _source(machine: Machine, name: str) -> str:
+    for names, source in machine.sources.items():
+        if name in names.split(", ") or name == names or (name == "disk" and names == "disks"):
+            return source if source.startswith(("measured", "profiled", "assumed")) else f"assumed: {source}"
+    return "assumed"
+
+
+def duration(seconds: float) -> str:
+    """In words, as short as they are."""
+    if seconds < 1e-3:
+        return "0 s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 3 * _DAY_S else f"{seconds / _DAY_S:.1f} days"
+
+
+def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> dict[str, Any]:
+    """Everything that the report says, in bytes and seconds."""
+    prediction, plan = outcome.prediction, outcome.plan
+    moved = prediction.moved
+
+    def figures(of: Outcome) -> dict[str, Any]:
+        return {"seconds": of.prediction.seconds, "busy_s": dict(of.prediction.busy)}
+
+    return {
+        "fits": activations_fit(outcome),
+        "verdict": verdict(scenario, outcome),
+        **figures(outcome),
+        "bound": prediction.bound,
+        "compute_s": prediction.compute_s,
+        "load_s": prediction.load_s,
+        "save_s": prediction.save_s,
+        "commit_s": prediction.commit_s,
+        "tokens": outcome.work.tokens * scenario.ranks,
+        "compute_bound_tokens": compute_tokens(outcome),
+        "largest_batch": scenario.largest_batch(outcome),
+        "parameters": plan.layout.numel,
+        "trained_parameters": plan.layout.trainable_numel,
+        "step_bytes": {
+            "read": moved.read_bytes,
+            "written": moved.written_bytes,
+            "weights": moved.weights,
+            "states": moved.states,
+            "gradients": moved.gradients,
+            "commits": moved.commit_share,
+            "up": moved.up,
+            "down": moved.down,
+        },
+        "memory": {
+            "device": plan.device_bytes,
+            "host": plan.host_bytes,
+            "pinned": plan.layout.arena.nbytes,
+            "swap_file": plan.layout.swap.nbytes,
+            "activations": outcome.work.peak_bytes,
+            "activation_room": outcome.activation_room,
+        },
+        "endurance_share_per_step": scenario.ranks * moved.written_bytes / scenario.machine.endurance_bytes
+        if scenario.machine.endurance_bytes
+        else None,
+        "ranks": scenario.ranks,
+        "alternatives": [{"changes": dict(each.changes)} | figures(each.outcome) for each in alternatives],
+        "machine": {"name": scenario.machine.name, "sources": dict(scenario.machine.sources)},
+        "plan": plan.describe(),
+    }

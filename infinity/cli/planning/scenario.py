@@ -1,0 +1,216 @@
+"""A model, a swap config and a machine, and the plan and the times that follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from infinity.cli.planning.model import Batch, work_of
+from infinity.config import SwapConfig
+from infinity.errors import DeviceRoomError, PlanError
+from infinity.plan.disk import Disks
+from infinity.plan.plan import Plan
+from infinity.plan.planner import make_plan
+from infinity.plan.prediction import Prediction, Work, predict
+from infinity.plan.problem import ALONE, Peers
+from infinity.plan.rates import Machine
+from infinity.state.discover import Discovery, discover
+from infinity.state.moments import OptimizerName
+from infinity.state.shard import Cut
+
+GAIN_MIN = 0.02
+"""What an alternative must save of the step's time to be worth a line."""
+_ALTERNATIVES = 3
+_TOKENS_MAX = 1 << 24
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a config.
+
+    Attributes:
+        activation_room: device memory beside slots and gradients.
+    """
+
+    config: SwapConfig
+    plan: Plan
+    work: Work
+    prediction: Prediction
+    activation_room: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another config that is faster. Attributes: changes: keys of the swap config, and their values."""
+
+    changes: Mapping[str, Any]
+    outcome: Outcome
+
+    @property
+    def text(self) -> str:
+        return ", ".join(
+            f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes.items()
+        )
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is to be planned for.
+
+    Attributes:
+        model: on the meta device.
+        machine: its rates; memory and disks are those of the config and of `disks`.
+        ranks: processes on this machine that train together.
+        clips: gradients are clipped in most steps.
+    """
+
+    model: Any
+    config: SwapConfig
+    machine: Machine
+    disks: Disks
+    device: torch.device
+    batch: Batch
+    optimizer: OptimizerName = "adamw"
+    ranks: int = 1
+    clips: bool = False
+
+    def outcome(self, config: SwapConfig | None = None) -> Outcome:
+        """Raises PlanError, ConfigError: it does not fit, or cannot be."""
+        config = self.config if config is None else config
+        found = self._found(config)
+        peers = ALONE if self.ranks == 1 else Peers(Cut(self.ranks, 0), self.ranks)
+        plan = make_plan(
+            found.units,
+            config,
+            self.device,
+            can_recompute=bool(getattr(self.model, "supports_gradient_checkpointing", False)),
+            optimizer=self.optimizer,
+            accumulation_steps=self._passes(config),
+            sites=found.sites,
+            peers=peers,
+            disks=self.disks,
+        )
+        work = self._work(plan, config, self.batch)
+        room = plan.budgets.limits.device - plan.device_bytes
+        if self.device.type == "cpu":
+            room = min(room, self.machine.host_bytes - plan.host_bytes)
+        return Outcome(config, plan, work, predict(plan, work, self.machine, clips=self.clips), room)
+
+    def _passes(self, config: SwapConfig) -> int:
+        """Of a step: with `vertical` all its micro-batches are in one."""
+        return self.batch.passes if config.vertical else self.batch.count
+
+    def _work(self, plan: Plan, config: SwapConfig, batch: Batch) -> Work:
+        return work_of(self.model, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical)
+
+    @cached_property
+    def _discoveries(self) -> dict[tuple[str, str], Discovery]:
+        return {}
+
+    def _found(self, config: SwapConfig) -> Discovery:
+        key = config.moments, config.frozen
+        if key not in self._discoveries:
+            self._discoveries[key] = discover(self.model, *key)
+        return self._discoveries[key]
+
+    def largest_batch(self, outcome: Outcome) -> int:
+        """Sequences of a micro-batch whose activations have room; 0: none has."""
+
+        def fits(sequences: int) -> bool:
+            batch = replace(self.batch, sequences=sequences)
+            return self._work(outcome.plan, outcome.config, batch).peak_bytes <= outcome.activation_room
+
+        low, high = 0, 1
+        while fits(high) and high * self.batch.length < _TOKENS_MAX:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
+        """The first change of a plan that does not fit with which it does: of those that change nothing that is
+        computed, then of the others."""
+        for changes in self._changes_to_fit():
+            try:
+                return changes, self.outcome(with_changes(self.config, changes))
+            except PlanError:
+                continue
+        return None
+
+    def _changes_to_fit(self) -> Iterator[Mapping[str, Any]]:
+        paths = {} if self.config.nvme.paths else {"nvme.paths": ["/a/directory/on/an/ssd"]}
+        auto = {"weights": "auto", "optimizer": "auto", "gradients": "auto"} | paths
+        yield auto
+        yield {"weights": "nvme", "optimizer": "nvme", "gradients": "auto"} | paths
+        yield auto | {"activations": "recompute"}
+        yield auto | {"moments": "int8"}
+
+    def alternatives(self, outcome: Outcome) -> list[Alternative]:
+        """The configs of `choices` with the shortest steps, if they are shorter than this one's, at most three; of two
+        that are equally fast the one with fewer changes."""
+        before = outcome.prediction.seconds
+        found = []
+        for changes in self.choices():
+            try:
+                other = self.outcome(with_changes(self.config, changes))
+            except (PlanError, DeviceRoomError):
+                continue
+            if other.prediction.seconds <= (1 - GAIN_MIN) * before and other.work.peak_bytes <= other.activation_room:
+                found.append(Alternative(changes, other))
+        found.sort(key=lambda each: (round(each.outcome.prediction.seconds, 6), len(each.changes)))
+        return found[:_ALTERNATIVES]
+
+    def choices(self) -> Iterator[Mapping[str, Any]]:
+        """Changes of the config that might help, in every combination."""
+        config, trained = self.config, any(unit.trainable_groups for unit in self._found(self.config).units)
+        options: list[list[Mapping[str, Any]]] = [[{}]]
+        if config.weights != "auto" or config.optimizer != "auto":
+            options.append([{}, {"weights": "auto", "optimizer": "auto"}])
+        if trained:
+            options.append([{}, *({"moments": form} for form in ("bf16", "int8") if form != config.moments)])
+        if config.commit_every != 0 and config.nvme.paths:
+            options.append([{}, {"commit_every": 0}])
+        if self.batch.count > 1 and not config.vertical:
+            options.append([{}, {"vertical": True}])
+        if self._has_frozen and config.frozen != "nf4" and self.ranks == 1:
+            options.append([{}, *({"frozen": form} for form in ("int8", "nf4") if form != config.frozen)])
+        for chosen in itertools.product(*options):
+            changes: dict[str, Any] = {}
+            for each in chosen:
+                changes |= each
+            if changes:
+                yield changes
+
+    @property
+    def _has_frozen(self) -> bool:
+        return any(not parameter.requires_grad and parameter.dim() > 1 for parameter in self.model.parameters())
+
+
+def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
+    """The config with other values. Args: changes: by key; 'memory.host' is `host` in `memory`."""
+    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        into = values
+        for section in sections:
+            into = into.setdefault(section, {})
+        into[last] = value
+    return SwapConfig.model_validate(values)
+
+
+def compute_tokens(outcome: Outcome) -> float | None:
+    """Tokens per step from which computing takes longer than anything else; None where that is so for no number."""
+    busy, compute = outcome.prediction.busy, outcome.prediction.compute_s
+    if not compute:
+        return None
+    others = max((seconds for name, seconds in busy.items() if name not in ("compute", "processor")), default=0.0)
+    processor = busy.get("processor", 0.0)
+    # Without a device the processor computes beside what else it has to do.
+    others = max(others, processor) if "compute" in busy else max(others - (processor - compute), 0.0)
+    return others / compute * outcome.work.tokens

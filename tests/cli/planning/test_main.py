@@ -1,0 +1,134 @@
+"""`infinity plan` from the command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.cli.main import main
+from infinity.cli.planning.scenario import GAIN_MIN, with_changes
+from infinity.errors import PlanError
+from tests.cli.planning.scenarios import scenario_of
+
+H200 = ["--machine", "h200", "--batch-size", "4", "--sequence-length", "2048"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(["plan", *arguments]) == code
+    return capsys.readouterr().out
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said(capsys, *arguments, "--json", code=code))
+    return found
+
+
+def test_the_first_line_says_whether_it_fits_how_fast_it_is_and_what_the_drives_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = said(capsys, "llama-3-8b", *H200, "--set", "optimizer=nvme").splitlines()[0]
+    assert first.startswith("fits: ")
+    for part in ("per step of 8,192 tokens", "bound by", "TB written per 1,000 steps", "of what the drives endure"):
+        assert part in first
+
+
+def test_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(
+        capsys, "llama-3-70b", "--machine", "consumer", "--set", "weights=host", "optimizer=host", "memory.host=48GiB",
+        code=1,
+    )  # fmt: skip
+    first, second = text.splitlines()
+    assert first.startswith("does not fit: memory.host is 48.00 GiB, but the plan needs")
+    assert second.startswith("it fits with weights: auto, optimizer: auto")
+
+
+def test_activations_without_room_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "llama-3-8b", "--machine", "consumer", "--batch-size", "512", code=1)
+    assert text.startswith("does not fit: activations need ")
+
+
+def test_the_numbers_say_where_they_are_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    here = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), "--set", "memory.host=8GiB")
+    assert "adam      " in here
+    assert "measured now" in here
+    assert "assumed" in here
+    there = said(capsys, "gpt-j-6b", "--machine", "h200")
+    assert "measured now" not in there
+
+
+def test_a_frozen_base_in_four_bits_is_read_twice_and_never_written(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3-70b", "--machine", "consumer", "--lora", "8", "--set", "weights=nvme", "optimizer=nvme"]
+    bf16, nf4 = (told(capsys, *options, "--frozen", form) for form in ("bf16", "nf4"))
+    assert nf4["step_bytes"]["weights"] < 0.32 * bf16["step_bytes"]["weights"]
+    assert nf4["step_bytes"]["written"] < 0.01 * nf4["step_bytes"]["read"]
+    assert nf4["trained_parameters"] < 0.01 * nf4["parameters"]
+
+
+def test_micro_batches_through_a_layer_read_the_weights_once(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3-8b", "--machine", "consumer", "--set", "weights=nvme", "optimizer=nvme"]
+    one = told(capsys, *options)["step_bytes"]["weights"]
+    assert told(capsys, *options, "--micro-batches", "8")["step_bytes"]["weights"] == one
+    assert told(capsys, *options, "--gradient-accumulation", "8")["step_bytes"]["weights"] > 7 * one
+
+
+def test_eight_ranks_have_an_eighth_each(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3-70b", "--machine", "8xh200", "--set", "weights=nvme", "optimizer=nvme"]
+    one, eight = (told(capsys, *options, "--ranks", ranks) for ranks in ("1", "8"))
+    assert eight["step_bytes"]["written"] == pytest.approx(one["step_bytes"]["written"] / 8, rel=0.01)
+    assert eight["ranks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llama-3-9b"], "did you mean llama-3-8b?"),
+        (["llama-3-8b", "--set", "moment=int8"], "moment"),
+        (["llama-3-8b", "--set", "moments"], "write KEY=VALUE"),
+        (["llama-3-8b", "--set", "moments.form=int8"], "moments"),
+        (["llama-3-8b", "--frozen", "nf4"], "--frozen does nothing without --lora"),
+        (["llama-3-8b", "--machine", "h100"], "h200"),
+        (["/not/there"], "neither a directory nor one of"),
+    ],
+)
+def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said(capsys, "gpt-j-6b", "--machine", "consumer", "--plot", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _every_config() -> Iterator[dict[str, Any]]:
+    """Of what alternatives choose from, by hand."""
+    placements: list[dict[str, Any]] = [{}, {"weights": "auto", "optimizer": "auto"}]
+    forms = [{}, {"moments": "bf16"}, {"moments": "int8"}]
+    commits: list[dict[str, Any]] = [{}, {"commit_every": 0}]
+    for chosen in itertools.product(placements, forms, commits):
+        yield {key: value for each in chosen for key, value in each.items()}
+
+
+def test_alternatives_are_the_best_of_a_search_through_all() -> None:
+    scenario = scenario_of("llama-3-8b", "consumer", weights="nvme", optimizer="nvme")
+    before = scenario.outcome()
+    seconds = {}
+    for changes in _every_config():
+        try:
+            found = scenario.outcome(with_changes(scenario.config, changes))
+        except PlanError:
+            continue
+        seconds[tuple(changes.items())] = found.prediction.seconds
+    best = sorted(each for each in seconds.values() if each <= (1 - GAIN_MIN) * before.prediction.seconds)[:3]
+    assert len(best) == 3
+    chosen = scenario.alternatives(before)
+    assert [each.outcome.prediction.seconds for each in chosen] == pytest.approx(best, rel=1e-5)
+    for each in chosen:
+        assert seconds[tuple(each.changes.items())] == pytest.approx(each.outcome.prediction.seconds)

@@ -1,0 +1,98 @@
+"""The bytes that a plan expects of a step are those that the engine counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.coordinator.registry import coordinator_of
+
+WIDTH, BLOCKS = 128, 8
+BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH
+WARMUP, STEPS = 3, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return given + self.outer(torch.relu(self.inner(given)))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            given = block(given)
+        return given
+
+
+def counted(model: nn.Module, clip: float | None, micro_batches: int, vertical: bool) -> tuple[float, float]:
+    """Bytes read and written by a step, once the run is under way."""
+    optim = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, max_grad_norm=clip)
+    given = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def step() -> None:
+        if micro_batches == 1:
+            model(given).float().pow(2).sum().backward()
+        else:
+            infinity.backward(
+                model, lambda each: model(each).float().pow(2).sum(), [given] * micro_batches, vertical=vertical
+            )
+        optim.step()
+        optim.zero_grad()
+
+    for _ in range(WARMUP):
+        step()
+    infinity.synchronize(model)
+    before = infinity.statistics(model)
+    for _ in range(STEPS):
+        step()
+    infinity.synchronize(model)
+    after = infinity.statistics(model)
+    return (after.read_bytes - before.read_bytes) / STEPS, (after.written_bytes - before.written_bytes) / STEPS
+
+
+@pytest.mark.parametrize("weights", ["nvme", "host"])
+@pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
+@pytest.mark.parametrize("slots", [2, 3, 6, 8])
+@pytest.mark.parametrize(("micro_batches", "vertical"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.cpu_only("the device's own copies are counted elsewhere")
+def test_what_a_plan_expects_of_a_step_is_what_it_moves(
+    weights: str, overlap: str, slots: int, micro_batches: int, vertical: bool, frozen: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model: Any = Chain().bfloat16()
+    for block in model.blocks[1::2] if frozen else ():
+        block.requires_grad_(False)
+    config = {
+        "weights": weights,
+        "optimizer": "nvme",
+        "overlap": overlap,
+        "vertical": vertical,
+        "activations": "keep",
+        "memory": {"device": 2 * slots * BLOCK_BYTES, "host": "64MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 0,
+    }
+    infinity.offload(model, config, accumulation_steps=1 if vertical else micro_batches)
+    forecast = coordinator_of(model).plan.forecast
+    moved = forecast.moved
+    read, written = counted(model, None, micro_batches, vertical)
+    infinity.close(model)
+    assert moved.written_bytes == pytest.approx(written)
+    if overlap == "during_backward" and weights == "nvme":  # a slot may be needed before the update has begun
+        assert moved.read_bytes <= read <= forecast.read_bytes
+    else:
+        assert moved.read_bytes == pytest.approx(read)
