@@ -177,12 +177,13 @@ def _work(group: Probes, writer: int) -> NoReturn:
     """In the new process."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         signal.alarm(int(group.limit_s) + _GRACE_S)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(nowhere, number)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
         for at, probe in enumerate(group.probes):
             for row in rows_of(probe):
                 _say(writer, [at, dataclasses.asdict(row)])
