@@ -10,9 +10,10 @@ from infinity.base.small_files import flag_of, text_of
 
 DiskKind: TypeAlias = Literal["NVMe", "SATA", "SCSI", "USB", "rotating", "card", "virtual", "network", "memory", ""]
 
-MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
-NETWORK_FILESYSTEMS = frozenset(
-    "nfs nfs4 cifs smb3 smbfs 9p virtiofs ceph afs gfs2 ocfs2 lustre beegfs gpfs glusterfs orangefs".split()
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+NETWORK_FILESYSTEMS = (
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "afs", "gfs2", "ocfs2", "lustre", "beegfs"),
+    *("gpfs", "glusterfs", "orangefs"),
 )
 _NAMES: tuple[tuple[str, DiskKind], ...] = (
     (r"(rbd|nbd|drbd)\d", "network"),

@@ -204,7 +204,7 @@ def rows_of(probe: Probe) -> list[Row]:
         found = probe.look()
     except (Exception, SystemExit) as error:  # whatever a driver or an odd file makes of it
         found = Found("unknown", raised(error))
-    return [dataclasses.replace(row, found=one_line(row.found)) for row in probe.rows(found)]
+    return [dataclasses.replace(row, finding=one_line(row.finding)) for row in probe.rows(found)]
 
 
 def new_name(directory: Path) -> Path:

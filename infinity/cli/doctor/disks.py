@@ -25,9 +25,9 @@ from infinity.sizes import PAGE_BYTES, format_bytes
 _ROOT = Path("/")
 _LIMIT_S = 30
 _FULL_SHARE, _WORN_PERCENT = 0.05, 90
-_SHOWN_OPTIONS = frozenset(
-    "rw ro sync async dirsync discard nodiscard noatime relatime nobarrier barrier nodatacow nodatasum autodefrag "
-    "compress compress-force data dax soft hard".split()
+_SHOWN_OPTIONS = (
+    *("rw", "ro", "sync", "async", "dirsync", "discard", "nodiscard", "noatime", "relatime", "nobarrier", "barrier"),
+    *("nodatacow", "nodatasum", "autodefrag", "compress", "compress-force", "data", "dax", "soft", "hard"),
 )
 """Others may name servers, users and keys."""
 _KINDS = {
@@ -140,7 +140,7 @@ class Disk:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 return Found("unknown", f"a file cannot be made here: {error.strerror}")
             raise
-        blocks = ", ".join(f"{block >> 10} KiB" if block >= 1024 else f"{block} B" for block in found.blocks)
+        blocks = ", ".join(map(_short, found.blocks))
         if found.used and PAGE_BYTES in found.blocks:
             return Found("ok", f"works in blocks of {blocks}")
         said = f"works in blocks of {blocks}, infinity needs 4 KiB" if blocks else "does not work here"
@@ -208,6 +208,14 @@ class Disk:
     @property
     def _is_read_only(self) -> bool:
         return bool(os.statvfs(self.there).f_flag & os.ST_RDONLY)
+
+
+def _short(block: int) -> str:
+    """1048576 → '1 MiB'."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if block % size == 0:
+            return f"{block // size} {unit}"
+    return f"{block} B"
 
 
 def age(measured: str, today: datetime.date | None = None) -> str:

@@ -169,14 +169,13 @@ class Gpus:
     def _driver(self) -> str:
         if any(gpu.vendor != "NVIDIA" for gpu in self._on_bus):
             return ""
+        inside = restarted("--gpus all", self._root)
+        if inside:
+            return inside
         if (self._root / "proc/driver/nvidia/version").exists():
-            return restarted("--gpus all", self._root) or "nvidia-smi"
-        return (
-            restarted("--gpus all", self._root)
-            or shutil.which("ubuntu-drivers")
-            and "sudo ubuntu-drivers install"
-            or "sudo apt-get install nvidia-driver"
-        )
+            return "nvidia-smi"
+        ubuntu = shutil.which("ubuntu-drivers") is not None
+        return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
 
     def _link(self, device: torch.device) -> Found:
         address, name = self._facts[device].address, f"{device} PCIe"

@@ -9,8 +9,8 @@ from pathlib import Path
 from infinity.base import pci
 from infinity.base.control_groups import processors_allowed
 from infinity.base.small_files import fields, text_of
-from infinity.cli.doctor.mends import container_kind, restarted
 from infinity.cli.doctor.memory import memory_probes
+from infinity.cli.doctor.mends import container_kind, restarted
 from infinity.cli.doctor.rows import Found, Probe, Probes
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes

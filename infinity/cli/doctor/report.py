@@ -2,7 +2,7 @@
 
 [Note: the JSON]
 `schema` and `version` name it; a version only ever gains keys. `rows` has an object for each row of the table, in its
-order: section, what, found, state ('ok', 'slower', 'missing' or 'unknown') and mend, a command or ''.
+order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') and mend, a command or ''.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def verdict(rows: Sequence[Row]) -> str:
         parts.append(f"{slower} {'make' if slower > 1 else 'makes'} it slower")
     if unknown:
         parts.append(f"{unknown} could not be found out")
-    said = ", ".join(parts)
     if missing:
-        return f"not ready: {said}"
-    return f"ready: {said}" if said else f"ready: all {len(rows)} checks went well"
+        return f"not ready: {', '.join(parts)}"
+    if parts:
+        return f"ready: nothing is missing, {', '.join(parts)}"
+    return f"ready: all {len(rows)} checks went well"
 
 
 def count(rows: Sequence[Row], state: State) -> int:
@@ -67,7 +68,7 @@ def _lines(row: Row, width: int) -> list[str]:
     name = f"{printable(row.what)} " if len(row.what) >= _WHAT_WIDTH else f"{printable(row.what):<{_WHAT_WIDTH}}"
     begin = f"  {row.state:<{_STATE_WIDTH}}{name}"
     lines = textwrap.wrap(
-        printable(row.found) or "-",
+        printable(row.finding) or "-",
         width,
         initial_indent=begin,
         subsequent_indent=" " * _FOUND_AT,

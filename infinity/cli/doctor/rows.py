@@ -15,13 +15,13 @@ class Found(NamedTuple):
 
     Attributes:
         state: missing: a run cannot work without it, or not as asked; slower: it works, and something costs speed, or
-            soon will; unknown: it could not be found out, which `found` explains.
+            soon will; unknown: it could not be found out, which `finding` explains.
         mend: a command for the shell that mends it; '' where there is none, or nothing to mend.
         name: of the row, where the probe has several; '': the probe's.
     """
 
     state: State
-    found: str
+    finding: str
     mend: str = ""
     name: str = ""
 
@@ -32,7 +32,7 @@ class Row:
 
     section: str
     what: str
-    found: str
+    finding: str
     state: State
     mend: str = ""
 
@@ -47,7 +47,7 @@ class Probe:
 
     def rows(self, found: Found | Sequence[Found]) -> list[Row]:
         each = [found] if isinstance(found, Found) else found
-        return [Row(self.section, one.name or self.what, one.found, one.state, one.mend) for one in each]
+        return [Row(self.section, one.name or self.what, one.finding, one.state, one.mend) for one in each]
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ def others() -> Found:
             continue
         found = library(name)
         if found.state == "ok":
-            good.append(f"{name} {found.found}")
+            good.append(f"{name} {found.finding}")
         else:
-            lacking.append((f"{name} {found.found}", f"{name}{asked}"))
+            lacking.append((f"{name} {found.finding}", f"{name}{asked}"))
     if lacking:
         return Found("missing", "; ".join(said for said, _ in lacking), pip_install(*(name for _, name in lacking)))
     return Found("ok", ", ".join(good))

@@ -56,7 +56,7 @@ class WithTorch:
 
     def of_gpus(self, what: str) -> Callable[[], Sequence[Found]]:
         """A method of Gpus, which is there once torch is."""
-        return lambda: getattr(self._gpus, what)()  # type: ignore[no-any-return]
+        return lambda: getattr(self._gpus, what)()
 
     def processor(self) -> Found:
         """Whether torch's matrices in 16 bits are fast on the processor, where it computes."""
@@ -87,13 +87,15 @@ class WithTorch:
             return Found("ok", f"{limit}, which this process may exceed; {said}")
         if soft >= wanted:
             return Found("ok", f"{limit}; {said}")
-        return Found("slower", f"{limit}; {said}. Beyond it transfers take more processor time", self._raise(hard, wanted))
+        return Found(
+            "slower", f"{limit}; {said}. Beyond it transfers take more processor time", self._raise(hard, wanted)
+        )
 
     def _raise(self, hard: int | None, wanted: int) -> str:
         if hard is None or hard >= wanted:
             return f"ulimit -l {'unlimited' if hard is None else hard >> 10}"
         inside = restarted("--ulimit memlock=-1", self._root)
-        return inside or f"echo \"$USER - memlock unlimited\" | sudo tee {_LIMITS_FILE}  # then log in again"
+        return inside or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
 
     def threads(self) -> Found:
         """The threads of the update beside the cores that they get."""

@@ -34,7 +34,7 @@ def hangs() -> Found:
 
 
 def crashes() -> Found:
-    os.kill(os.getpid(), signal.SIGSEGV)
+    os.kill(os.getpid(), signal.SIGKILL)
     return hangs()
 
 
@@ -43,7 +43,7 @@ def group(*looks: Any, limit_s: float = LONG_S, leaves: Path | None = None) -> P
 
 
 def states(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    return [(row.state, row.found) for row in rows]
+    return [(row.state, row.finding) for row in rows]
 
 
 def test_rows_come_in_order_from_all_processes() -> None:
@@ -62,7 +62,7 @@ def test_an_error_is_an_unknown_row_and_the_next_probe_goes_on() -> None:
 def test_what_ends_the_process_costs_the_probes_that_are_not_done() -> None:
     assert states(look([group(good, crashes, good), group(good)])) == [
         ("ok", "well"),
-        ("unknown", "the process that looked was ended by SIGSEGV"),
+        ("unknown", "the process that looked was ended by SIGKILL"),
         ("unknown", "not looked at, because 'probe 1' came to no end"),
         ("ok", "well"),
     ]
@@ -82,8 +82,8 @@ def test_a_process_that_does_not_die_is_left_and_its_file_is_named(
     pids: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: pids.append(pid))
     (row,) = look([group(hangs, limit_s=0.2, leaves=tmp_path / "left")])
-    assert row.found.startswith("no answer within 0.2 s; the disk does not let go")
-    assert str(tmp_path / "left") in row.found
+    assert row.finding.startswith("no answer within 0.2 s; the disk does not let go")
+    assert str(tmp_path / "left") in row.finding
     kill(pids[0], signal.SIGKILL)
     os.waitpid(pids[0], 0)
 
@@ -122,7 +122,7 @@ def children() -> list[str]:
 
 def test_a_large_answer_is_taken_whole() -> None:
     (row,) = look([group(lambda: Found("ok", "x" * 3000))])
-    assert len(row.found) == 3000
+    assert len(row.finding) == 3000
 
 
 def test_whether_something_ends_is_asked_in_a_process_of_its_own() -> None:

@@ -40,7 +40,7 @@ def test_this_machine_is_reported_with_all_rows_and_nothing_is_left(tmp_path: Pa
     of_a_gpu = {("GPU", name) for name in ("GPU", "runtime", "pinned memory", "copies", "PCIe")}
     assert whats(found["rows"]) >= expected - of_a_gpu
     assert {row["state"] for row in found["rows"]} <= {"ok", "slower", "missing", "unknown"}
-    assert not [row for row in found["rows"] if "Error" in row["found"]]
+    assert not [row for row in found["rows"] if "Error" in row["finding"]]
     assert [row["section"] for row in found["rows"] if row["what"] == "free space"] == [
         f"disk {tmp_path / 'a'}",
         f"disk {tmp_path / 'b'}",
@@ -91,9 +91,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
-@pytest.mark.parametrize(
-    ("states", "code"), [(["ok"], 0), (["slower", "unknown"], 0), (["ok", "missing"], 1)], ids=str
-)
+@pytest.mark.parametrize(("states", "code"), [(["ok"], 0), (["slower", "unknown"], 0), (["ok", "missing"], 1)], ids=str)
 def test_only_what_is_missing_is_a_failure(
     states: list[Any], code: int, found: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_threads_are_slower_and_the_mend_is_that_of_the_cause(
     core = Core("auto", tmp_path)
     found = core.engine()
     assert (found.state, found.mend) == ("slower", mend)
-    assert reason in found.found
+    assert reason in found.finding
     assert core.registered().state == "ok"
 
 
@@ -122,4 +122,4 @@ def test_buffers_that_are_not_registered_are_slower(opened: Any) -> None:
     opened(Engine("io_uring", "the kernel offers it", "raise the memlock limit (ulimit -l)"))
     found = Core("auto").registered()
     assert found.state == "slower"
-    assert "memlock" in found.found
+    assert "memlock" in found.finding

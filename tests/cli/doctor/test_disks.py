@@ -61,7 +61,7 @@ def test_a_directory_whose_parent_is_not_there_is_missing(
     path = swap / "not there" / "x"
     found = Disk(path).directory()
     assert (found.state, found.mend) == ("missing", f"{mend} '{path}'")
-    assert found.found.startswith("there is no directory")
+    assert found.finding.startswith("there is no directory")
 
 
 def test_a_directory_that_may_not_be_written_to_is_missing(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_file_system_is_judged_by_its_kind_and_options(
         write(root, {".dockerenv": ""})
     found = Disk(swap, root).filesystem()
     assert (found.state, found.mend) == (state, mend.format(swap=swap))
-    assert found.found.startswith(filesystem or "the system does not tell")
+    assert found.finding.startswith(filesystem or "the system does not tell")
 
 
 def test_a_file_system_that_is_mounted_for_reading_is_missing(
@@ -122,7 +122,7 @@ def test_a_file_system_that_is_mounted_for_reading_is_missing(
 
 def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Path) -> None:
     mounted(root, swap, "cifs", "rw,username=anna,addr=10.0.0.1,password=secret", "//server/share")
-    said = Disk(swap, root).filesystem().found
+    said = Disk(swap, root).filesystem().finding
     assert "rw" in said
     for secret in ("anna", "10.0.0.1", "secret", "server"):
         assert secret not in said
@@ -152,7 +152,7 @@ def test_a_device_is_judged_by_its_kind(
     place(root, swap, real)
     write(root / real, files)
     found = Disk(swap, root).device()
-    assert (found.state, said in found.found) == (state, True), found
+    assert (found.state, said in found.finding) == (state, True), found
 
 
 def test_a_device_that_the_system_does_not_tell_is_unknown(root: Path, swap: Path) -> None:
@@ -176,8 +176,8 @@ def test_queues_are_told(root: Path, swap: Path) -> None:
     mounted(root, swap, "ext4")
     looks = Disk(swap, root)
     assert looks.scheduler() == ("ok", "none", "", "")
-    assert looks.write_cache().found == "write back: a commit waits for the device to flush it"
-    assert looks.trim().found == f"when asked for, as by `sudo fstrim {swap}`"
+    assert looks.write_cache().finding == "write back: a commit waits for the device to flush it"
+    assert looks.trim().finding == f"when asked for, as by `sudo fstrim {swap}`"
 
 
 def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) ->
     looks = Disk(swap, root)
     found = looks.scheduler()
     assert (found.state, found.mend) == ("slower", "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler")
-    assert looks.trim().found == "the device does not take it"
+    assert looks.trim().finding == "the device does not take it"
 
 
 def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
@@ -195,7 +195,7 @@ def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
     assert looks.scheduler().state == looks.write_cache().state == looks.trim().state == "ok"
     mounted(root, swap, "ext4", "rw,discard")
     place(root, swap, nvme(root, "nvme0"))
-    assert Disk(swap, root).trim().found == "as files are removed"
+    assert Disk(swap, root).trim().finding == "as files are removed"
 
 
 # ------------------------------------------------------------------------------------------------ direct I/O
@@ -204,8 +204,8 @@ def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "state", "said"),
     [
-        (DirectIO((512, 4096, 1 << 20), True, (512, 512)), "ok", "works in blocks of 512 B, 4 KiB, 1024 KiB"),
-        (DirectIO((1 << 20,), False, (1, 1)), "slower", "works in blocks of 1024 KiB, infinity needs 4 KiB"),
+        (DirectIO((512, 4096, 1 << 20), True, (512, 512)), "ok", "works in blocks of 512 B, 4 KiB, 1 MiB"),
+        (DirectIO((1 << 20,), False, (1, 1)), "slower", "works in blocks of 1 MiB, infinity needs 4 KiB"),
         (DirectIO((), False, (1, 1)), "slower", "does not work here"),
     ],
 )
@@ -215,7 +215,7 @@ def test_direct_io_needs_blocks_of_4_kib(
     monkeypatch.setattr(disks, "try_direct", lambda place: found)
     got = Disk(swap).direct()
     assert got.state == state
-    assert got.found.startswith(said)
+    assert got.finding.startswith(said)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
@@ -235,7 +235,7 @@ def test_a_disk_that_fails_is_an_unknown_row(swap: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(disks, "try_direct", fail)
     (row,) = [row for row in look([disk(swap)]) if row.what == "direct I/O"]
-    assert (row.state, row.found) == ("unknown", "OSError: [Errno 5] Input/output error")
+    assert (row.state, row.finding) == ("unknown", "OSError: [Errno 5] Input/output error")
 
 
 # ------------------------------------------------------------------------------------------------ measured
@@ -305,7 +305,7 @@ def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_worn_drive_is_slower(percent: int, state: str, asked: Any) -> None:
     found = asked(Asked(Endurance(5 * 10**12, percent, None), ("nvme smart-log",)))
     assert found.state == state
-    assert found.found.startswith(f"{percent} % used, 5.0 TB written")
+    assert found.finding.startswith(f"{percent} % used, 5.0 TB written")
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_gpu_that_torch_does_not_find_is_missing_and_the_driver_is_the_cause(
     write(tmp_path, files)
     (found,) = Gpus(SwapConfig(), tmp_path).found()
     assert (found.state, found.mend) == ("missing", mend)
-    assert found.found == f"NVIDIA at {ADDRESS}: Found no NVIDIA driver on your system"
+    assert found.finding == f"NVIDIA at {ADDRESS}: Found no NVIDIA driver on your system"
 
 
 @pytest.mark.parametrize("value", ["", "-1"])
@@ -121,14 +121,14 @@ def test_a_gpu_is_described_pinned_copied_to_and_called(fake: Fake, tmp_path: Pa
     rows = [*gpus.entry_points(), *gpus.pinned(), *gpus.copies(), *gpus.links()]
     assert [row.name for row in rows] == ["cpu runtime", "cpu pinned memory", "cpu copies", "cpu PCIe"]
     assert [row.state for row in rows] == ["ok"] * 4
-    assert rows[3].found == "Gen4 ×16, which is the most that it can"
+    assert rows[3].finding == "Gen4 ×16, which is the most that it can"
 
 
 def test_a_budget_of_the_device_that_is_not_free_is_missing(fake: Fake, tmp_path: Path) -> None:
     config = SwapConfig.model_validate({"memory": {"device": "80GiB"}})
     (found,) = Gpus(config, tmp_path).found()
     assert found.state == "missing"
-    assert "memory.device is 80.00 GiB" in found.found
+    assert "memory.device is 80.00 GiB" in found.finding
 
 
 def test_a_runtime_that_native_code_cannot_call_is_missing(
@@ -137,7 +137,7 @@ def test_a_runtime_that_native_code_cannot_call_is_missing(
     monkeypatch.setattr(c_runtime, "addresses", lambda names: None)
     (found,) = Gpus(SwapConfig(), tmp_path).entry_points()
     assert found.state == "missing"
-    assert "linked into torch's own libraries" in found.found
+    assert "linked into torch's own libraries" in found.finding
     assert "pip install" in found.mend
 
 
@@ -147,8 +147,8 @@ def test_memory_that_cannot_be_pinned_is_slower(fake: Fake, tmp_path: Path, monk
     gpus = Gpus(SwapConfig(), tmp_path)
     (pinned,), (copies,) = gpus.pinned(), gpus.copies()
     assert (pinned.state, pinned.mend) == ("slower", "docker run --ulimit memlock=-1 …")
-    assert "refused 64.00 MiB" in pinned.found
-    assert (copies.state, "not pinned" in copies.found) == ("slower", True)
+    assert "refused 64.00 MiB" in pinned.finding
+    assert (copies.state, "not pinned" in copies.finding) == ("slower", True)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_link_that_could_be_faster_is_slower(
     link(tmp_path, most, now, lanes)
     (found,) = Gpus(SwapConfig(), tmp_path).links()
     assert found.state == state
-    assert said in found.found
+    assert said in found.finding
 
 
 @pytest.mark.parametrize(("rate", "state"), [(25e9, "ok"), (10e9, "slower")])
@@ -177,7 +177,7 @@ def test_copies_at_less_than_half_of_the_link_are_slow(
     monkeypatch.setattr(gpu, "measure", lambda *_: Copies("", 25e9, rate, None))
     (found,) = Gpus(SwapConfig(), tmp_path).copies()
     assert found.state == state
-    assert found.found.startswith(f"25.0 GB/s up, {rate / 1e9:.1f} GB/s down")
+    assert found.finding.startswith(f"25.0 GB/s up, {rate / 1e9:.1f} GB/s down")
 
 
 def test_measuring_copies_both_ways_and_gives_the_memory_back(fake: Fake, tmp_path: Path) -> None:

@@ -36,13 +36,13 @@ def root(tmp_path: Path) -> Path:
 def test_cores_say_what_the_quota_is_worth(root: Path) -> None:
     assert cores(root).state == "ok"
     write(root, {"sys/fs/cgroup/cpu.max": "150000 100000"})
-    assert cores(root).found.endswith("quota is worth 1.5 of them")
+    assert cores(root).finding.endswith("quota is worth 1.5 of them")
 
 
 def test_a_container_is_named(root: Path) -> None:
-    assert container(root).found == "none"
+    assert container(root).finding == "none"
     write(root, {".dockerenv": ""})
-    assert container(root).found == "docker"
+    assert container(root).finding == "docker"
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_no_shared_memory_is_slower(root: Path) -> None:
 
 
 def test_one_node_has_everything(root: Path, tmp_path: Path) -> None:
-    assert nodes(root).found == "one"
+    assert nodes(root).finding == "one"
     assert places([tmp_path], root).state == binding([tmp_path], root).state == "ok"
 
 
 def test_nodes_are_listed_with_their_processors(root: Path) -> None:
     two_nodes(root)
     assert node_processors(root) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}}
-    assert nodes(root).found == "0 (processors 0-3,8), 1 (processors 4-7)"
+    assert nodes(root).finding == "0 (processors 0-3,8), 1 (processors 4-7)"
 
 
 @pytest.mark.parametrize(

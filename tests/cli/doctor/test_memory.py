@@ -18,15 +18,15 @@ THP = "sys/kernel/mm/transparent_hugepage/enabled"
 
 def test_ram_says_what_can_be_taken(tmp_path: Path) -> None:
     assert ram(SwapConfig(), tmp_path).state == "ok"
-    assert "control group" not in ram(SwapConfig(), tmp_path).found
+    assert "control group" not in ram(SwapConfig(), tmp_path).finding
 
 
 def test_a_control_group_limits_ram(tmp_path: Path) -> None:
     limit = {"sys/fs/cgroup/memory.max": str(64 << 20), "sys/fs/cgroup/memory.current": str(16 << 20)}
     write(tmp_path, limit)
     found = ram(SwapConfig(), tmp_path)
-    assert (found.state, "48.00 MiB can be taken" in found.found) == ("ok", True)
-    assert found.found.endswith("the control group allows 64.00 MiB")
+    assert (found.state, "48.00 MiB can be taken" in found.finding) == ("ok", True)
+    assert found.finding.endswith("the control group allows 64.00 MiB")
 
 
 def test_a_budget_that_is_not_there_is_missing(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_budget_that_is_not_there_is_missing(tmp_path: Path) -> None:
     config = SwapConfig.model_validate({"memory": {"host": total + 1}})
     found = ram(config, tmp_path)
     assert found.state == "missing"
-    assert f"memory.host is {format_bytes(total + 1)}" in found.found
+    assert f"memory.host is {format_bytes(total + 1)}" in found.finding
 
 
 @pytest.mark.parametrize(("total", "said"), [(0, "none"), (2 << 30, "2.00 GiB, of which 1.00 GiB are used")])

@@ -18,8 +18,12 @@ def rows(*states: State) -> list[Row]:
     ("states", "said", "ready"),
     [
         (["ok", "ok"], "ready: all 2 checks went well", True),
-        (["ok", "slower"], "ready: 1 makes it slower", True),
-        (["slower", "slower", "unknown"], "ready: 2 make it slower, 1 could not be found out", True),
+        (["ok", "slower"], "ready: nothing is missing, 1 makes it slower", True),
+        (
+            ["slower", "slower", "unknown"],
+            "ready: nothing is missing, 2 make it slower, 1 could not be found out",
+            True,
+        ),
         (["missing", "ok"], "not ready: 1 thing is missing", False),
         (["missing", "missing", "slower"], "not ready: 2 things are missing, 1 makes it slower", False),
     ],
@@ -62,7 +66,7 @@ def test_the_json_has_every_row() -> None:
     assert found["rows"][1] == {
         "section": "section",
         "what": "row 1",
-        "found": "found",
+        "finding": "found",
         "state": "missing",
         "mend": "",
     }

@@ -37,7 +37,7 @@ def test_a_version_within_the_range_is_good(installed: dict[str, str]) -> None:
 def test_a_required_library_that_is_too_old_is_missing(installed: dict[str, str]) -> None:
     installed["torch"] = "2.5.1+cpu"
     found = library("torch")
-    assert (found.state, found.found) == ("missing", "2.5.1+cpu; infinity needs >=2.6")
+    assert (found.state, found.finding) == ("missing", "2.5.1+cpu; infinity needs >=2.6")
     assert found.mend == "python -m pip install --upgrade 'torch>=2.6'"
 
 
@@ -50,7 +50,7 @@ def test_a_required_library_that_is_not_there_is_missing(installed: dict[str, st
 def test_an_optional_library_may_be_missing_and_should_not_be_old(installed: dict[str, str]) -> None:
     assert library("bitsandbytes") == ("ok", "not installed; never needed", "", "")
     installed["peft"] = "0.1"
-    assert (library("peft").state, library("peft").found) == ("slower", "0.1; infinity needs >=0.21")
+    assert (library("peft").state, library("peft").finding) == ("slower", "0.1; infinity needs >=0.21")
 
 
 def test_requirements_without_a_row_share_one(installed: dict[str, str]) -> None:
@@ -63,7 +63,7 @@ def test_a_python_that_is_too_old_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     assert python_version().state == "ok"
     monkeypatch.setattr(versions, "_about", lambda: {"Requires-Python": ">=9"})
     assert python_version().state == "missing"
-    assert python_version().found.endswith("; infinity needs >=9")
+    assert python_version().finding.endswith("; infinity needs >=9")
 
 
 def test_infinity_that_is_not_installed_is_an_error_for_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

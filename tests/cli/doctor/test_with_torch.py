@@ -53,7 +53,7 @@ def test_the_limit_of_locked_memory_is_compared_with_what_a_run_registers(
     assert found.state == state
     assert found.mend.startswith(mend)
     assert bool(found.mend) == bool(mend)
-    assert "a run registers up to 1.00 GiB" in found.found
+    assert "a run registers up to 1.00 GiB" in found.finding
 
 
 def test_in_docker_the_limit_is_one_of_its_options(limits: Any, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_in_docker_the_limit_is_one_of_its_options(limits: Any, tmp_path: Path) 
 def test_without_a_budget_the_planners_counts(limits: Any, tmp_path: Path) -> None:
     limits(None, None)
     write(tmp_path, {"sys/fs/cgroup/memory.max": str(10 << 20), "sys/fs/cgroup/memory.current": "0"})
-    assert "a run registers up to 8.00 MiB" in WithTorch(SwapConfig(), tmp_path).locked().found
+    assert "a run registers up to 8.00 MiB" in WithTorch(SwapConfig(), tmp_path).locked().finding
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_more_threads_than_the_quota_wait(quota: str, state: str, mend: str, tmp
     config = SwapConfig.model_validate({"update": {"threads": 8}})
     found = WithTorch(config, tmp_path).threads()
     assert (found.state, found.mend) == (state, mend)
-    assert found.found.startswith("8 for the update")
+    assert found.finding.startswith("8 for the update")
 
 
 @pytest.mark.parametrize(("slow", "state"), [(True, "slower"), (False, "ok")])
@@ -94,7 +94,7 @@ def test_a_processor_that_is_slow_in_16_bits_is_named(
     write(tmp_path, {"proc/cpuinfo": "model name\t: Some CPU"})
     found = WithTorch(CONFIG, tmp_path).processor()
     assert found.state == state
-    assert found.found.startswith("Some CPU")
+    assert found.finding.startswith("Some CPU")
 
 
 def test_a_torch_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,4 +106,4 @@ def test_a_torch_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPa
 
 def test_this_machine_has_an_answer_to_every_probe() -> None:
     for probe in with_torch(CONFIG).probes:
-        assert all(row.found for row in probe.rows(probe.look())), probe.what
+        assert all(row.finding for row in probe.rows(probe.look())), probe.what
