@@ -73,7 +73,7 @@ class Core:
         refused = opened.register_memory(_native.Arena(_TRIED_BYTES).view(0, _TRIED_BYTES))
         if not refused:
             return Found("ok", "they work")
-        return Found("slower", f"{refused}; transfers take more processor time")
+        return Found("slower", f"{refused}; transfers take more processor time. See 'locked memory'")
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:

@@ -81,7 +81,7 @@ class Disk:
             if not os.path.lexists(name):
                 mend = f"mkdir -p {quoted}" if os.access(self.there, os.W_OK) else f"sudo install -d -o $USER {quoted}"
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
-                mend = f"sudo chown $USER {quoted}"
+                mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
             return Found("missing", str(error).removeprefix("nvme.paths: "), mend)
         return Found("ok", "can be written to" if self.path.exists() else "is made by the run")
 
@@ -150,7 +150,7 @@ class Disk:
         """The rates that the planner knows."""
         profile = profile_of(self.there)
         if profile is None:
-            mend = f"infinity-bench --path {shlex.quote(str(self.there))}"
+            mend = f"infinity-bench --path {shlex.quote(str(self.there))}" if os.access(self.there, os.W_OK) else ""
             return Found("unknown", "not yet: block size and rates are guesses; measuring takes three minutes", mend)
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
         return Found("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, {age(profile.measured)}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
-import sys
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -95,8 +95,11 @@ def kernel(system: str = "", release: str = "") -> Found:
 
 
 def c_library() -> Found:
-    name, version = platform.libc_ver(sys.executable)
-    return Found("ok", f"{name} {version}") if name else Found("unknown", "Python does not say which it uses")
+    try:
+        version = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):  # another library than glibc
+        version = None
+    return Found("ok", version) if version else Found("unknown", "it does not tell its version: it is not glibc")
 
 
 # -- what infinity asks for --------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_a_directory_whose_parent_is_not_there_is_missing(
 def test_a_directory_that_may_not_be_written_to_is_missing(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_user(monkeypatch)
     found = Disk(swap).directory()
-    assert (found.state, found.mend) == ("missing", f"sudo chown $USER {swap}")
+    assert (found.state, found.mend) == ("missing", f"sudo install -d -o $USER {swap}/infinity-swap")
 
 
 def test_a_file_in_the_place_of_a_directory_is_missing(swap: Path) -> None:
@@ -245,6 +245,8 @@ def test_a_disk_that_was_not_measured_names_the_command(swap: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
     found = Disk(swap).measured()
     assert (found.state, found.mend) == ("unknown", f"infinity-bench --path {swap}")
+    as_user(monkeypatch)
+    assert Disk(swap).measured().mend == ""
 
 
 def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:

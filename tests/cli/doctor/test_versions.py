@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import metadata
+from typing import Any
 
 import pytest
 
@@ -89,9 +91,15 @@ def test_a_kernel_is_judged_by_what_its_io_uring_has(system: str, release: str, 
     assert kernel(system, release).state == state
 
 
-@pytest.mark.parametrize(("name", "state"), [("glibc", "ok"), ("", "unknown")])
-def test_the_c_library_is_named(name: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.platform, "libc_ver", lambda program: (name, "2.36"))
+def no_such_name(name: str) -> str:
+    raise ValueError("unrecognized configuration name")
+
+
+@pytest.mark.parametrize(
+    ("told", "state"), [(lambda name: "glibc 2.36", "ok"), (lambda name: None, "unknown"), (no_such_name, "unknown")]
+)
+def test_the_c_library_is_named(told: Any, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "confstr", told)
     assert versions.c_library().state == state
 
 
