@@ -248,7 +248,7 @@ class DeviceFacts:
 
     Attributes:
         architecture: 'compute capability 9.0', or ROCm's name of it.
-        address: on the PCI bus ('0000:65:00.0'); '' where this torch does not tell.
+        address: on the PCI bus ('0000:65:00.0'); '' where its runtime does not tell.
     """
 
     name: str
@@ -294,15 +294,12 @@ def describe(device: torch.device) -> DeviceFacts:
     module = torch.get_device_module(device)
     facts, (free, total) = module.get_device_properties(device), module.mem_get_info(device)
     architecture = getattr(facts, "gcnArchName", "") if torch.version.hip is not None else ""
-    address = ""
-    if hasattr(facts, "pci_bus_id"):  # torch 2.8 or later
-        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
     return DeviceFacts(
         name=str(facts.name),
         total_bytes=int(total),
         free_bytes=int(free),
         architecture=architecture or f"compute capability {facts.major}.{facts.minor}",
-        address=address,
+        address=c_runtime.pci_address(device.index or 0),
     )
 
 
