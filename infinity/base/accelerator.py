@@ -242,6 +242,67 @@ def resolve(device: torch.device | str | None) -> torch.device:
     return current if resolved.index is None else resolved
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What its runtime says of a device.
+
+    Attributes:
+        architecture: 'compute capability 9.0', or ROCm's name of it.
+        address: on the PCI bus ('0000:65:00.0'); '' where its runtime does not tell.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    architecture: str
+    address: str
+
+
+def torch_build() -> str:
+    """What this torch was built for, in words."""
+    if torch.version.hip is not None:
+        return f"for ROCm {torch.version.hip}"
+    return "for the CPU only" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+
+
+def has_runtime() -> bool:
+    """Whether this torch was built for devices that infinity can use."""
+    return torch.version.hip is not None or torch.version.cuda is not None
+
+
+def devices() -> list[torch.device]:
+    """All that infinity can use, but the CPU."""
+    kind = current_device().type
+    if kind == "cpu":
+        return []
+    return [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]
+
+
+def why_no_device() -> str:
+    """What the runtime says where it finds no device; '' where it finds one, and without a runtime."""
+    if not has_runtime():
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error)
+    return ""
+
+
+def describe(device: torch.device) -> DeviceFacts:
+    """Opens a context on the device."""
+    module = torch.get_device_module(device)
+    facts, (free, total) = module.get_device_properties(device), module.mem_get_info(device)
+    architecture = getattr(facts, "gcnArchName", "") if torch.version.hip is not None else ""
+    return DeviceFacts(
+        name=str(facts.name),
+        total_bytes=int(total),
+        free_bytes=int(free),
+        architecture=architecture or f"compute capability {facts.major}.{facts.minor}",
+        address=c_runtime.pci_address(device.index or 0),
+    )
+
+
 def free_bytes(device: torch.device) -> int:
     """Free memory of an accelerator."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])

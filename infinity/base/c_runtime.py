@@ -16,6 +16,7 @@ import torch
 _PREFIXES = {"libcudart": "cuda", "libamdhip64": "hip"}
 """What the runtime's functions begin with, by the beginning of its file name."""
 _MAPS = Path("/proc/self/maps")
+_ADDRESS_BYTES = 32
 
 
 def _loaded(maps: Path) -> list[tuple[Path, str]]:
@@ -66,3 +67,13 @@ def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
     library = ctypes.CDLL(str(runtimes[0][0]))
     found = [ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value for name in names]
     return [address for address in found if address is not None]
+
+
+def pci_address(index: int) -> str:
+    """Where a device is on the PCI bus, as /sys writes it ('0000:65:00.0'); '' where the runtime does not tell."""
+    found = addresses(("DeviceGetPCIBusId",))
+    if not found:
+        return ""
+    ask = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int)(found[0])
+    text = ctypes.create_string_buffer(_ADDRESS_BYTES)
+    return "" if ask(text, _ADDRESS_BYTES, index) != 0 else text.value.decode("ascii", "replace").lower()

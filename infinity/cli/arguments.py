@@ -43,6 +43,7 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_run(commands)
     _add_checkpoint(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -459,3 +460,22 @@ def _add_checkpoint(commands: Any) -> None:
             )
         if verb == "export":
             act.add_argument("--output", type=path, required=True, help="directory for the copy; missing or empty")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="say whether this machine is ready, what is missing, and the command that mends it",
+        description="Looks at versions, memory, GPUs, disks and limits. Exit code 0: a run can work here; 1: something "
+        "is missing that it needs.",
+    )
+    parser.add_argument("config", type=path, nargs="?", metavar="SWAP_CONFIG", help="whose nvme.paths are looked at")
+    parser.add_argument(
+        "--swap-dir",
+        type=path,
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="directories, one per disk, to look at as well (default without a swap config: .)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")

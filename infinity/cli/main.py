@@ -60,20 +60,22 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
     options = build_parser().parse_args(arguments)
     if options.command == "finetune":
         options = with_file(options)
+    if options.command == "doctor":
+        with interruptible_imports():
+            from infinity.cli.doctor.command import doctor
+
+        return _finished(doctor(options), out)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
     if options.command == "checkpoint":
         with interruptible_imports():
             from infinity.cli.checkpoint import checkpoint
 
-        code = checkpoint(options)
-        out.flush()
-        lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
-        return code or int(lost)
+        return _finished(checkpoint(options), out)
     if options.command == "plan":
         with interruptible_imports():
             from infinity.cli.planning.main import plan
 
-        return plan(options)
+        return _finished(plan(options), out)
     _without_bars()
     if not options.verbose:  # each try of the hub is said several times; the error says what came of them
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -88,6 +90,13 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         from infinity.cli.finetune import finetune
 
     return finetune(options)
+
+
+def _finished(code: int, out: Outlet) -> int:
+    """The exit code of a command whose output is its work: 1 where the output was lost, but for a closed pipe."""
+    out.flush()
+    lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
+    return code or int(lost)
 
 
 def _require_possible_pass(options: argparse.Namespace) -> None:

@@ -4,8 +4,8 @@
 `infinity finetune … | head` closes the pipe while the run goes on for days: the run must not end with it. So a write
 that fails is said once on stderr, and from there on that stream goes nowhere. The exit code stays that of the work.
 `infinity checkpoint … | head` does the same without a word, for `remove` must not end half-way; where its output was
-lost for another reason than a closed pipe (a full disk), it ends with 1. infinity-bench writes to disks for nothing but
-its output: it ends, silently, with 141, as a program that SIGPIPE ends.
+lost for another reason than a closed pipe (a full disk), it ends with 1. `infinity doctor` does as `checkpoint` does.
+infinity-bench writes to disks for nothing but its output: it ends, silently, with 141, as a program that SIGPIPE ends.
 """
 
 from __future__ import annotations

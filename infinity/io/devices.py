@@ -7,42 +7,24 @@ A fact that the system does not tell is None or ''. The only error is a path tha
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from infinity.base.control_groups import groups
+from infinity.base.small_files import chosen, fields, flag_of, number_in, number_of, text_of
+from infinity.io.disk_kinds import DiskKind, kind_of
+from infinity.io.endurance import Endurance, ask_drive
 
 _ROOT = Path("/")
 _CAP_IPC_LOCK = 14
 _STATX_DIOALIGN = 0x2000
 _AT_FDCWD = -100
 _STATX_BYTES, _STATX_MASK_AT, _STATX_DIO_AT = 256, 0, 0x98  # offsets in struct statx
-_SMART_SECTOR_BYTES = 512
-_NVME_UNIT_BYTES = 512_000  # what NVMe's "data units" count
-_ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
-
-
-@dataclass(frozen=True)
-class Endurance:
-    """The wear of a drive, as the drive reports it.
-
-    Attributes:
-        written_bytes: by hosts, over its life.
-        percentage_used: of the rated endurance, 0 to 255.
-        rated_bytes: an estimate of the rated endurance, written / used; None below 5 %, where the percentage is too
-            coarse.
-    """
-
-    written_bytes: int
-    percentage_used: int
-    rated_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -52,8 +34,10 @@ class DiskFacts:
     Attributes:
         device: kernel name of the whole disk ('nvme0n1'); '' where there is none.
         members: the disks below a device-mapper or md device; else the device itself.
+        kind: how the first of them is attached, or that the files are elsewhere; '' where the system does not tell.
         mount_options: of the mount, then those of the file system.
         write_cache: 'write back' or 'write through'.
+        discards: whether the device takes TRIM.
         max_transfer_bytes: the largest request that the kernel sends the device.
         dio_memory_align, dio_offset_align: alignment that direct I/O needs, in bytes; None where the kernel or the file
             system does not tell, 0 where direct I/O is not possible.
@@ -68,11 +52,13 @@ class DiskFacts:
     free_bytes: int = 0
     device: str = ""
     members: tuple[str, ...] = ()
+    kind: DiskKind = ""
     model: str = ""
     size_bytes: int | None = None
     rotational: bool | None = None
     write_cache: str = ""
     scheduler: str = ""
+    discards: bool | None = None
     logical_block_bytes: int | None = None
     physical_block_bytes: int | None = None
     max_transfer_bytes: int | None = None
@@ -137,18 +123,20 @@ def describe_disk(path: Path, *, file: Path | None = None, endurance: bool = Fal
         free_bytes=info.f_bavail * info.f_frsize,
         device="" if disk is None else disk.name,
         members=tuple(member.name for member in members),
-        model="" if first is None else _text(first / "device/model"),
-        size_bytes=None if disk is None else _scaled(disk / "size", 512),
-        rotational=None if first is None else _flag(first / "queue/rotational"),
-        write_cache="" if first is None else _text(first / "queue/write_cache"),
-        scheduler="" if first is None else _chosen(_text(first / "queue/scheduler")),
-        logical_block_bytes=None if first is None else _scaled(first / "queue/logical_block_size"),
-        physical_block_bytes=None if first is None else _scaled(first / "queue/physical_block_size"),
-        max_transfer_bytes=None if first is None else _scaled(first / "queue/max_sectors_kb", 1024),
+        kind=kind_of(filesystem, first),
+        model="" if first is None else text_of(first / "device/model"),
+        size_bytes=None if disk is None else number_of(disk / "size", 512),
+        rotational=None if first is None else flag_of(first / "queue/rotational"),
+        write_cache="" if first is None else text_of(first / "queue/write_cache"),
+        scheduler="" if first is None else chosen(text_of(first / "queue/scheduler")),
+        discards=None if first is None else flag_of(first / "queue/discard_max_bytes"),
+        logical_block_bytes=None if first is None else number_of(first / "queue/logical_block_size"),
+        physical_block_bytes=None if first is None else number_of(first / "queue/physical_block_size"),
+        max_transfer_bytes=None if first is None else number_of(first / "queue/max_sectors_kb", 1024),
         numa_node=nodes.pop() if len(nodes) == 1 else None,
         dio_memory_align=align[0],
         dio_offset_align=align[1],
-        endurance=_endurance(first.name) if endurance and first is not None else None,
+        endurance=ask_drive(first.name).endurance if endurance and first is not None else None,
     )
 
 
@@ -162,21 +150,20 @@ def describe_machine(root: Path = _ROOT) -> MachineFacts:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = dict(_fields(_text(root / "proc/self/status")))
-    capabilities = _number(status.get("CapEff", ""), 16) or 0
-    disabled = _text(root / "proc/sys/kernel/io_uring_disabled")
+    status = dict(fields(text_of(root / "proc/self/status")))
+    capabilities = number_in(status.get("CapEff", ""), 16) or 0
     return MachineFacts(
         kernel=platform.release(),
         architecture=platform.machine(),
-        cpu_model=dict(_fields(_text(root / "proc/cpuinfo"))).get("model name", ""),
+        cpu_model=dict(fields(text_of(root / "proc/cpuinfo"))).get("model name", ""),
         cores=len(os.sched_getaffinity(0)),
         total_memory_bytes=int(psutil.virtual_memory().total),
         memlock_soft_bytes=None if soft == resource.RLIM_INFINITY else soft,
         memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
         can_lock_any=bool(capabilities >> _CAP_IPC_LOCK & 1),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        transparent_hugepage=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        io_uring_disabled=int(disabled) if disabled.isdigit() else None,
+        transparent_hugepage=chosen(text_of(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        io_uring_disabled=number_of(root / "proc/sys/kernel/io_uring_disabled"),
         container=_in_container(root),
         cgroup_io_max=_cgroup_io_max(root),
     )
@@ -189,7 +176,7 @@ def _mount_of(path: Path, root: Path) -> tuple[str, str, str, str]:
     """(mount point, options, file system, source) of the innermost mount that holds `path`."""
     best = ("", "", "", "")
     real = os.path.realpath(path)
-    for line in _text(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
         if len(fields) < 6 or len(kind) < 2:
@@ -261,7 +248,7 @@ def _numa_node(disk: Path) -> int | None:
 def _nearest_node(place: Path) -> int | None:
     for above in (place, *place.parents):
         if (above / "numa_node").exists():
-            node = _number(_text(above / "numa_node"))
+            node = number_in(text_of(above / "numa_node"))
             return None if node is None or node < 0 else node
         if above.name in ("devices", ""):
             break
@@ -282,61 +269,6 @@ def _dio_align(file: Path) -> tuple[int | None, int | None]:
     return memory, int.from_bytes(buffer.raw[_STATX_DIO_AT + 4 : _STATX_DIO_AT + 8], sys.byteorder)
 
 
-# -- endurance --------------------------------------------------------------------------------------------------------
-
-
-def _endurance(device: str) -> Endurance | None:
-    for command, parse in (
-        (["smartctl", "-j", "-a", f"/dev/{device}"], parse_smartctl),
-        (["nvme", "smart-log", "-o", "json", f"/dev/{device}"], parse_nvme_smart_log),
-    ):
-        if shutil.which(command[0]) is None:
-            continue
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
-            found = parse(json.loads(done.stdout))
-        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
-            continue
-        if found is not None:
-            return found
-    return None
-
-
-def parse_smartctl(report: object) -> Endurance | None:
-    """From `smartctl -j -a`: NVMe's health log, or a SATA drive's attributes; None where neither tells both numbers."""
-    log = _at(report, "nvme_smart_health_information_log")
-    if log is not None:
-        return _wear(_at(log, "data_units_written"), _NVME_UNIT_BYTES, _at(log, "percentage_used"))
-    rows = _at(report, "ata_smart_attributes", "table")
-    table = {_at(row, "name"): row for row in rows} if isinstance(rows, list) else {}
-    left = _number(_at(table.get("Wear_Leveling_Count"), "value"))
-    written = _at(table.get("Total_LBAs_Written"), "raw", "value")
-    return _wear(written, _SMART_SECTOR_BYTES, None if left is None else max(100 - left, 0))
-
-
-def parse_nvme_smart_log(report: object) -> Endurance | None:
-    """From `nvme smart-log -o json`; the names changed between versions."""
-    used = _at(report, "percentage_used")
-    return _wear(
-        _at(report, "data_units_written"), _NVME_UNIT_BYTES, _at(report, "percent_used") if used is None else used
-    )
-
-
-def _wear(units: object, unit_bytes: int, percent: object) -> Endurance | None:
-    count, used = _number(units), _number(percent)
-    if count is None or used is None:
-        return None
-    written = count * unit_bytes
-    return Endurance(written, used, written * 100 // used if used >= _ENDURANCE_READABLE_PERCENT else None)
-
-
-def _at(report: object, *names: str) -> object:
-    """The value at a path of names; None where the path ends early."""
-    for name in names:
-        report = report.get(name) if isinstance(report, Mapping) else None
-    return report
-
-
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
@@ -344,60 +276,10 @@ def _in_container(root: Path) -> bool:
     if (root / ".dockerenv").exists() or (root / "run/.containerenv").exists():
         return True
     words = ("docker", "kubepods", "containerd", "libpod", "lxc")
-    return any(word in _text(root / "proc/1/cgroup") for word in words)
+    return any(word in text_of(root / "proc/1/cgroup") for word in words)
 
 
 def _cgroup_io_max(root: Path) -> str:
-    """The limits of this process' group and of the groups above it, which hold as well: a line each, innermost
-    first."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        if not line.startswith("0::"):
-            continue
-        group = Path(line[3:].lstrip("/"))
-        if ".." in group.parts:  # the group is outside the container, which cannot see it
-            group = Path()
-        for top in (root / "sys/fs/cgroup", root / "sys/fs/cgroup/unified"):  # the second beside version 1
-            limits = [_text(top / place / "io.max") for place in (group, *group.parents)]
-            if any(limits):
-                return "\n".join(dict.fromkeys(filter(None, limits)))
-    return ""
-
-
-# -- small files ------------------------------------------------------------------------------------------------------
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _number(value: object, base: int = 10) -> int | None:
-    """None for what is not a whole number."""
-    try:
-        return int(value, base) if isinstance(value, str) else int(value) if isinstance(value, int) else None
-    except ValueError:
-        return None
-
-
-def _scaled(path: Path, unit: int = 1) -> int | None:
-    text = _text(path)
-    return int(text) * unit if text.isdigit() else None
-
-
-def _flag(path: Path) -> bool | None:
-    value = _scaled(path)
-    return None if value is None else bool(value)
-
-
-def _chosen(text: str) -> str:
-    """'always [madvise] never' → 'madvise'."""
-    _, bracket, rest = text.partition("[")
-    return rest.partition("]")[0] if bracket else text
-
-
-def _fields(text: str) -> list[tuple[str, str]]:
-    """'name: value' lines."""
-    pairs = (line.partition(":") for line in text.splitlines())
-    return [(name.strip(), value.strip()) for name, _, value in pairs]
+    """A line each, innermost first."""
+    limits = [text_of(group / "io.max") for group in groups("io", root)]
+    return "\n".join(dict.fromkeys(filter(None, limits)))

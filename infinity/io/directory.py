@@ -24,6 +24,7 @@ from infinity.errors import (
 )
 from infinity.io import durable
 from infinity.io.devices import describe_disk
+from infinity.io.disk_kinds import MEMORY_FILESYSTEMS
 from infinity.io.manifest import read_header
 from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
 
@@ -296,7 +297,7 @@ class SwapDirectory(StoreDirectory):
                 durable.remove(entry)
 
     def _warn_if_memory(self) -> None:
-        if describe_disk(self.path).filesystem in ("tmpfs", "ramfs"):
+        if describe_disk(self.path).filesystem in MEMORY_FILESYSTEMS:
             logger.warning(
                 "%s is on tmpfs, which is RAM: it works, but saves no memory. Name a directory on an SSD in "
                 "nvme.paths.",

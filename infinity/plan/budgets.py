@@ -92,6 +92,11 @@ class Budgets:
         return min(_PIECE_BYTES, self.upload_bytes // PIECES_MIN)
 
 
+def update_threads(config: SwapConfig) -> int:
+    """The compute threads of the update."""
+    return config.update.threads or min(usable_cores(), torch.get_num_threads())
+
+
 def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Staging:
     """The memory that the update's tiles are read into. Any smaller budget gives no less than a budget of 0.
 
@@ -103,7 +108,7 @@ def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Stag
     """
     _require_isa()
     config = problem.config
-    threads = config.update.threads or min(usable_cores(), torch.get_num_threads())
+    threads = update_threads(config)
     groups = [group for unit in problem.units for group in unit.unit.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
     if config.update.tile is not None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from infinity.base import accelerator as accelerator_module
 from infinity.base import c_runtime
-from infinity.base.accelerator import TorchAccelerator, open_accelerator, resolve
+from infinity.base.accelerator import DeviceFacts, TorchAccelerator, open_accelerator, resolve
 from infinity.errors import ConfigError
 from tests.bench.gpu import fake_cuda
 from tests.bench.gpu.fake_cuda import Fake
@@ -111,3 +114,53 @@ def test_pinning_that_is_refused_says_why_and_leaves_no_error(accelerator: Torch
     assert len(fake.forgotten) == 1
     accelerator.unpin(0x1000)
     assert len(fake.forgotten) == 2
+
+
+@pytest.mark.parametrize(("hip", "architecture"), [(None, "compute capability 9.0"), ("6.4", "gfx942")])
+def test_a_device_is_described_by_its_runtime(
+    hip: str | None, architecture: str, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(name="FAST GPU", major=9, minor=0, gcnArchName="gfx942")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3, 4))
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(c_runtime, "pci_address", lambda index: f"0000:0{index}:00.0")
+    described = accelerator_module.describe(torch.device("cuda", 1))
+    assert described == DeviceFacts("FAST GPU", 4, 3, architecture, "0000:01:00.0")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "build", "has"),
+    [
+        (None, None, "for the CPU only", False),
+        ("12.8", None, "for CUDA 12.8", True),
+        (None, "6.4", "for ROCm 6.4", True),
+    ],
+)
+def test_what_torch_was_built_for(
+    cuda: str | None, hip: str | None, build: str, has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert (accelerator_module.torch_build(), accelerator_module.has_runtime()) == (build, has)
+
+
+def test_why_there_is_no_device_is_the_runtimes_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    monkeypatch.setattr(accelerator_module, "has_runtime", lambda: True)
+    assert accelerator_module.why_no_device() == "Found no NVIDIA driver"
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    assert accelerator_module.why_no_device() == ""
+    monkeypatch.setattr(accelerator_module, "has_runtime", lambda: False)
+    assert accelerator_module.why_no_device() == ""
+
+
+def test_all_devices_are_listed_but_the_cpu(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(accelerator_module, "current_device", lambda: torch.device("cuda", 0))
+    assert accelerator_module.devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(accelerator_module, "current_device", lambda: torch.device("cpu"))
+    assert accelerator_module.devices() == []

@@ -134,3 +134,20 @@ def test_memory_that_was_registered_is_unregistered_once(monkeypatch: pytest.Mon
     del arena
     assert runtime.unregistered == [address]
     assert forgotten == ["cuda:1"]
+
+
+@pytest.mark.parametrize(
+    ("told", "error", "address"), [(b"0000:C1:00.0", 0, "0000:c1:00.0"), (b"", 101, ""), (None, 0, "")]
+)
+def test_the_place_on_the_bus_is_asked_of_the_runtime(
+    told: bytes | None, error: int, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(text: int, nbytes: int, index: int) -> int:
+        assert index == 3
+        ctypes.memmove(text, (told or b"") + b"\0", min(len(told or b"") + 1, nbytes))
+        return error
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(ask)
+    found = None if told is None else [ctypes.cast(function, ctypes.c_void_p).value]
+    monkeypatch.setattr(c_runtime, "addresses", lambda names: found)
+    assert c_runtime.pci_address(3) == address

@@ -41,6 +41,8 @@ def ended(program: str, *arguments: str, **how: Any) -> subprocess.CompletedProc
         ("infinity", "checkpoint export --help"),
         ("infinity", "finetune --seed -1"),
         ("infinity", "checkpoint list"),
+        ("infinity", "doctor --help"),
+        ("infinity", "doctor a b"),
         ("infinity", "finetun"),
         ("infinity-bench", "--help"),
         ("infinity-bench", "--version"),

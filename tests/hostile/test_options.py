@@ -88,6 +88,7 @@ NEEDED = {
     "infinity checkpoint export": "swap --output out",
     "infinity checkpoint unpin": "swap --all-gone",
     "infinity checkpoint remove": "swap",
+    "infinity doctor": "swap.yaml --swap-dir folder",
     "infinity-bench": "--path folder --size 16MiB",
     "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
     "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
@@ -97,6 +98,8 @@ NEEDED = {
 BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
 WRITTEN = ("--trace", "--json", "--plot")
 """Options that name a file to write."""
+REPORTS = ("infinity doctor",)
+"""Commands that end with 1 where what they report, on stdout, is not well."""
 BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
 BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}
 BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"], "--log-dir": ["--logger", "csv"]}
@@ -191,7 +194,7 @@ def check(case: tuple[str, str, str, str, str]) -> None:
     assert "\x1b" not in said
     assert option in WRITTEN or Path("file").read_text() == "mine"
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-    if code:
+    if code and not (code == 1 and command in REPORTS and not said):
         last = said.splitlines()[-1]
         assert last.startswith("error: "), said
         assert len(last) < 1500, last

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io import devices
-from infinity.io.devices import (
-    describe_disk,
-    describe_machine,
-    disk_key,
-    parse_nvme_smart_log,
-    parse_smartctl,
-)
+from infinity.io.devices import describe_disk, describe_machine, disk_key
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -49,6 +42,7 @@ def nvme(root: Path, name: str, node: str = "1") -> str:
             f"{disk}/queue/logical_block_size": "512",
             f"{disk}/queue/physical_block_size": "4096",
             f"{disk}/queue/max_sectors_kb": "512",
+            f"{disk}/queue/discard_max_bytes": "2199023255040",
         },
     )
     (root / disk / "device").symlink_to(root / f"{pci}/nvme/{name}")
@@ -71,7 +65,7 @@ def test_a_partition_is_traced_to_its_drive(root: Path, tmp_path: Path) -> None:
     assert (facts.numa_node, facts.rotational, facts.write_cache) == (1, False, "write back")
     assert (facts.logical_block_bytes, facts.physical_block_bytes) == (512, 4096)
     assert (facts.max_transfer_bytes, facts.size_bytes) == (512 << 10, 4000797360 * 512)
-    assert facts.scheduler == "none"
+    assert (facts.scheduler, facts.kind, facts.discards) == ("none", "NVMe", True)
 
 
 @pytest.mark.parametrize(("nodes", "node"), [(("0", "0"), 0), (("0", "1"), None), (("-1", "-1"), None)])
@@ -218,48 +212,12 @@ def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
     assert not machine.can_lock_any
 
 
-# ------------------------------------------------------------------------------------------------------------ endurance
-
-
-def test_wear_is_read_from_smartctl_and_nvme_cli() -> None:
-    log = {"data_units_written": 2_000_000, "percentage_used": 10}
-    found = parse_smartctl({"nvme_smart_health_information_log": log})
-    assert found is not None
-    assert (found.written_bytes, found.percentage_used) == (2_000_000 * 512_000, 10)
-    assert found.rated_bytes == 10 * found.written_bytes
-    assert parse_nvme_smart_log({"data_units_written": 2_000_000, "percent_used": 10}) == found
-    table = [
-        {"name": "Total_LBAs_Written", "raw": {"value": 1000}},
-        {"name": "Wear_Leveling_Count", "value": 97},
-    ]
-    sata = parse_smartctl({"ata_smart_attributes": {"table": table}})
-    assert sata is not None
-    assert (sata.written_bytes, sata.percentage_used, sata.rated_bytes) == (512_000, 3, None)
-
-
-def test_no_wear_is_made_up_where_none_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert parse_smartctl({}) is None
-    assert parse_nvme_smart_log({}) is None
-    program = tmp_path / "smartctl"
-    program.write_text("#!/bin/sh\necho not json\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert devices._endurance("sda") is None
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        [],
-        None,
-        {"ata_smart_attributes": None},
-        {"ata_smart_attributes": {"table": [None, {"name": "Total_LBAs_Written"}]}},
-        {"ata_smart_attributes": {"table": [{"name": "Total_LBAs_Written", "raw": {"value": 1}}]}},
-        {"nvme_smart_health_information_log": {"data_units_written": None, "percentage_used": 1}},
-        {"nvme_smart_health_information_log": {"data_units_written": 5}},
-        {"data_units_written": "many", "percent_used": 1},
-    ],
-)
-def test_a_report_of_another_shape_gives_no_wear_and_no_error(report: object) -> None:
-    assert parse_smartctl(report) is None
-    assert parse_nvme_smart_log(report) is None
+@pytest.mark.parametrize("odd", ["²", "9" * 5000, "-3", "", "0x10", "\0"])
+def test_an_odd_file_of_the_system_tells_nothing_and_is_no_error(odd: str, root: Path, tmp_path: Path) -> None:
+    disk = nvme(root, "nvme0", odd)
+    names = ("size", "queue/rotational", "queue/max_sectors_kb", "queue/discard_max_bytes")
+    write(root, {f"{disk}/{name}": odd for name in names} | {"proc/sys/kernel/io_uring_disabled": odd})
+    place(root, tmp_path, disk)
+    facts = describe_disk(tmp_path, root=root)
+    assert facts.size_bytes is facts.rotational is facts.max_transfer_bytes is facts.discards is None
+    assert facts.numa_node is describe_machine(root).io_uring_disabled is None

@@ -1,0 +1,81 @@
+"""GPUs and their links as /sys lists them: also those that no driver and no torch knows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from infinity.base.small_files import number_in, number_of, text_of
+
+_ROOT = Path("/")
+_VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD"}
+_DISPLAY, _ACCELERATOR = 0x03, 0x12
+"""PCI's base classes of what may compute."""
+_LANES_MAX = 32
+_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+"""By the transfers per second of a lane, in GT/s."""
+_LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""Bytes per second of a lane each way, by generation, without the line code."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A PCIe link, now or at most.
+
+    Attributes:
+        generation: 1 to 6; lower while the device is idle, which saves power.
+        lanes: 1 to 32.
+    """
+
+    generation: int
+    lanes: int
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second each way, before the headers of packets."""
+        return _LANE_RATES[self.generation] * self.lanes
+
+    def __str__(self) -> str:
+        return f"Gen{self.generation} ×{self.lanes}"
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """A GPU by its PCI address ('0000:65:00.0').
+
+    Attributes:
+        vendor: 'NVIDIA' or 'AMD'.
+        numa_node: None where there is none.
+    """
+
+    address: str
+    vendor: str
+    numa_node: int | None
+
+
+def gpus(root: Path = _ROOT) -> list[PciGpu]:
+    """GPUs of the vendors whose runtime infinity can use, by address."""
+    place = root / "sys/bus/pci/devices"
+    found = []
+    for device in sorted(place.iterdir()) if place.is_dir() else []:
+        vendor = _VENDORS.get(number_in(text_of(device / "vendor"), 16) or 0)
+        base_class = (number_in(text_of(device / "class"), 16) or 0) >> 16
+        if vendor is not None and base_class in (_DISPLAY, _ACCELERATOR):
+            found.append(PciGpu(device.name, vendor, number_of(device / "numa_node")))
+    return found
+
+
+def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
+    """The link of a device; None where the system does not tell, as in virtual machines.
+
+    Args:
+        which: 'current' or 'max'.
+    """
+    device = root / "sys/bus/pci/devices" / address
+    speed = re.match(r"(\d+(?:\.\d+)?) ?GT/s", text_of(device / f"{which}_link_speed"))
+    generation = None if speed is None else _GENERATIONS.get(float(speed[1]))
+    lanes = number_of(device / f"{which}_link_width")
+    if generation is None or lanes is None or not 0 < lanes <= _LANES_MAX:
+        return None
+    return Link(generation, lanes)

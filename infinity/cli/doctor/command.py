@@ -1,0 +1,102 @@
+"""`infinity doctor`: looks at this machine and says whether it is ready. Writes nothing but a small file in each swap
+directory, which is gone at once."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from infinity import __version__, files
+from infinity.cli.doctor.apart import ends, look
+from infinity.cli.doctor.core import core
+from infinity.cli.doctor.disks import disk
+from infinity.cli.doctor.machine import machine, numa
+from infinity.cli.doctor.report import is_ready, ordered, to_json, to_text
+from infinity.cli.doctor.rows import Found, Probe, Probes, Row
+from infinity.cli.doctor.versions import versions
+from infinity.cli.doctor.with_torch import with_torch
+from infinity.config import SwapConfig, load_config
+from infinity.errors import ConfigError, InfinityError, printable
+from infinity.files import require_different
+
+_PLAIN_WIDTH = 120
+_LIMIT_S = 20
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print the report; returns the exit code: 1 where something is missing.
+
+    Raises:
+        ConfigError: the swap config cannot be used, or a directory is named twice.
+        InfinityError: a directory does not answer.
+    """
+    previous = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        if not ends(lambda: _paths(options), _LIMIT_S):
+            raise InfinityError(
+                f"a swap directory, or the swap config, gives no answer within {_LIMIT_S} s: are its disk and its "
+                "server there? `findmnt` lists what is mounted."
+            )
+        config, paths = _paths(options)
+        rows = ordered(look(groups(config, paths, given=options.config is not None)))
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    print(_report(rows, as_json=options.json))
+    return 0 if is_ready(rows) else 1
+
+
+def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
+    """The swap config and the directories. Raises ConfigError."""
+    config = load_config(options.config)
+    paths = [*config.nvme.paths, *options.swap_dir]
+    try:
+        require_different(paths)
+        for path in paths:
+            files.nearest(path)
+    except ValueError as error:
+        raise ConfigError(f"--swap-dir: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--swap-dir: {printable(error.filename)}: {error.strerror}") from None
+    return config, paths
+
+
+def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Probes]:
+    """What is looked at.
+
+    Args:
+        paths: the swap directories.
+        given: there is a swap config; without one, and without paths, it is the current directory.
+    """
+    if not paths and not given:
+        paths = [Path(".")]
+    there = [files.nearest(path) for path in paths]
+    without = Probe("disk", "nvme.paths", lambda: _without_paths(config))
+    disks = [disk(path) for path in paths] or [Probes([without], _LIMIT_S)]
+    return [versions(), core(config.nvme.engine), machine(config), with_torch(config), *disks, numa(there)]
+
+
+def _without_paths(config: SwapConfig) -> Found:
+    from infinity.plan.planner import require_paths
+
+    try:
+        require_paths(config)
+    except ConfigError as error:
+        return Found("missing", str(error))
+    return Found("ok", "the swap config names none, and uses no disk")
+
+
+def _report(rows: Sequence[Row], *, as_json: bool) -> str:
+    if as_json:
+        return json.dumps(to_json(rows, __version__), indent=2)
+    width = shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns if sys.stdout.isatty() else _PLAIN_WIDTH
+    return to_text(rows, width)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

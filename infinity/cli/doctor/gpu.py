@@ -1,0 +1,218 @@
+"""GPUs: whether torch can use them, their links, and how fast memory is copied to and from them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from infinity import _native
+from infinity.base import accelerator, pci
+from infinity.base.accelerator import Accelerator, DeviceFacts
+from infinity.cli.doctor.mends import pip_install, restarted
+from infinity.cli.doctor.rows import Found
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.io.arena import PinnedArena
+from infinity.sizes import format_bytes
+
+_ROOT = Path("/")
+_COPIED_BYTES = 64 << 20
+_COPIES = 4
+_POOR = 0.5
+"""Of the rate of its link at most, below which a copy is slow. Good links give 0.75 and more, to large copies."""
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NO_GPU = Found("ok", "no GPU is used")
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What copying showed.
+
+    Attributes:
+        refused: why memory could not be pinned; '' where it was.
+        up_rate, down_rate: bytes per second to and from the device.
+        link: while copies were under way; None where the system does not tell.
+    """
+
+    refused: str
+    up_rate: float
+    down_rate: float
+    link: pci.Link | None
+
+
+class Gpus:
+    """Args:
+    config: whose memory.device has to fit.
+    root: of /sys and /proc, for tests.
+    """
+
+    def __init__(self, config: SwapConfig, root: Path = _ROOT) -> None:
+        self._config, self._root = config, root
+        self._copied: dict[torch.device, Copies] = {}
+
+    def build(self) -> Found:
+        """Whether torch was built for the GPUs that are there."""
+        said = f"torch {torch.__version__}, built {accelerator.torch_build()}"
+        vendors = {gpu.vendor for gpu in self._on_bus}
+        if self._devices or not vendors or accelerator.has_runtime():
+            return Found("ok", said)
+        if "NVIDIA" in vendors:
+            mend = pip_install("torch>=2.6", how="--force-reinstall")
+            return Found("missing", f"{said}, and there is an NVIDIA GPU. The build on PyPI is for CUDA", mend)
+        return Found("slower", f"{said}, and there is an AMD GPU. pytorch.org has the command for a build for ROCm")
+
+    def found(self) -> list[Found]:
+        """The GPUs, with their memory."""
+        if not self._devices:
+            return [self._none()]
+        rows = []
+        for device in self._devices:
+            facts = self._facts[device]
+            said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
+            said += f"{format_bytes(facts.free_bytes)} are free"
+            wanted = self._config.memory.device
+            if wanted is not None and wanted > facts.free_bytes:
+                said += f"; memory.device is {format_bytes(wanted)}: lower it, or free what others have there"
+                rows.append(Found("missing", said, name=str(device)))
+            else:
+                rows.append(Found("ok", said, name=str(device)))
+        return rows
+
+    def links(self) -> list[Found]:
+        if not self._devices:
+            return [_NO_GPU]
+        return [self._link(device) for device in self._devices]
+
+    def entry_points(self) -> list[Found]:
+        """Whether native code finds the functions of the runtime."""
+        if not self._devices:
+            return [_NO_GPU]
+        rows = []
+        for device in self._devices:
+            try:
+                table = self._open(device).gate()
+                gate = {"copy": table.copy, "record": table.record, "wait": table.wait}
+                index = device.index or 0
+                _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
+            except ConfigError as error:
+                rows.append(Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall")))
+            else:
+                rows.append(Found("ok", "copies and events are called without Python"))
+        return [row._replace(name=f"{device} runtime") for device, row in zip(self._devices, rows, strict=True)]
+
+    def pinned(self) -> list[Found]:
+        if not self._devices:
+            return [_NO_GPU]
+        rows = []
+        for device in self._devices:
+            refused = self._copies(device).refused
+            found = Found("ok", f"{format_bytes(_COPIED_BYTES)} were pinned")
+            if refused:
+                mend = restarted("--ulimit memlock=-1", self._root)
+                found = Found("slower", f"{refused}: copies do not run beside compute", mend)
+            rows.append(found._replace(name=f"{device} pinned memory"))
+        return rows
+
+    def copies(self) -> list[Found]:
+        if not self._devices:
+            return [_NO_GPU]
+        return [self._rates(device) for device in self._devices]
+
+    # -- what is asked once --------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _on_bus(self) -> list[pci.PciGpu]:
+        return pci.gpus(self._root)
+
+    @cached_property
+    def _devices(self) -> list[torch.device]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the reason comes from why_no_device
+            return accelerator.devices()
+
+    @cached_property
+    def _facts(self) -> dict[torch.device, DeviceFacts]:
+        return {device: accelerator.describe(device) for device in self._devices}
+
+    def _open(self, device: torch.device) -> Accelerator:
+        opened = accelerator.open_accelerator(device)
+        if opened is None:
+            raise AssertionError("the CPU is no GPU")
+        return opened
+
+    def _copies(self, device: torch.device) -> Copies:
+        if device not in self._copied:
+            self._copied[device] = measure(self._open(device), self._facts[device].address, self._root)
+        return self._copied[device]
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _none(self) -> Found:
+        """Where torch finds no device."""
+        there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
+        if not there:
+            return Found("ok", "none: the CPU computes")
+        if not accelerator.has_runtime():
+            return Found("unknown", f"{there}: this torch cannot ask")
+        hidden = next((name for name in _HIDING if os.environ.get(name, "all") in ("", "-1")), "")
+        if hidden:
+            return Found("slower", f"{there}, hidden by {hidden}: the CPU computes", f"unset {hidden}")
+        why = accelerator.why_no_device() or "torch does not find it"
+        return Found("missing", f"{there}: {why}", self._driver())
+
+    def _driver(self) -> str:
+        if any(gpu.vendor != "NVIDIA" for gpu in self._on_bus):
+            return ""
+        inside = restarted("--gpus all", self._root)
+        if inside:
+            return inside
+        if (self._root / "proc/driver/nvidia/version").exists():
+            return "nvidia-smi"
+        ubuntu = shutil.which("ubuntu-drivers") is not None
+        return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
+
+    def _link(self, device: torch.device) -> Found:
+        address, name = self._facts[device].address, f"{device} PCIe"
+        most, now = pci.link(address, "max", self._root), self._copies(device).link
+        if most is None or now is None:
+            return Found("unknown", "the system does not tell, as in many virtual machines", name=name)
+        if now.rate < most.rate:
+            said = f"{now} while copying, {most} at most: try another slot, and the slot's settings in the BIOS"
+            return Found("slower", said, name=name)
+        return Found("ok", f"{now}, which is the most that it can", name=name)
+
+    def _rates(self, device: torch.device) -> Found:
+        copied, most = self._copies(device), pci.link(self._facts[device].address, "max", self._root)
+        said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
+        name = f"{device} copies"
+        if copied.refused:
+            return Found("slower", f"{said}, with memory that is not pinned", name=name)
+        if most is not None and min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
+            return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way", name=name)
+        return Found("ok", said, name=name)
+
+
+def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
+    """Pin 64 MiB and copy it to and from the device a few times. Takes 128 MiB, and well below a second."""
+    arena = PinnedArena(_COPIED_BYTES)
+    host = torch.frombuffer(arena.memory.view(0, _COPIED_BYTES), dtype=torch.uint8)
+    host.fill_(1)
+    refused = arena.pin(device)
+    slab, stream = device.slab(_COPIED_BYTES), device.stream()
+    device.synchronize(device.copy(slab, host, on=stream))  # wakes the link up
+    rates, link = [], None
+    for into, source in ((slab, host), (host, slab)):
+        began = device.record(stream, timed=True)
+        for _ in range(_COPIES):
+            device.copy(into, source, on=stream)
+        ended = device.record(stream, timed=True)
+        link = pci.link(address, "current", root) if address else None
+        device.synchronize(ended)
+        rates.append(_COPIES * _COPIED_BYTES / max(device.seconds(began, ended), 1e-9))
+    return Copies(refused, rates[0], rates[1], link)

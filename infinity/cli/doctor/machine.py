@@ -1,0 +1,153 @@
+"""Cores, NUMA nodes, and the container that this process is in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from infinity.base import pci
+from infinity.base.control_groups import processors_allowed
+from infinity.base.small_files import fields, text_of
+from infinity.cli.doctor.memory import memory_probes
+from infinity.cli.doctor.mends import container_kind, restarted
+from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.config import SwapConfig
+from infinity.sizes import format_bytes
+
+_ROOT = Path("/")
+_LIMIT_S = 20
+_SHARED_BYTES = 1 << 30
+"""Docker gives 64 MiB, which DataLoader workers and NCCL use up."""
+_SHM = Path("/dev/shm")
+
+
+def machine(config: SwapConfig, root: Path = _ROOT) -> Probes:
+    probes = [
+        *memory_probes(config, root),
+        Probe("cores", "cores", lambda: cores(root)),
+        Probe("container", "container", lambda: container(root)),
+        Probe("container", "/dev/shm", lambda: shared(_SHM, root)),
+    ]
+    return Probes(probes, _LIMIT_S)
+
+
+def numa(paths: Sequence[Path], root: Path = _ROOT) -> Probes:
+    """Args: paths: directories that are there, on the disks of the run."""
+    probes = [
+        Probe("NUMA", "nodes", lambda: nodes(root)),
+        Probe("NUMA", "disks and GPUs", lambda: places(paths, root)),
+        Probe("NUMA", "binding", lambda: binding(paths, root)),
+    ]
+    return Probes(probes, _LIMIT_S)
+
+
+def cores(root: Path = _ROOT) -> Found:
+    from infinity.base.machine import usable_cores
+
+    usable, there = usable_cores(), os.cpu_count() or 0
+    said = f"{usable} of {there} can be used"
+    quota = processors_allowed(root)
+    return Found("ok", said if quota is None else f"{said}; the control group's quota is worth {quota:g} of them")
+
+
+def container(root: Path = _ROOT) -> Found:
+    return Found("ok", container_kind(root) or "none")
+
+
+def shared(place: Path = _SHM, root: Path = _ROOT) -> Found:
+    """Shared memory, which DataLoader workers and several ranks need."""
+    try:
+        info = os.statvfs(place)
+    except OSError as error:
+        return Found("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need it")
+    total = info.f_blocks * info.f_frsize
+    if total >= _SHARED_BYTES:
+        return Found("ok", format_bytes(total))
+    said = f"{format_bytes(total)}: DataLoader workers and several ranks on GPUs may need more"
+    return Found("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
+
+
+# -- NUMA --------------------------------------------------------------------------------------------------------------
+
+
+def nodes(root: Path = _ROOT) -> Found:
+    there = node_processors(root)
+    if len(there) < 2:
+        return Found("ok", "one")
+    return Found("ok", ", ".join(f"{node} (processors {_ranges(cpus)})" for node, cpus in there.items()))
+
+
+def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
+    """Whether disks and GPUs are at one node."""
+    if len(node_processors(root)) < 2:
+        return Found("ok", "one node has all")
+    disks = {str(path): node for path, node in _nodes_of(paths, root)}
+    cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
+    there = disks | cards
+    said = "; ".join(f"{name}: {'not told' if node is None else f'node {node}'}" for name, node in there.items())
+    if None in there.values():
+        return Found("unknown", said)
+    if len({*there.values()}) > 1:
+        return Found("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
+    return Found("ok", said)
+
+
+def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
+    """Whether this process may run at, and take memory from, the node of the disks."""
+    there = node_processors(root)
+    if len(there) < 2:
+        return Found("ok", "one node has all")
+    mine = os.sched_getaffinity(0)
+    runs_at = {node for node, cpus in there.items() if mine & cpus}
+    status = dict(fields(text_of(root / "proc/self/status")))
+    allowed = parse_list(status.get("Mems_allowed_list", "")) & there.keys() or set(there)
+    said = f"processors of {_names(runs_at)}, memory of {_names(allowed)}"
+    wanted = {node for _, node in _nodes_of(paths, root) if node is not None}
+    if len(wanted) == 1 and not (wanted <= runs_at and wanted <= allowed):
+        (node,) = wanted
+        mend = f"numactl --cpunodebind={node} --membind={node} infinity …"
+        return Found("slower", f"{said}; the disks are at node {node}", mend)
+    if len(runs_at) == len(allowed) == len(there):
+        return Found("ok", "not bound: infinity takes memory and threads at the disks' node itself")
+    return Found("ok", said)
+
+
+def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
+    """The processors of each node."""
+    places = (root / "sys/devices/system/node").glob("node[0-9]*")
+    found = {place.name.removeprefix("node"): parse_list(text_of(place / "cpulist")) for place in places}
+    return {int(name): cpus for name, cpus in sorted(found.items()) if name.isascii() and name.isdigit()}
+
+
+def parse_list(text: str) -> set[int]:
+    """'0-3,8' → {0, 1, 2, 3, 8}. Raises ValueError for another text."""
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        begin, end = int(first), int(last or first)
+        if not 0 <= begin <= end < 1 << 16:
+            raise ValueError(f"{part!r} is no range of processors or nodes")
+        found |= set(range(begin, end + 1))
+    return found
+
+
+def _nodes_of(paths: Sequence[Path], root: Path) -> list[tuple[Path, int | None]]:
+    from infinity.io.devices import describe_disk
+
+    return [(path, describe_disk(path, root=root).numa_node) for path in paths]
+
+
+def _names(nodes: Iterable[int]) -> str:
+    return f"node {', '.join(map(str, sorted(nodes)))}" if nodes else "no node"
+
+
+def _ranges(numbers: set[int]) -> str:
+    """{0, 1, 2, 8} → '0-2,8'."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,131 @@
+"""Versions of Python, of infinity and of what it uses, read without importing any of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from infinity.cli.doctor.mends import pip_install
+from infinity.cli.doctor.rows import Found, Probe, Probes, State
+
+_DISTRIBUTION = "infinity-offload"
+_LIMIT_S = 20
+_SHOWN = ("torch", "transformers", "accelerate", "safetensors")
+_OPTIONAL = {
+    "peft": "needed for LoRA only",
+    "trl": "needed for scripts that use it only",
+    "datasets": "needed for tables (.parquet, .csv) only",
+    "bitsandbytes": "never needed",
+}
+_RINGS, _TABLES = (5, 6), (5, 19)
+"""The first kernel whose io_uring infinity uses, and the first that registers buffers as infinity does."""
+
+
+def versions() -> Probes:
+    probes = [Probe("versions", "Python", python_version), Probe("versions", "infinity", infinity_version)]
+    probes += [Probe("versions", name, partial(library, name)) for name in _SHOWN]
+    probes.append(Probe("versions", "other requirements", others))
+    probes += [Probe("versions", name, partial(library, name)) for name in _OPTIONAL]
+    probes += [Probe("versions", "kernel", kernel), Probe("versions", "C library", c_library)]
+    return Probes(probes, _LIMIT_S)
+
+
+def python_version() -> Found:
+    version = platform.python_version()
+    asked = _about().get("Requires-Python", "")
+    if _fits(version, asked):
+        return Found("ok", version)
+    return Found("missing", f"{version}; infinity needs {asked}")
+
+
+def infinity_version() -> Found:
+    return Found("ok", _about()["Version"])
+
+
+def library(name: str) -> Found:
+    """A library that infinity needs, or that it can use."""
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        asked = _required().get(name)
+        if asked is None:
+            return Found("ok", f"not installed; {_OPTIONAL.get(name, 'not needed')}")
+        return Found("missing", "not installed", pip_install(f"{name}{asked}"))
+    asked = _required().get(name, _optional().get(name, ""))
+    if _fits(version, asked):
+        return Found("ok", version)
+    state: State = "missing" if name in _required() else "slower"
+    return Found(state, f"{version}; infinity needs {asked}", pip_install(f"{name}{asked}"))
+
+
+def others() -> Found:
+    """The libraries that infinity requires and that have no row of their own."""
+    good, lacking = [], []
+    for name, asked in _required().items():
+        if name in _SHOWN:
+            continue
+        found = library(name)
+        if found.state == "ok":
+            good.append(f"{name} {found.finding}")
+        else:
+            lacking.append((f"{name} {found.finding}", f"{name}{asked}"))
+    if lacking:
+        return Found("missing", "; ".join(said for said, _ in lacking), pip_install(*(name for _, name in lacking)))
+    return Found("ok", ", ".join(good))
+
+
+def kernel(system: str = "", release: str = "") -> Found:
+    """Args: system, release: of the kernel, for tests."""
+    system, release = system or platform.system(), release or platform.release()
+    if system != "Linux":
+        return Found("missing", f"{system} {release}; infinity runs on Linux")
+    match = re.match(r"(\d{1,9})\.(\d{1,9})", release)
+    if match is None:
+        return Found("unknown", f"{release}: not a version")
+    number = int(match[1]), int(match[2])
+    if number < _RINGS:
+        return Found("slower", f"{release}; from 5.6 on there is io_uring, which takes less processor time")
+    if number < _TABLES:
+        return Found("slower", f"{release}; from 5.19 on transfers with registered buffers take less processor time")
+    return Found("ok", release)
+
+
+def c_library() -> Found:
+    try:
+        version = os.confstr("CS_GNU_LIBC_VERSION")
+    except (OSError, ValueError):  # another library than glibc
+        version = None
+    return Found("ok", version) if version else Found("unknown", "it does not tell its version: it is not glibc")
+
+
+# -- what infinity asks for --------------------------------------------------------------------------------------------
+
+
+def _about() -> Any:
+    """Raises PackageNotFoundError where infinity runs without being installed."""
+    return metadata.metadata(_DISTRIBUTION)
+
+
+def _required() -> dict[str, str]:
+    """Of each library that infinity cannot do without, the versions."""
+    return {each.name: str(each.specifier) for each in _requirements() if each.marker is None}
+
+
+def _optional() -> dict[str, str]:
+    return {each.name: str(each.specifier) for each in _requirements() if each.marker is not None and each.specifier}
+
+
+def _requirements() -> list[Any]:
+    from packaging.requirements import Requirement
+
+    return [Requirement(line) for line in metadata.requires(_DISTRIBUTION) or []]
+
+
+def _fits(version: str, asked: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(asked).contains(version, prereleases=True)

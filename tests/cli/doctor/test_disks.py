@@ -1,0 +1,336 @@
+"""Directories and their disks: every state of every row, by trees of /sys made for the tests and a real directory."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infinity.cli.doctor import disks
+from infinity.cli.doctor.apart import look
+from infinity.cli.doctor.disks import Disk, age, disk
+from infinity.io.direct import DirectIO
+from infinity.io.endurance import Asked, Endurance
+from infinity.io.profile import DiskProfile, save_profile
+from tests.io.test_devices import nvme, place, write
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> Path:
+    path = tmp_path / "swap"
+    path.mkdir()
+    return path
+
+
+def mounted(root: Path, at: Path, filesystem: str, options: str = "rw,relatime", source: str = "none") -> None:
+    write(root, {"proc/self/mountinfo": f"1 0 0:40 / {at} {options} - {filesystem} {source} rw"})
+
+
+def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
+    """Who may write to these directories only."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) in writable)
+
+
+# ------------------------------------------------------------------------------------------------ directory
+
+
+def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
+    assert Disk(swap).directory() == ("ok", "can be written to", "", "")
+    assert Disk(swap / "new").directory() == ("ok", "is made by the run", "", "")
+
+
+@pytest.mark.parametrize(("writable", "mend"), [(True, "mkdir -p"), (False, "sudo install -d -o $USER")])
+def test_a_directory_whose_parent_is_not_there_is_missing(
+    writable: bool, mend: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_user(monkeypatch, *([swap] if writable else []))
+    path = swap / "not there" / "x"
+    found = Disk(path).directory()
+    assert (found.state, found.mend) == ("missing", f"{mend} '{path}'")
+    assert found.finding.startswith("there is no directory")
+
+
+def test_a_directory_that_may_not_be_written_to_is_missing(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_user(monkeypatch)
+    found = Disk(swap).directory()
+    assert (found.state, found.mend) == ("missing", f"sudo install -d -o $USER {swap}/infinity-swap")
+
+
+def test_a_file_in_the_place_of_a_directory_is_missing(swap: Path) -> None:
+    (swap / "file").touch()
+    found = Disk(swap / "file").directory()
+    assert (found.state, found.mend) == ("missing", "")
+
+
+# ------------------------------------------------------------------------------------------------ file system
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "options", "state", "mend"),
+    [
+        ("ext4", "rw,relatime", "ok", ""),
+        ("xfs", "rw,noatime", "ok", ""),
+        ("btrfs", "rw,nodatacow", "ok", ""),
+        ("btrfs", "rw", "slower", "chattr +C {swap}"),
+        ("ext4", "rw,sync", "slower", "sudo mount -o remount,async {swap}"),
+        ("overlay", "rw,lowerdir=/a,upperdir=/b", "slower", "docker run -v /a/directory/on/the/ssd:/swap …"),
+        ("nfs4", "rw,addr=10.0.0.1", "slower", ""),
+        ("fuse.sshfs", "rw,user_id=0", "slower", ""),
+        ("tmpfs", "rw", "missing", ""),
+        ("", "", "unknown", ""),
+    ],
+)
+def test_a_file_system_is_judged_by_its_kind_and_options(
+    filesystem: str, options: str, state: str, mend: str, root: Path, swap: Path
+) -> None:
+    if filesystem:
+        mounted(root, swap, filesystem, options)
+    if filesystem == "overlay":
+        write(root, {".dockerenv": ""})
+    found = Disk(swap, root).filesystem()
+    assert (found.state, found.mend) == (state, mend.format(swap=swap))
+    assert found.finding.startswith(filesystem or "the system does not tell")
+
+
+def test_a_file_system_that_is_mounted_for_reading_is_missing(
+    root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounted(root, swap, "ext4", "ro")
+    looks = Disk(swap, root)
+    monkeypatch.setattr(Disk, "_is_read_only", True)
+    assert looks.filesystem() == (
+        "missing",
+        "ext4, mounted ro,rw: nothing can be written",
+        f"sudo mount -o remount,rw {swap}",
+        "",
+    )
+
+
+def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Path) -> None:
+    mounted(root, swap, "cifs", "rw,username=anna,addr=10.0.0.1,password=secret", "//server/share")
+    said = Disk(swap, root).filesystem().finding
+    assert "rw" in said
+    for secret in ("anna", "10.0.0.1", "secret", "server"):
+        assert secret not in said
+
+
+# ------------------------------------------------------------------------------------------------ device
+
+
+@pytest.mark.parametrize(
+    ("below", "name", "files", "state", "said"),
+    [
+        ("pci0000:00/nvme/nvme0", "nvme0n1", {"device/model": "FAST"}, "ok", "nvme0n1 FAST: NVMe"),
+        ("pci0000:00/nvme/nvme0", "nvme0n1", {"device/transport": "tcp"}, "slower", "behind a network"),
+        ("pci0000:00/virtio1/block", "vda", {}, "ok", "a virtual disk"),
+        ("pci0000:00/ata1/block", "sda", {}, "slower", "SATA"),
+        ("pci0000:00/ata1/block", "sda", {"queue/rotational": "1"}, "slower", "a rotating disk"),
+        ("pci0000:00/usb1/block", "sdb", {}, "slower", "on USB"),
+        ("platform/mmc0/block", "mmcblk0", {}, "slower", "a memory card"),
+        ("virtual/block", "zram0", {}, "missing", "this is RAM"),
+        ("virtual/block", "strange", {}, "unknown", "of no known kind"),
+    ],
+)
+def test_a_device_is_judged_by_its_kind(
+    below: str, name: str, files: dict[str, str], state: str, said: str, root: Path, swap: Path
+) -> None:
+    real = f"sys/devices/{below}/{name}"
+    place(root, swap, real)
+    write(root / real, files)
+    found = Disk(swap, root).device()
+    assert (found.state, said in found.finding) == (state, True), found
+
+
+def test_a_device_that_the_system_does_not_tell_is_unknown(root: Path, swap: Path) -> None:
+    assert Disk(swap, root).device().state == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("free", "state"), [(200 * GIB, "ok"), (20 * GIB, "slower"), (0, "missing"), (4095, "missing")]
+)
+def test_a_full_disk_is_slower_and_then_missing(
+    free: int, state: str, root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = SimpleNamespace(f_blocks=1000 * GIB, f_frsize=1, f_bavail=free, f_flag=0)
+    looks = Disk(swap, root)
+    monkeypatch.setattr(os, "statvfs", lambda path: info)
+    assert looks.free().state == state
+
+
+def test_queues_are_told(root: Path, swap: Path) -> None:
+    place(root, swap, nvme(root, "nvme0"))
+    mounted(root, swap, "ext4")
+    looks = Disk(swap, root)
+    assert looks.scheduler() == ("ok", "none", "", "")
+    assert looks.write_cache().finding == "write back: a commit waits for the device to flush it"
+    assert looks.trim().finding == f"when asked for, as by `sudo fstrim {swap}`"
+
+
+def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) -> None:
+    real = nvme(root, "nvme0")
+    write(root, {f"{real}/queue/scheduler": "none [bfq]", f"{real}/queue/discard_max_bytes": "0"})
+    place(root, swap, real)
+    looks = Disk(swap, root)
+    found = looks.scheduler()
+    assert (found.state, found.mend) == ("slower", "echo none | sudo tee /sys/block/nvme0n1/queue/scheduler")
+    assert looks.trim().finding == "the device does not take it"
+
+
+def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
+    looks = Disk(swap, root)
+    assert looks.scheduler().state == looks.write_cache().state == looks.trim().state == "ok"
+    mounted(root, swap, "ext4", "rw,discard")
+    place(root, swap, nvme(root, "nvme0"))
+    assert Disk(swap, root).trim().finding == "as files are removed"
+
+
+# ------------------------------------------------------------------------------------------------ direct I/O
+
+
+@pytest.mark.parametrize(
+    ("found", "state", "said"),
+    [
+        (DirectIO((512, 4096, 1 << 20), True, (512, 512)), "ok", "works in blocks of 512 B, 4 KiB, 1 MiB"),
+        (DirectIO((1 << 20,), False, (1, 1)), "slower", "works in blocks of 1 MiB, infinity needs 4 KiB"),
+        (DirectIO((), False, (1, 1)), "slower", "does not work here"),
+    ],
+)
+def test_direct_io_needs_blocks_of_4_kib(
+    found: DirectIO, state: str, said: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disks, "try_direct", lambda place: found)
+    got = Disk(swap).direct()
+    assert got.state == state
+    assert got.finding.startswith(said)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_direct_io_in_a_directory_that_is_not_ours_is_unknown(
+    number: int, swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(place: Path) -> DirectIO:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(disks, "try_direct", refuse)
+    assert Disk(swap).direct().state == "unknown"
+
+
+def test_a_disk_that_fails_is_an_unknown_row(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(place: Path) -> DirectIO:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(disks, "try_direct", fail)
+    (row,) = [row for row in look([disk(swap)]) if row.what == "direct I/O"]
+    assert (row.state, row.finding) == ("unknown", "OSError: [Errno 5] Input/output error")
+
+
+# ------------------------------------------------------------------------------------------------ measured
+
+
+def test_a_disk_that_was_not_measured_names_the_command(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
+    found = Disk(swap).measured()
+    assert (found.state, found.mend) == ("unknown", f"infinity-bench --path {swap}")
+    as_user(monkeypatch)
+    assert Disk(swap).measured().mend == ""
+
+
+def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
+    today = datetime.date.today().isoformat()
+    save_profile(
+        swap,
+        DiskProfile(
+            read_rate=3e9,
+            overwrite_rate=2e9,
+            mixed_rate=2.5e9,
+            block_bytes=1 << 20,
+            in_flight_bytes=32 << 20,
+            engine="io_uring",
+            path=str(swap),
+            measured=today,
+        ),
+    )
+    assert Disk(swap / "new").measured() == (
+        "ok",
+        "3.00 GB/s reading, 2.00 overwriting, 2.50 both, measured today",
+        "",
+        "",
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ("2026-01-10", "measured today"),
+        ("2026-01-11", "measured today"),
+        ("2026-01-09", "measured 1 day ago"),
+        ("2025-01-10", "measured 365 days ago"),
+        ("long ago", "measured long ago"),
+    ],
+)
+def test_a_measurement_has_an_age(measured: str, said: str) -> None:
+    assert age(measured, datetime.date(2026, 1, 10)) == said
+
+
+# ------------------------------------------------------------------------------------------------ wear
+
+
+@pytest.fixture
+def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the drive tells, to whom: 'wear()' of an NVMe disk."""
+    place(root, swap, nvme(root, "nvme0"))
+
+    def wear(answer: Asked, user: int = 0) -> Any:
+        monkeypatch.setattr(disks, "ask_drive", lambda device: answer)
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        return Disk(swap, root).wear()
+
+    return wear
+
+
+@pytest.mark.parametrize(("percent", "state"), [(3, "ok"), (89, "ok"), (90, "slower"), (255, "slower")])
+def test_a_worn_drive_is_slower(percent: int, state: str, asked: Any) -> None:
+    found = asked(Asked(Endurance(5 * 10**12, percent, None), ("nvme smart-log",)))
+    assert found.state == state
+    assert found.finding.startswith(f"{percent} % used, 5.0 TB written")
+
+
+@pytest.mark.parametrize(
+    ("commands", "user", "mend"),
+    [
+        ((), 1000, "sudo apt-get install nvme-cli"),
+        (("nvme smart-log -o json /dev/nvme0n1",), 1000, "sudo nvme smart-log -o json /dev/nvme0n1"),
+        (("nvme smart-log -o json /dev/nvme0n1",), 0, ""),
+    ],
+)
+def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
+    commands: tuple[str, ...], user: int, mend: str, asked: Any
+) -> None:
+    found = asked(Asked(None, commands), user)
+    assert (found.state, found.mend) == ("unknown", mend)
+
+
+def test_a_virtual_disk_tells_no_wear(root: Path, swap: Path) -> None:
+    place(root, swap, "sys/devices/pci0000:00/virtio1/block/vda")
+    assert Disk(swap, root).wear() == ("ok", "virtual disks tell none", "", "")
+
+
+def test_all_rows_are_there_and_nothing_is_left(swap: Path) -> None:
+    rows = look([disk(swap)])
+    assert [row.what for row in rows] == [probe.what for probe in disk(swap).probes]
+    assert list(swap.iterdir()) == []

@@ -1,0 +1,72 @@
+"""The verdict, the table and the JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from infinity.cli.doctor.report import is_ready, ordered, to_json, to_text, verdict
+from infinity.cli.doctor.rows import Row, State
+
+
+def rows(*states: State) -> list[Row]:
+    return [Row("section", f"row {at}", "found", state) for at, state in enumerate(states)]
+
+
+@pytest.mark.parametrize(
+    ("states", "said", "ready"),
+    [
+        (["ok", "ok"], "ready: all 2 checks went well", True),
+        (["ok", "slower"], "ready: nothing is missing, 1 makes it slower", True),
+        (
+            ["slower", "slower", "unknown"],
+            "ready: nothing is missing, 2 make it slower, 1 could not be found out",
+            True,
+        ),
+        (["missing", "ok"], "not ready: 1 thing is missing", False),
+        (["missing", "missing", "slower"], "not ready: 2 things are missing, 1 makes it slower", False),
+    ],
+)
+def test_the_verdict_is_one_sentence(states: list[State], said: str, ready: bool) -> None:
+    assert (verdict(rows(*states)), is_ready(rows(*states))) == (said, ready)
+    assert to_text(rows(*states), 120).splitlines()[0] == said
+
+
+def test_rows_of_one_section_stand_together() -> None:
+    mixed = [Row("b", "1", "", "ok"), Row("a", "2", "", "ok"), Row("b", "3", "", "ok")]
+    assert [row.what for row in ordered(mixed)] == ["1", "3", "2"]
+
+
+def test_a_long_finding_is_wrapped_and_a_command_is_not() -> None:
+    row = Row("disk", "free space", "word " * 60, "slower", "command " * 30)
+    lines = to_text([row], 80).splitlines()
+    assert lines[2] == "disk"
+    assert lines[3].startswith("  slower   free space            word word")
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert lines[-1].strip().startswith("→ command command")
+    assert len(lines[-1]) > 200
+
+
+def test_a_narrow_terminal_does_not_break_words() -> None:
+    row = Row("disk", "a name that is longer than its column", "found", "ok")
+    assert "a name that is longer than its column found" in to_text([row], 5)
+
+
+def test_escape_sequences_of_names_are_spelled_out() -> None:
+    text = to_text([Row("disk /\x1b[2J", "what", "\x1b]0;x\x07", "ok", "echo \x1b")], 120)
+    assert "\x1b" not in text
+    assert "\\x1b" in text
+
+
+def test_the_json_has_every_row() -> None:
+    found = json.loads(json.dumps(to_json(rows("ok", "missing"), "1.2")))
+    assert (found["schema"], found["version"], found["infinity"]) == ("infinity-doctor", 1, "1.2")
+    assert (found["ready"], found["verdict"]) == (False, "not ready: 1 thing is missing")
+    assert found["rows"][1] == {
+        "section": "section",
+        "what": "row 1",
+        "finding": "found",
+        "state": "missing",
+        "mend": "",
+    }
