@@ -143,6 +143,7 @@ OPTIONS = {
     "infinity checkpoint unpin": "directory --verbose --folder --all-gone",
     "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
+    "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": (
         "--version --path --size --engine --json --plot --sustained --limit-s --vs-fio --rounds --fio-bytes "

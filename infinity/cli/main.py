@@ -58,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
     options = build_parser().parse_args(arguments)
+    if options.command == "convert":
+        with interruptible_imports():
+            from infinity.cli.convert import convert
+
+        convert(options)
+        return _lost(out)
     if options.command == "finetune":
         options = with_file(options)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(message)s")
@@ -65,10 +71,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         with interruptible_imports():
             from infinity.cli.checkpoint import checkpoint
 
-        code = checkpoint(options)
-        out.flush()
-        lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
-        return code or int(lost)
+        return checkpoint(options) or _lost(out)
     _without_bars()
     if not options.verbose:  # each try of the hub is said several times; the error says what came of them
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -83,6 +86,12 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
         from infinity.cli.finetune import finetune
 
     return finetune(options)
+
+
+def _lost(out: Outlet) -> int:
+    """1 where the output was lost for another reason than a closed pipe."""
+    out.flush()
+    return int(out.failure is not None and not isinstance(out.failure, BrokenPipeError))
 
 
 def _require_possible_pass(options: argparse.Namespace) -> None:
