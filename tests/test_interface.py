@@ -144,6 +144,7 @@ OPTIONS = {
     "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
     "infinity doctor": "config --swap-dir --json",
+    "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": (
         "--version --path --size --engine --json --plot --sustained --limit-s --vs-fio --rounds --fio-bytes "

@@ -44,6 +44,7 @@ def build_parser() -> Parser:
     _add_run(commands)
     _add_checkpoint(commands)
     _add_doctor(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -479,3 +480,21 @@ def _add_doctor(commands: Any) -> None:
         help="directories, one per disk, to look at as well (default without a swap config: .)",
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _add_convert(commands: Any) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="make a swap config of a DeepSpeed config",
+        description="Makes a swap config of a DeepSpeed config (JSON), or of a config file of Accelerate that has one, "
+        "and says what became of each of its keys.",
+    )
+    parser.add_argument("input", type=path, metavar="DS_CONFIG", help="DeepSpeed config, or Accelerate's config file")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="write the swap config there, and the report to stdout (default: to stdout, and the report to stderr)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE where it is there already")

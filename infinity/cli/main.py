@@ -58,6 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
     options = build_parser().parse_args(arguments)
+    if options.command == "convert":
+        with interruptible_imports():
+            from infinity.cli.convert import convert
+
+        convert(options)
+        return _finished(0, out)
     if options.command == "finetune":
         options = with_file(options)
     if options.command == "doctor":

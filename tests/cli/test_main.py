@@ -39,6 +39,8 @@ def ended(program: str, *arguments: str, **how: Any) -> subprocess.CompletedProc
         ("infinity", "--version"),
         ("infinity", "finetune --help"),
         ("infinity", "checkpoint export --help"),
+        ("infinity", "convert --help"),
+        ("infinity", "convert"),
         ("infinity", "finetune --seed -1"),
         ("infinity", "checkpoint list"),
         ("infinity", "doctor --help"),

@@ -54,6 +54,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text_tokenizer().save_pretrained(place / "model")
     (place / "script.py").write_text("print('a script')")
     (place / "text.txt").write_text("the quick brown fox " * 100)
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(place)}}
+    (place / "ds_config.json").write_text(json.dumps({"zero_optimization": zero}))
     side = {"bw_bytes": 1e9}
     path = {"path": "/x", "jobs": [{"jobname": "a", "read": side, "write": side, "spread": 0.1}]}
     (place / "survey.json").write_text(json.dumps({"schema": "infinity-bench", "version": 1, "paths": [path]}))
@@ -89,6 +91,7 @@ NEEDED = {
     "infinity checkpoint unpin": "swap --all-gone",
     "infinity checkpoint remove": "swap",
     "infinity doctor": "swap.yaml --swap-dir folder",
+    "infinity convert": "{}/ds_config.json",
     "infinity-bench": "--path folder --size 16MiB",
     "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
     "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
@@ -107,6 +110,7 @@ BESIDE |= {
     name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets", "--merge", "--frozen")
 }
 BESIDE |= {name: ["--temperature", "1"] for name in ("--top-p", "--top-k")}
+BESIDE |= {"--force": ["--output", "new.yaml"]}
 BESIDE |= {"--block": ["--vs-fio"], "--depth": ["--vs-fio"], "--trace-steps": ["--trace", "trace.json"]}
 """What else an option needs so that it does something."""
 LONG = ("--sustained", "--vs-fio")

@@ -1,0 +1,58 @@
+"""`infinity convert`: a DeepSpeed config becomes a swap config, and what has no counterpart is named."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from infinity.cli.deepspeed.conversion import convert as converted
+from infinity.cli.deepspeed.reading import read
+from infinity.cli.deepspeed.report import report, swap_text, values_of
+from infinity.cli.options import require_alone
+from infinity.config import load_config
+from infinity.errors import ConfigError, printable
+from infinity.files import replacing, require_replaceable
+from infinity.strict import parse_yaml
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Print the swap config, and the report on stderr; or with --output write the one and print the other.
+
+    Raises:
+        ConfigError: the input is no DeepSpeed config, or has a value that decides on a key of the swap config and is
+            none; or the output is there already, or cannot be written.
+    """
+    output: Path | None = options.output
+    require_alone("--force", options.force or None, "--output", output is not None)
+    if output is not None and os.path.lexists(output.expanduser()) and not options.force:
+        raise ConfigError(f"--output: {printable(output)} is there already; give --force to replace it")
+    source = read(options.input)
+    conversion = converted(source)
+    text = swap_text(conversion, source)
+    load_config(values_of(conversion.lines))  # the words of an error are about the values, and not about a file
+    if load_config(parse_yaml(text)) != load_config(values_of(conversion.lines)):
+        raise AssertionError(f"the swap config reads back as something else:\n{text}")
+    said = report(conversion, source, output)
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        sys.stderr.write(f"\n{said}")
+        return
+    _write(output.expanduser(), text, replace=options.force)
+    print(f"{printable(output)} was written.\n\n{said}", end="")
+
+
+def _write(path: Path, text: str, *, replace: bool) -> None:
+    """Raises ConfigError."""
+    try:
+        if replace:
+            require_replaceable(path)
+            with replacing(path) as file:
+                file.write(text)
+        else:
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {printable(path)}: {error.strerror}") from error

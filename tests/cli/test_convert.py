@@ -1,0 +1,118 @@
+"""`infinity convert` as it is typed: what it writes where, what it never overwrites, and its page in docs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import infinity
+from infinity.cli.deepspeed.report import key_tables
+from infinity.cli.main import main
+
+DS_CONFIG = {
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 2e-5, "warmup_num_steps": 100}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 4},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "zero_quantized_gradients": True,
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "single_submit": False, "overlap_events": True},
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 16,
+    "gradient_clipping": 1.0,
+    "flops_profiler": {"enabled": False},
+}
+"""The example of docs/deepspeed.md."""
+PAGE = Path(infinity.__file__).parents[1] / "docs" / "deepspeed.md"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a DeepSpeed config."""
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text(json.dumps(DS_CONFIG))
+    return tmp_path
+
+
+def test_the_swap_config_goes_to_stdout_and_the_report_to_stderr(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "ds_config.json"]) == 0
+    printed = capsys.readouterr()
+    (here / "swap.yaml").write_text(printed.out)
+    config = infinity.load_config("swap.yaml")
+    assert (config.weights, config.optimizer, config.nvme.block) == ("host", "nvme", 262144)
+    assert "No counterpart, costs time or memory:\n  zero_optimization.zero_quantized_gradients: true" in printed.err
+    assert "infinity run swap.yaml train.py ITS ARGUMENTS" in printed.err
+    assert "Take `--deepspeed ds_config.json` out of ITS ARGUMENTS" in printed.err
+
+
+def test_with_output_the_report_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "ds_config.json", "-o", "mine.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "mine.yaml was written" in printed.out
+    assert "infinity run mine.yaml train.py" in printed.out
+    assert infinity.load_config("mine.yaml").weights == "host"
+
+
+def test_nothing_is_overwritten_without_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "mine.yaml").write_text("mine")
+    (here / "link.yaml").symlink_to("nowhere")
+    for name in ("mine.yaml", "link.yaml"):
+        assert main(["convert", "ds_config.json", "-o", name]) == 2
+        assert capsys.readouterr().err == f"error: --output: {name} is there already; give --force to replace it\n"
+    assert (here / "mine.yaml").read_text() == "mine"
+    assert (here / "link.yaml").is_symlink()
+    assert main(["convert", "ds_config.json", "-o", "mine.yaml", "--force"]) == 0
+    assert infinity.load_config("mine.yaml").weights == "host"
+
+
+@pytest.mark.parametrize("line", ["ds_config.json -o /dev/full --force", "ds_config.json -o no/where", "missing.json"])
+def test_what_cannot_be_read_or_written_is_an_error(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", *line.split()]) == 2
+    assert re.fullmatch(r"error: [^\n]+\n", capsys.readouterr().err)
+
+
+def test_force_alone_does_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "ds_config.json", "--force"]) == 2
+    assert "--force does nothing without --output" in capsys.readouterr().err
+
+
+def test_a_bad_config_leaves_no_output(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "ds_config.json").write_text('{"zero_optimization": {"stage": 9}}')
+    assert main(["convert", "ds_config.json", "-o", "mine.yaml"]) == 2
+    assert not (here / "mine.yaml").exists()
+
+
+# -- docs/deepspeed.md -------------------------------------------------------------------------------------------------
+
+
+def part(name: str) -> str:
+    """What the page has between two comments."""
+    match = re.search(f"<!-- {name} -->\n(.*?)<!-- /{name} -->", PAGE.read_text(), re.S)
+    assert match is not None, name
+    return match[1]
+
+
+def test_the_table_of_the_page_is_the_table_of_the_code() -> None:
+    assert part("keys").strip() == key_tables().strip()
+
+
+def test_the_example_of_the_page_is_what_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```\w*\n(.*?)```", part("example"), re.S)
+    assert json.loads(blocks[0]) == DS_CONFIG
+    assert main(["convert", "ds_config.json", "-o", "swap.yaml"]) == 0
+    assert blocks[1] == "infinity convert ds_config.json -o swap.yaml\n"
+    assert blocks[2] == (here / "swap.yaml").read_text()
+    assert blocks[3] == capsys.readouterr().out
