@@ -1,4 +1,4 @@
-"""Whether the native core of an installed wheel works on this machine; needs nothing but the wheel and Python.
+"""Whether the native core of an installed wheel works on this machine. Of what the wheel needs PyYAML is enough.
 
 python release/smoke.py     the core is loaded, moves bytes to a disk and back, and computes the same bits with every
                             instruction set of this processor; both commands start
