@@ -157,6 +157,7 @@ def try_source(source: Path) -> None:
     trial = Trial(WORK)
     compilers = {"PATH": f"{trial.bin}{os.pathsep}{os.environ['PATH']}"}
     trial.environment = {key: value for key, value in trial.environment.items() if key not in ("CC", "CXX")} | compilers
+    trial.call("pip", "install", "-q", "-c", ROOT / "constraints.txt", "pyyaml")  # all that smoke.py needs
     trial.call("pip", "install", "-q", "--no-deps", source)
     print(trial.call("python", ROOT / "release" / "smoke.py"), end="")
     print("the source distribution can be installed")
