@@ -18,7 +18,7 @@ NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon gpu-check gpu-bundle gpu-prove bench clean
+  unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
 # where a step in bf16 takes minutes.
@@ -116,6 +116,18 @@ lint: bootstrap
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q -n 0 tests/test_attributes.py tests/test_vendors.py
+
+# The source distribution, and from it the wheel for this Python and for systems whose glibc is not older than this one's,
+# into dist/. For others see [tool.cibuildwheel] in pyproject.toml.
+wheel: bootstrap
+	$(BIN)/python -m release.build
+
+sdist: bootstrap
+	$(BIN)/python -m release.build --sdist
+
+# Installs that wheel into an empty environment without a compiler, and fine-tunes and measures there.
+wheel-test: wheel
+	$(BIN)/python -m release.try_wheel
 
 # Checks infinity on a machine with a GPU, which needs no network if the bundle is there: builds infinity, measures, runs the
 # tests marked gpu and times a training step, with a JSON line for each stage. GPU_CHECK has more options

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cerrno>
+#include <cstddef>
+#include <cstring>
 #include <system_error>
 #include <utility>
 
@@ -21,18 +23,26 @@ struct Alignment {
   std::uint32_t offset;
 };
 
+// Of Linux 6.1 (STATX_DIOALIGN, stx_dio_mem_align and what follows it). The headers may be older than the kernel, as
+// those are that wheels are built with; what they call spare then has the same place.
+constexpr unsigned kStatxAlignment = 0x2000;
+constexpr std::size_t kStatxAlignmentOffset = 0x98;
+static_assert(kStatxAlignmentOffset + sizeof(Alignment) <= sizeof(struct statx));
+#ifdef STATX_DIOALIGN
+static_assert(kStatxAlignment == STATX_DIOALIGN);
+static_assert(kStatxAlignmentOffset == offsetof(struct statx, stx_dio_mem_align));
+static_assert(kStatxAlignmentOffset + offsetof(Alignment, offset) == offsetof(struct statx, stx_dio_offset_align));
+#endif
+
 // What direct I/O on this file needs; {0, 0} where the file system says that it has none. Kernels before 6.1 and some
 // file systems do not say: then 4 KiB, which every disk with blocks of up to 4 KiB takes.
 Alignment direct_alignment(int fd) {
-#ifdef STATX_DIOALIGN
   struct statx info{};
-  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) == 0 && (info.stx_mask & STATX_DIOALIGN) != 0) {
-    return {info.stx_dio_mem_align, info.stx_dio_offset_align};
+  Alignment found{kPageBytes, kPageBytes};
+  if (statx(fd, "", AT_EMPTY_PATH, kStatxAlignment, &info) == 0 && (info.stx_mask & kStatxAlignment) != 0) {
+    std::memcpy(&found, reinterpret_cast<const std::byte*>(&info) + kStatxAlignmentOffset, sizeof(found));
   }
-#else
-  static_cast<void>(fd);
-#endif
-  return {kPageBytes, kPageBytes};
+  return found;
 }
 
 // Both functions return an errno value. A reservation that a signal interrupts is asked for again.

@@ -1,0 +1,1 @@
+"""What makes the wheel, and tries it: `make wheel`, `make wheel-test`."""
