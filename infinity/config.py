@@ -131,9 +131,10 @@ class UpdateConfig(_Section):
 
     tile: Size | None = None
     """How the optimizer's pass is cut: bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1
-    MiB at least."""
+    MiB at least. Never changes a bit of the result."""
     threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
-    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
+    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses. Never
+    changes a bit of the result."""
 
 
 class RanksConfig(_Section):
@@ -172,8 +173,8 @@ class SwapConfig(_Section):
     are fetched once for all of them: as infinity.backward does it, and the Trainer under `infinity run`."""
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
     """Steps between durable generations. 0: no generations; states are updated in place, in half the space, and a run
-    that dies has to begin again from a saved model. auto: as often as the disks have room for and costs little
-    (plan/frequency.py); the plan says how often that is, and why."""
+    that dies has to begin again from a saved model. auto: as often as the disks have room for and costs little; the
+    plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
     """How many generations stay; each takes the space of the states once more."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)

@@ -1,7 +1,7 @@
 """Write the reference pages of the documentation, config.md and commands.md, from the code: `make docs` runs this.
 
-What a key of the swap config says is its docstring in infinity/config.py; what an option does is its help in the parsers.
-tests/docs/test_reference.py compares the pages with what this script would write.
+What a key of the swap config says is its docstring in infinity/config.py; what an option does is its help in the
+parsers. tests/docs/test_reference.py compares the pages with what this script would write.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,10 +61,11 @@ nvme: {paths: [/mnt/nvme/swap]}
 memory: {device: 20GiB, host: 48GiB}
 ```
 
-The file is YAML or JSON, 64 KiB at most. An unknown key is an error that names the nearest known key; a key that is given
-twice is an error that names both lines; a value whose feature is not built yet is refused, not ignored. Only YAML that
-versions 1.1 and 1.2 read alike is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and tags are
-refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, a `dict` with the same keys does as well as a file.
+The file is YAML or JSON, 64 KiB at most. An unknown key is an error that names the nearest known key; a key that is
+given twice is an error that names both lines; a value whose feature is not built yet is refused, not ignored. Only YAML
+that versions 1.1 and 1.2 read alike is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and
+tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, a `dict` with the same keys does as well as a
+file.
 
 `auto` puts as much as `memory.host` has room for in RAM: first the weights of as many units as fit, then the optimizer
 states of as many units as fit. This is chosen once, and the traffic falls in proportion. `nvme` puts none of it in RAM.
@@ -78,7 +80,7 @@ Options have no abbreviations. A wrong option is an error of one line and exit c
 """
 
 
-# -- the swap config -----------------------------------------------------------------------------------------------------
+# -- the swap config --------------------------------------------------------------------------------------------------
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
@@ -86,7 +88,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
     tree = ast.parse(inspect.getsource(infinity.config))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
     found = {}
-    for field, after in zip(body, body[1:], strict=False):
+    for field, after in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
             found[field.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
     return found
@@ -116,9 +118,20 @@ def keys(model: type[BaseModel] = SwapConfig, prefix: str = "") -> Iterator[tupl
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from keys(field.annotation, f"{prefix}{name}.")
             continue
+        limits = [getattr(each, end) for end in ("ge", "le") for each in field.metadata if hasattr(each, end)]
+        allowed = [
+            f"a whole number ({limits[0]} to {limits[1]})" if value == "a whole number" and limits else value
+            for value in values(hints[name])
+        ]
         default = field.get_default(call_default_factory=True)
-        shown = str(default).lower() if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else default
-        yield prefix + name, values(hints[name]), "" if default in (None, []) else f"`{shown}`", told[name]
+        shown = (
+            str(default).lower()
+            if isinstance(default, bool)
+            else f"{default:g}"
+            if isinstance(default, float)
+            else default
+        )
+        yield prefix + name, allowed, "" if default in (None, []) else f"`{shown}`", told[name]
 
 
 def is_refused(key: str, value: str) -> bool:
@@ -134,7 +147,9 @@ def config_page() -> str:
     lines = ["| key | values | default | what it says |", "|---|---|---|---|"]
     refused = []
     for key, allowed, default, told in keys():
-        known = [value for value in allowed if not (value.startswith("`") and "." not in key and is_refused(key, value))]
+        known = [
+            value for value in allowed if not (value.startswith("`") and "." not in key and is_refused(key, value))
+        ]
         refused += [f"`{key}: {value.strip('`')}`" for value in allowed if value not in known]
         title, page = PAGES.get(key, ("", ""))
         more = f" See [{title}]({page})." if page else ""
@@ -143,13 +158,15 @@ def config_page() -> str:
     return CONFIG_HEAD + "\n".join(lines) + "\n" + last
 
 
-# -- the commands --------------------------------------------------------------------------------------------------------
+# -- the commands -----------------------------------------------------------------------------------------------------
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
     """(command line, parser, what its parent says of it) of every command."""
 
-    def walk(line: str, parser: argparse.ArgumentParser, told: str) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    def walk(
+        line: str, parser: argparse.ArgumentParser, told: str
+    ) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
         inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
         if not inner:
             yield line, parser, told
@@ -197,7 +214,11 @@ def section(line: str, parser: argparse.ArgumentParser, told: str) -> str:
 def usage(line: str, parser: argparse.ArgumentParser) -> str:
     if parser.usage:
         return parser.usage
-    needed = [f"{action.option_strings[-1]} {metavar(action)}" for action in parser._actions if action.option_strings and action.required]
+    needed = [
+        f"{action.option_strings[-1]} {metavar(action)}"
+        for action in parser._actions
+        if action.option_strings and action.required
+    ]
     places = [metavar(action) for action in parser._actions if not action.option_strings]
     return " ".join([line, *needed, "[OPTIONS]", *places])
 

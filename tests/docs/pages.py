@@ -47,7 +47,10 @@ class Block:
 def pages() -> list[Path]:
     """The README and all pages that people wrote."""
     docs = ROOT / "docs"
-    return [ROOT / "README.md", *sorted(page for page in docs.rglob("*.md") if str(page.relative_to(docs)) not in _GENERATED)]
+    return [
+        ROOT / "README.md",
+        *sorted(page for page in docs.rglob("*.md") if str(page.relative_to(docs)) not in _GENERATED),
+    ]
 
 
 def blocks(*languages: str) -> list[Block]:

@@ -3,6 +3,7 @@ configs and a script under the names that the pages use. A disk that a page call
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tests.docs.pages import Block, blocks
 MODEL = "path/or/hub-id"
 _TIMEOUT_S = 300
 _TEXT = "Once upon a time the quick brown fox asked a hen what a fox is. The hen said nothing, and the fox went on.\n"
-_TALK = '{"messages": [{"role": "user", "content": "What is a fox?"}, {"role": "assistant", "content": "Quick and brown."}]}\n'
+_TALK = [{"role": "user", "content": "What is a fox?"}, {"role": "assistant", "content": "Quick and brown."}]
 _SWAP = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "64MiB", "host": "256MiB"}, "commit_every": 1}
 STOPPED = f"""\
 import os, signal, sys
@@ -38,12 +39,12 @@ sys.exit(0 if code == 130 else f"the run ended with {{code}}")
 """
 """A run that Ctrl-C stops after three of its eight steps."""
 
-PRELUDE = f"""\
+PRELUDE = """\
 import torch
 import infinity
 
 tokens = torch.randint(0, 100, (4, 1, 16), generator=torch.Generator().manual_seed(0))
-loader = [{{"input_ids": each, "labels": each}} for each in tokens]
+loader = [{"input_ids": each, "labels": each} for each in tokens]
 """
 MODEL_IN_PRELUDE = f"""\
 model = infinity.load_pretrained("{MODEL}", "swap.yaml")
@@ -63,7 +64,7 @@ def make_things(place: Path) -> None:
     config = LlamaConfig(**sizes, vocab_size=len(tokenizer), max_position_embeddings=4096)
     LlamaForCausalLM(config).bfloat16().save_pretrained(place / MODEL)
     (place / "notes.txt").write_text(_TEXT * 600)
-    (place / "chats.jsonl").write_text(_TALK * 50)
+    (place / "chats.jsonl").write_text((json.dumps({"messages": _TALK}) + "\n") * 50)
     (place / "texts").mkdir()
     (place / "texts/one.txt").write_text(_TEXT * 100)
 
@@ -75,7 +76,9 @@ def byte_level_tokenizer() -> Any:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
     bpe.train_from_iterator([_TEXT], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
 
@@ -115,9 +118,17 @@ def environment(place: Path) -> dict[str, str]:
 
 def require_success(command: list[str], place: Path) -> None:
     done = subprocess.run(
-        command, cwd=place, env=environment(place), capture_output=True, text=True, timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
+        command,
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, f"{command}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, (
+        f"{command}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    )
 
 
 def run_shell(block: Block, place: Path) -> None:

@@ -1,5 +1,5 @@
-"""The commands and the Python code of the README and the pages run as they are written (tests/docs/sandbox.py). `make test`
-runs the first steps and a few others; `make docs-test` runs all."""
+"""The commands and the Python code of the README and the pages run as they are written (tests/docs/sandbox.py). `make
+test` runs those of two pages; `make docs-test` runs all."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ BENCH = {
 LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-])")
 
 
-# -- all commands are parsed -----------------------------------------------------------------------------------------------
+# -- all commands are parsed ------------------------------------------------------------------------------------------
 
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command in a block."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(LAUNCHERS.sub("infinity", line.strip()).replace("infinity.run ", "infinity run "), comments=True)
+        words = shlex.split(
+            LAUNCHERS.sub("infinity", line.strip()).replace("infinity.run ", "infinity run "), comments=True
+        )
         if words:
             yield words
 
@@ -60,10 +62,12 @@ def require_known(words: list[str]) -> None:
         BENCH[command]().parse_args(given)
     elif program == "make":
         targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert set(word for word in rest if "=" not in word) <= set(targets), words
+        assert {word for word in rest if "=" not in word} <= set(targets), words
     elif program == "pip":
-        extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE)
-        assert [name for word in rest for name in re.findall(r"\[(\w+)\]", word)][0] in extras
+        extras = re.findall(
+            r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE
+        )
+        assert next(name for word in rest for name in re.findall(r"\[(\w+)\]", word)) in extras
     else:
         raise AssertionError(f"no parser for {program}: mark the block, or let the test know the program")
 
@@ -96,7 +100,8 @@ def parser_of(words: list[str]) -> argparse.ArgumentParser | None:
 
 
 @pytest.mark.parametrize(
-    "line", ["infinity finetune --leraning-rate 1", "infinity run swap.yaml", "infinity-bench --rounds many", "make nothing"]
+    "line",
+    ["infinity finetune --leraning-rate 1", "infinity run swap.yaml", "infinity-bench --rounds many", "make nothing"],
 )
 def test_a_command_that_is_wrong_is_found(line: str) -> None:
     with pytest.raises((ConfigError, AssertionError)):
@@ -108,7 +113,7 @@ def test_the_readme_begins_with_the_two_commands_that_set_everything_up() -> Non
     assert [words[:2] for words in commands(first.text)] == [["make", "demo"], ["make", "test"]]
 
 
-# -- commands and code are run -------------------------------------------------------------------------------------------
+# -- commands and code are run ----------------------------------------------------------------------------------------
 
 
 def is_known(block: Block) -> bool:
@@ -117,7 +122,11 @@ def is_known(block: Block) -> bool:
 
 def drawn(candidates: list[Block]) -> list[Block]:
     """In `make test` one of each page in FIRST; by INFINITY_TESTS a share of the others, or all."""
-    first = [next(block for block in candidates if block.page == page) for page in FIRST if any(block.page == page for block in candidates)]
+    first = [
+        next(block for block in candidates if block.page == page)
+        for page in FIRST
+        if any(block.page == page for block in candidates)
+    ]
     if sampling.SHARE == 1:
         return candidates
     others = sampling.some([block for block in candidates if block not in first])
@@ -178,7 +187,7 @@ def goes_on_with_a_model(code: str) -> bool:
     return first is not None and isinstance(first.ctx, ast.Load)
 
 
-# -- links -----------------------------------------------------------------------------------------------------------------
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def test_links_of_the_readme_lead_to_files() -> None:
