@@ -60,7 +60,7 @@ def can_print(chunks: set[str], part: str) -> bool:
 def _covers(chunks: set[str], part: str, begin: int, count: int, said: int) -> bool:
     rest = part[begin:]
     if not rest:
-        return 4 * said >= 3 * len(part) or len(part) < _LONG
+        return 3 * said >= 2 * len(part) or len(part) < _LONG
     if count == _SEGMENTS_MAX:
         return False
     for chunk in chunks:

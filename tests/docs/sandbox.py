@@ -43,8 +43,9 @@ PRELUDE = """\
 import torch
 import infinity
 
-tokens = torch.randint(0, 100, (4, 1, 16), generator=torch.Generator().manual_seed(0))
-loader = [{"input_ids": each, "labels": each} for each in tokens]
+tokens = torch.randint(0, 100, (4, 16), generator=torch.Generator().manual_seed(0))
+dataset = [{"input_ids": each, "labels": each} for each in tokens]
+loader = torch.utils.data.DataLoader(dataset)
 """
 MODEL_IN_PRELUDE = f"""\
 model = infinity.load_pretrained("{MODEL}", "swap.yaml")

@@ -1,5 +1,5 @@
 """The commands and the Python code of the README and the pages run as they are written (tests/docs/sandbox.py). `make
-test` runs those of two pages; `make docs-test` runs all."""
+test` runs two of the README; `make docs-test` runs all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.docs.pages import ROOT, Block, blocks, pages, text_without_blocks
 from tests.docs.sandbox import MODEL_IN_PRELUDE, PRELUDE, make_files, make_things, run_python, run_shell, stop_a_run
 
 SHELL, PYTHON = blocks("sh"), blocks("python")
-FIRST = ("README.md", "docs/own-loop.md")
-"""Pages of which `make test` runs a command, or code."""
+FIRST = ("README.md",)
+"""Pages of which `make test` runs a command and code."""
 BENCH = {
     "": bench.build_parser,
     "step": bench.build_step_parser,
