@@ -18,7 +18,8 @@ NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
+  docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon \
+  wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
 # where a step in bf16 takes minutes.
@@ -42,8 +43,8 @@ test: bootstrap
 
 # Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
 # rest. SEED=… determines what is drawn.
-test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test unchanged-test schedule-test \
-  device-test imitation-test mutation-test sanitize
+test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test docs-test unchanged-test \
+  schedule-test device-test imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
 # sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
@@ -79,6 +80,20 @@ matrix-test: bootstrap
 # The scripts of examples/unchanged in fp32 and bf16.
 unchanged-test: bootstrap
 	$(WHOLE) $(UNCHANGED)
+
+# The documentation as a site, build/site; its reference pages are written from the code first. Links that lead nowhere are
+# errors.
+docs: bootstrap $(VENV)/.docs
+	$(BIN)/python docs/tools/reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+$(VENV)/.docs: constraints.txt | bootstrap
+	@$(PIP) mkdocs-material
+	@touch $@
+
+# Every command and every piece of Python code of the README and the pages, as it is written.
+docs-test: bootstrap
+	$(WHOLE) tests/docs
 
 # The same with the newest releases of the libraries that the scripts use, in an environment of its own. Called by hand: a
 # release can break it.

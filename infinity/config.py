@@ -88,9 +88,14 @@ class MemoryConfig(_Section):
     """The memory budgets. A budget that is omitted is measured."""
 
     device: Size | None = None
-    """Bytes on the device for weights, activations and gradients in flight. Without a GPU this is RAM too."""
+    """Device memory; omitted = measured. Half of it is for weights and for gradients on their way to RAM, and is
+    allocated once; the rest is for activations. Without a GPU this is RAM."""
     host: Size | None = None
-    """Bytes of RAM for everything that infinity keeps or stages there."""
+    """RAM for everything that infinity keeps or stages there; omitted = 80 % of the RAM that is available when the
+    model is offloaded (give a size on a virtual machine that gets more RAM as it uses it). It holds gradients (2 B
+    per bf16 parameter; 4 B where several backward passes are added, which the plan reserves for as many units as fit
+    if accumulation_steps is given; with gradients: nvme those of two units in fp32), staging, and states that rest in
+    RAM."""
 
 
 class NvmeConfig(_Section):
@@ -102,27 +107,34 @@ class NvmeConfig(_Section):
         AfterValidator(_different),
         Field(max_length=64),
     ] = Field(default_factory=list)
-    """Directories for the swap files; each belongs to one run at a time. Several are striped by measured bandwidth."""
+    """Directories for the swap files, one for each disk. Each belongs to one run at a time, and is made if the
+    directory above it is there. Several are striped in proportion to their bandwidth, as infinity-bench measured it
+    or as a short probe finds at the start."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
+    """Who moves the bytes. threads is for kernels and containers that refuse io_uring; auto: io_uring where it
+    works."""
     block: Size | None = None
-    """Bytes of the blocks that larger transfers are cut into; omitted = as infinity-bench measured, else 1 MiB."""
+    """Larger transfers are cut into blocks of this size; omitted = as infinity-bench measured, else 1 MiB."""
     in_flight: Size | None = None
-    """Bytes in flight on each device at most; omitted = as infinity-bench measured, else 32 MiB."""
+    """Bytes in flight on each disk at most; omitted = as infinity-bench measured, else 32 MiB."""
     queue_depth: Whole = Field(default=128, ge=1, le=1024)
-    """Blocks in flight on each device at most."""
+    """Blocks in flight on each disk at most."""
     deadline_s: Annotated[float, BeforeValidator(_number)] = Field(default=300.0, gt=0, le=86400, allow_inf_nan=False)
-    """Seconds after which a device that has not answered is given up: the run ends with an error instead of hanging."""
+    """Seconds that a disk may leave a block unanswered. After that the run ends with an error that names the disk,
+    instead of hanging."""
     checksums: bool = True
-    """Check every page read against what was written."""
+    """Check every 4 KiB that is read against what was written. Takes 0.1 % of the swap's size in RAM."""
 
 
 class UpdateConfig(_Section):
     """How the optimizer's pass is cut into tiles and threads. Never changes a bit of the result."""
 
     tile: Size | None = None
-    """Bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1 MiB at least."""
+    """How the optimizer's pass is cut: bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1
+    MiB at least. Never changes a bit of the result."""
     threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
-    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses."""
+    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses. Never
+    changes a bit of the result."""
 
 
 class RanksConfig(_Section):
@@ -136,12 +148,17 @@ class RanksConfig(_Section):
 
 
 class SwapConfig(_Section):
-    """Where states live and how they move (README, "The swap config")."""
+    """Where states live and how they move (docs/reference/config.md)."""
 
     weights: Tier = "auto"
+    """Where the weights rest between uses."""
     optimizer: Tier = "auto"
+    """Where the rest of the fp32 master and both moments rest."""
     gradients: Literal["host", "device", "nvme", "auto"] = "auto"
+    """Where gradients wait for the step: in RAM as far as memory.host reaches, the rest on NVMe (which moves 4 B per
+    bf16 parameter for the first micro-batch: 2 B written, 2 B read; and 8 B in fp32 for each further one)."""
     activations: Literal["auto", "keep", "recompute", "host", "nvme"] = "auto"
+    """Whether activations are kept, or computed again in backward. auto: recompute where the model can."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
@@ -155,14 +172,18 @@ class SwapConfig(_Section):
     """Whether a backward pass has several micro-batches, which go through one unit after the other, so that its weights
     are fetched once for all of them: as infinity.backward does it, and the Trainer under `infinity run`."""
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
-    """Steps between durable generations; 0 = no generations, states are updated in place. auto: as often as the disks
-    have room for and costs little (plan/frequency.py); the plan says how often that is, and why."""
+    """Steps between durable generations. 0: no generations; states are updated in place, in half the space, and a run
+    that dies has to begin again from a saved model. auto: as often as the disks have room for and costs little; the
+    plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
-    """How many generations stay; each takes the space of the states once, besides the space that is being written."""
+    """How many generations stay; each takes the space of the states once more."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)
-    """How many generations checkpoint folders may pin at once; each takes the space of the states once."""
+    """How many generations checkpoint folders may pin at once; each takes the space of the states once more."""
     master: Literal["split16", "fp32", "none"] = "split16"
+    """The fp32 master of bf16 weights. split16: stored as the weight and a 16-bit rest, without loss. fp32: stored
+    whole beside the weight. none: no master; weights are rounded stochastically."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """The form of the optimizer's moments. bf16 and int8 move fewer bytes."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
     """How weights of blocks that are not trained rest: in 4 (nf4) or 8 bits (int8), or as they are (bf16, be they of
     another dtype). Embeddings, head, norms and adapters stay as they are. auto: as the checkpoint has them, be it one

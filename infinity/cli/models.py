@@ -94,7 +94,7 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
         base, _ = adapted(name)
         raise ModelError(
             f"{name} holds adapters of {base}: give --model {base}, or merge both into one model first, as infinity's "
-            "README shows"
+            "documentation shows (LoRA, and merging)"
         )
     if not (directory / "config.json").is_file():
         inside = [each for each in _directories(directory) if (directory / each / "config.json").is_file()]

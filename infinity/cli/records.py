@@ -156,9 +156,9 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: L
         raise ConfigError(
             f"{where}: the model's chat template does not say which tokens are the assistant's: it has no "
             "{% generation %} … {% endgeneration %} around them. Add these marks to chat_template.jinja in the model's "
-            "directory (or to chat_template in its tokenizer_config.json), as infinity's README shows; or give rows "
-            "with a 'prompt' and a 'completion' of messages, which need no marks; or --loss-on all, to learn whole "
-            "conversations, what users said included."
+            "directory (or to chat_template in its tokenizer_config.json), as infinity's documentation shows; or give "
+            "rows with a 'prompt' and a 'completion' of messages, which need no marks; or --loss-on all, to learn "
+            "whole conversations, what users said included."
         )
     _require_roles(messages, where, tokenizer)
     made = _rendered(messages, where, tokenizer, tools, marked=marked)

@@ -68,5 +68,5 @@ class Machine:
 
 
 ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}
-"""Of DRAM per parameter: weight, residual, moments read and written, 2 bytes of gradient read (README, "The optimizer's
-pass in memory"); int8: 1.03 bytes for a moment."""
+"""Of DRAM per parameter: weight, residual, moments read and written, 2 bytes of gradient read (bench/results/README.md,
+"The optimizer's pass in memory"); int8: 1.03 bytes for a moment."""

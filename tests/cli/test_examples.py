@@ -94,8 +94,8 @@ def spoken(talk: list[tuple[str, str]], role: str = "role", content: str = "cont
     return [{role: who, content: what} for who, what in talk]
 
 
-def test_the_template_of_the_readme_is_chatml_with_marks(read: Read) -> None:
-    found = re.search(r"```jinja\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+def test_the_template_of_the_documentation_is_chatml_with_marks(read: Read) -> None:
+    found = re.search(r"```jinja\n(.*?)```", (Path(__file__).parents[2] / "docs/finetune.md").read_text(), re.DOTALL)
     assert found is not None
     by = byte_level()
     by.chat_template = found[1]

@@ -1,5 +1,5 @@
 """A process killed at any instant, again and again, goes on from its newest generation to the bits of the undisturbed
-run (README, "Nothing lost")."""
+run (docs/crash-safety.md)."""
 
 from __future__ import annotations
 

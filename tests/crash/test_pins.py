@@ -1,5 +1,5 @@
 """Random sequences of saving, removing, killing and going back: every checkpoint folder that looks resumable leads to
-the bits that it was saved with, and nothing else keeps space (README, "Nothing lost")."""
+the bits that it was saved with, and nothing else keeps space (docs/crash-safety.md)."""
 
 from __future__ import annotations
 

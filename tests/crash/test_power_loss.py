@@ -1,5 +1,5 @@
 """A power cut at any moment leaves a disk from which the run goes on to the bits of the undisturbed run, from the
-generation it took for durable or a newer one (README, "Nothing lost")."""
+generation it took for durable or a newer one (docs/crash-safety.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Random sequences of saving, rotating, killing and resuming by transformers' own Trainer: every checkpoint folder that
-exists resumes to its bits, and nothing else keeps space (README, "Nothing lost")."""
+exists resumes to its bits, and nothing else keeps space (docs/crash-safety.md)."""
 
 from __future__ import annotations
 

@@ -122,7 +122,14 @@ def build_adam_parser() -> Parser:
         "--numel", type=whole(1, 1 << 50), default=64 << 20, help="parameters (default 64 Mi: 1.5 GiB of memory)"
     )
     parser.add_argument("--threads", type=whole(1, THREADS_MAX), nargs="+", help="default: 1, 2, 4, … up to the cores")
-    parser.add_argument("--isa", type=word, choices=isas, nargs="+", default=[isas[-1]], help=f"default {isas[-1]}")
+    parser.add_argument(
+        "--isa",
+        type=word,
+        choices=isas,
+        nargs="+",
+        default=[isas[-1]],
+        help="default: the best one that this processor has",
+    )
     parser.add_argument("--rounds", type=whole(1, _COUNT_MAX), default=7, help="of each, beside the bound (default 7)")
     parser.add_argument("--json", type=path, metavar="FILE", help="write everything found as JSON")
     return parser

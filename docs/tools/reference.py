@@ -1,0 +1,260 @@
+"""Write the reference pages of the documentation, config.md and commands.md, from the code: `make docs` runs this.
+
+What a key of the swap config says is its docstring in infinity/config.py; what an option does is its help in the
+parsers. tests/docs/test_reference.py compares the pages with what this script would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from unittest import mock
+
+from pydantic import BaseModel, BeforeValidator
+
+import infinity.config
+from infinity import _native
+from infinity.cli import arguments
+from infinity.cli.bench import main as bench
+from infinity.config import SwapConfig, load_config
+from infinity.errors import NotAvailableError
+from infinity.sizes import parse_bytes
+
+PLACE = Path(__file__).parents[1] / "reference"
+GENERATED = "<!-- Written by docs/tools/reference.py. Change the code it reads, then run `make docs`. -->\n\n"
+ALL_ISAS = ("baseline", "avx2", "avx512", "neon")
+"""The instruction sets of all machines: the pages are the same on each."""
+
+PAGES = {
+    "weights": ("Choosing a placement", "../placement.md"),
+    "optimizer": ("Choosing a placement", "../placement.md"),
+    "gradients": ("Micro-batches", "../micro-batches.md"),
+    "memory.device": ("Choosing a placement", "../placement.md"),
+    "nvme.block": ("What can my disks do?", "../disks.md"),
+    "overlap": ("Updates beside compute", "../overlap.md"),
+    "vertical": ("Micro-batches", "../micro-batches.md"),
+    "commit_every": ("Crash safety", "../crash-safety.md"),
+    "keep": ("Crash safety", "../crash-safety.md"),
+    "pins": ("Crash safety", "../crash-safety.md#checkpoint-folders-that-pin"),
+    "master": ("Fewer bytes", "../fewer-bytes.md"),
+    "moments": ("Fewer bytes", "../fewer-bytes.md"),
+    "frozen": ("Frozen weights in 4 or 8 bits", "../frozen.md"),
+    "ranks.gather": ("Several ranks", "../ranks.md"),
+}
+"""Where more is said of a key."""
+
+CONFIG_HEAD = """\
+# The swap config
+
+The swap config says where states rest and how they move, and nothing about training. To use a disk only `nvme.paths` is
+needed; every omitted value is measured or chosen, and printed with `--verbose`. The smallest useful config:
+
+```yaml
+nvme: {paths: [/mnt/nvme/swap]}
+memory: {device: 20GiB, host: 48GiB}
+```
+
+The file is YAML or JSON, 64 KiB at most. An unknown key is an error that names the nearest known key; a key that is
+given twice is an error that names both lines; a value whose feature is not built yet is refused, not ignored. Only YAML
+that versions 1.1 and 1.2 read alike is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and
+tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, a `dict` with the same keys does as well as a
+file.
+
+`auto` puts as much as `memory.host` has room for in RAM: first the weights of as many units as fit, then the optimizer
+states of as many units as fit. This is chosen once, and the traffic falls in proportion. `nvme` puts none of it in RAM.
+
+"""
+COMMANDS_HEAD = """\
+# Commands
+
+Options have no abbreviations. A wrong option is an error of one line and exit code 2, before anything is loaded.
+[Environment variables and exit codes](environment.md) are on a page of their own.
+
+"""
+
+
+# -- the swap config --------------------------------------------------------------------------------------------------
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Of the fields of a section, by name."""
+    tree = ast.parse(inspect.getsource(infinity.config))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
+    found = {}
+    for field, after in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            found[field.target.id] = " ".join(str(ast.literal_eval(after.value)).split())
+    return found
+
+
+def values(annotation: Any) -> list[str]:
+    """What may be written for a key, in Markdown."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        if any(isinstance(each, BeforeValidator) and each.func is parse_bytes for each in inner[1:]):
+            return ["a size"]
+        return values(inner[0])
+    if origin is Literal:
+        return [f"`{value}`" for value in inner]
+    if origin in (Union, UnionType):
+        return [value for each in inner for value in values(each)]
+    if origin is list:
+        return ["directories"]
+    words = {bool: ["`true`", "`false`"], int: ["a whole number"], float: ["a number"], NoneType: []}
+    return list(words[annotation])
+
+
+def keys(model: type[BaseModel] = SwapConfig, prefix: str = "") -> Iterator[tuple[str, list[str], str, str]]:
+    """(key, values, default, docstring) of every key, in the order of the schema."""
+    hints, told = get_type_hints(model, include_extras=True), docstrings(model)
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from keys(field.annotation, f"{prefix}{name}.")
+            continue
+        limits = [getattr(each, end) for end in ("ge", "le") for each in field.metadata if hasattr(each, end)]
+        allowed = [
+            f"a whole number ({limits[0]} to {limits[1]})" if value == "a whole number" and limits else value
+            for value in values(hints[name])
+        ]
+        default = field.get_default(call_default_factory=True)
+        shown = (
+            str(default).lower()
+            if isinstance(default, bool)
+            else f"{default:g}"
+            if isinstance(default, float)
+            else default
+        )
+        yield prefix + name, allowed, "" if default in (None, []) else f"`{shown}`", told[name]
+
+
+def is_refused(key: str, value: str) -> bool:
+    """Whether this version does not have what `key: value` names."""
+    try:
+        load_config({key: value.strip("`")})
+    except NotAvailableError:
+        return True
+    return False
+
+
+def config_page() -> str:
+    lines = ["| key | values | default | what it says |", "|---|---|---|---|"]
+    refused = []
+    for key, allowed, default, told in keys():
+        known = [
+            value for value in allowed if not (value.startswith("`") and "." not in key and is_refused(key, value))
+        ]
+        refused += [f"`{key}: {value.strip('`')}`" for value in allowed if value not in known]
+        title, page = PAGES.get(key, ("", ""))
+        more = f" See [{title}]({page})." if page else ""
+        lines.append(f"| `{key}` | {', '.join(known)} | {default} | {escaped(told)}{more} |")
+    last = f"\nNamed by the schema, and refused until they are built: {', '.join(refused)}.\n" if refused else ""
+    return CONFIG_HEAD + "\n".join(lines) + "\n" + last
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+    """(command line, parser, what its parent says of it) of every command."""
+
+    def walk(
+        line: str, parser: argparse.ArgumentParser, told: str
+    ) -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not inner:
+            yield line, parser, told
+        for action in inner:
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, each in action.choices.items():
+                yield from walk(f"{line} {name}", each, helps.get(name, ""))
+
+    yield from walk("infinity", arguments.build_parser(), "")
+    with mock.patch.object(_native, "supported_isas", return_value=list(ALL_ISAS)):
+        for build in (
+            bench.build_parser,
+            bench.build_step_parser,
+            bench.build_adam_parser,
+            bench.build_compare_parser,
+        ):
+            parser = build()
+            yield parser.prog, parser, ""
+
+
+def commands_page() -> str:
+    return COMMANDS_HEAD + "\n".join(section(*each) for each in parsers())
+
+
+def section(line: str, parser: argparse.ArgumentParser, told: str) -> str:
+    about = parser.description or told
+    if isinstance(about, str) and "\n" in about:
+        about = f"```text\n{about.strip()}\n```"
+    else:
+        about = escaped(f"{about[:1].upper()}{about[1:].removesuffix('.')}.")
+    parts = [f"## {line}\n\n{about}\n\n```text\n{usage(line, parser)}\n```\n"]
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if action.dest != "help"]
+        if not actions:
+            continue
+        title = {"positional arguments": "argument", "options": "option"}.get(str(group.title))
+        if title is None:
+            note = f" {escaped(group.description)}" if group.description else ""
+            parts.append(f"**{str(group.title)[:1].upper()}{str(group.title)[1:]}.**{note}\n")
+        rows = [f"| {name_of(action)} | {escaped(help_of(parser, action))} |" for action in actions]
+        parts.append("\n".join([f"| {title or 'option'} | what it does |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
+def usage(line: str, parser: argparse.ArgumentParser) -> str:
+    if parser.usage:
+        return parser.usage
+    needed = [
+        f"{action.option_strings[-1]} {metavar(action)}"
+        for action in parser._actions
+        if action.option_strings and action.required
+    ]
+    places = [metavar(action) for action in parser._actions if not action.option_strings]
+    return " ".join([line, *needed, "[OPTIONS]", *places])
+
+
+def metavar(action: argparse.Action) -> str:
+    if action.nargs == 0:
+        return ""
+    word = str(action.metavar or (action.dest.upper() if not action.choices or action.option_strings == [] else ""))
+    if action.choices and action.metavar is None and action.option_strings:
+        word = "|".join(str(choice) for choice in action.choices)
+    return {"+": f"{word} …", "?": f"[{word}]", "...": f"[{word} …]"}.get(str(action.nargs), word)
+
+
+def name_of(action: argparse.Action) -> str:
+    names = ", ".join(action.option_strings)
+    return f"`{' '.join(part for part in (names, metavar(action)) if part)}`".replace("|", "\\|")
+
+
+def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown shows it, in a table too; what is in backquotes is code."""
+    parts = text.split("`")
+    parts[::2] = [re.sub(r"([*_\[\]<>|\\])", r"\\\1", part) for part in parts[::2]]
+    parts[1::2] = [part.replace("|", "\\|") for part in parts[1::2]]
+    return "`".join(parts)
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page, by its path."""
+    return {PLACE / "config.md": GENERATED + config_page(), PLACE / "commands.md": GENERATED + commands_page()}
+
+
+if __name__ == "__main__":
+    PLACE.mkdir(exist_ok=True)
+    for path, text in pages().items():
+        path.write_text(text)

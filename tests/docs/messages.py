@@ -1,0 +1,89 @@
+"""The messages that the sources can print, and whether a message of the documentation is one of them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+HOLE = "\0"
+"""Stands for a value that is put into a message."""
+_SEGMENTS_MAX = 6
+_LONG = 6
+_LOGGED = re.compile(r"%[-#0-9.]*[sdgfrx]")
+
+
+def template(node: ast.expr) -> str | None:
+    """The text of a string, an f-string or a sum of these, with a HOLE for each value; None for anything else."""
+    if isinstance(node, ast.Constant):
+        return _LOGGED.sub(HOLE, node.value) if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        sides = template(node.left), template(node.right)
+        return None if sides == (None, None) else "".join(HOLE if side is None else side for side in sides)
+    return None
+
+
+def _templates(tree: ast.AST) -> Iterator[str]:
+    """Of all strings but docstrings; those inside of f-strings, too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        found = template(node) if isinstance(node, ast.expr) else None
+        if found is not None:
+            yield found
+        yield from _templates(node)
+
+
+def chunks_of(source: str) -> set[str]:
+    """The fixed texts between the values of all templates in a file."""
+    return {chunk for each in _templates(ast.parse(source)) for chunk in each.split(HOLE) if chunk}
+
+
+def chunks_below(root: Path) -> dict[Path, set[str]]:
+    return {path: chunks_of(path.read_text()) for path in sorted(root.rglob("*.py"))}
+
+
+def fixed_parts(message: str) -> list[str]:
+    """Of a message as the documentation writes it: with <placeholders>, in lines."""
+    return [part for part in re.split(r"<[^<>]*>", " ".join(message.split())) if part]
+
+
+def can_print(chunks: set[str], part: str) -> bool:
+    """Whether texts of one file can be joined to this one: it begins anywhere in one of them and ends anywhere in one;
+    in between a text goes on where another one has ended. Most of it must come from texts that say something."""
+    return _covers(chunks, part, 0, 0, 0)
+
+
+def _covers(chunks: set[str], part: str, begin: int, count: int, said: int) -> bool:
+    rest = part[begin:]
+    if not rest:
+        return 3 * said >= 2 * len(part) or len(part) < _LONG
+    if count == _SEGMENTS_MAX:
+        return False
+    for chunk in chunks:
+        if (rest in chunk) if begin == 0 else chunk.startswith(rest):
+            long = len(rest) if len(rest) >= _LONG else 0
+            if _covers(chunks, part, len(part), count + 1, said + long):
+                return True
+        for end in _ends(chunk, rest, anywhere=begin == 0):
+            long = end if end >= _LONG else 0
+            if _covers(chunks, part, begin + end, count + 1, said + long):
+                return True
+    return False
+
+
+def _ends(chunk: str, rest: str, *, anywhere: bool) -> Iterator[int]:
+    """How many characters of `rest` are the end of `chunk`; all of the chunk, unless it may begin anywhere."""
+    for size in range(len(chunk), 0 if anywhere else len(chunk) - 1, -1):
+        if size < len(rest) and rest.startswith(chunk[-size:]):
+            yield size
+
+
+def printed_by(sources: dict[Path, set[str]], message: str) -> list[Path]:
+    """The files that can print a message."""
+    parts = fixed_parts(message)
+    assert max(map(len, parts)) > 8, f"{message}: nothing fixed in it"
+    return [path for path, chunks in sources.items() if all(can_print(chunks, part) for part in parts)]

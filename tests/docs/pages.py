@@ -1,0 +1,82 @@
+"""The pages of the documentation, and the blocks of code in them with their marks.
+
+A mark is an HTML comment in the lines before a block:
+
+| mark | what it says of the block |
+|---|---|
+| `<!-- needs: a GPU -->` | it is parsed and not run: it needs what is not here |
+| `<!-- file: swap.yaml -->` | it is the text of that file, from here on |
+| `<!-- with: a stopped run in DIR -->` | a run was stopped there before |
+| `<!-- goes on -->` | it is run where the block before it was run |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_GENERATED = ("reference/config.md", "reference/commands.md")
+_MARK = re.compile(r"<!--\s*([a-z ]+?)\s*(?::\s*(.*?)\s*)?-->")
+_FENCE = re.compile(r"^( *)```(\w*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code in a page.
+
+    Attributes:
+        page: path below the root of the repository.
+        line: of the opening fence, from 1.
+        language: as the fence says.
+        marks: by name.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str] = field(hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """The README and all pages that people wrote."""
+    docs = ROOT / "docs"
+    return [
+        ROOT / "README.md",
+        *sorted(page for page in docs.rglob("*.md") if str(page.relative_to(docs)) not in _GENERATED),
+    ]
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Of all pages, in order."""
+    return [block for page in pages() for block in _of(page) if block.language in languages]
+
+
+def _of(page: Path) -> Iterator[Block]:
+    opened: tuple[int, str, str] | None = None
+    marks: dict[str, str] = {}
+    lines: list[str] = []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        fence = _FENCE.match(line)
+        if opened is not None:
+            if fence and not fence[2]:
+                yield Block(str(page.relative_to(ROOT)), opened[0], opened[2], "\n".join(lines) + "\n", marks)
+                opened, marks, lines = None, {}, []
+            else:
+                lines.append(line.removeprefix(opened[1]))
+        elif fence:
+            opened = number, fence[1], fence[2]
+        elif mark := _MARK.fullmatch(line.strip()):
+            marks[mark[1]] = mark[2] or ""
+        elif line.strip():
+            marks = {}
+
+
+def text_without_blocks(page: Path) -> str:
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
