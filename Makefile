@@ -85,6 +85,7 @@ unchanged-test: bootstrap
 # errors.
 docs: bootstrap $(VENV)/.docs
 	$(BIN)/python docs/tools/reference.py
+	$(BIN)/python docs/tools/predicted.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(VENV)/.docs: constraints.txt | bootstrap

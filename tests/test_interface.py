@@ -143,6 +143,11 @@ OPTIONS = {
     "infinity checkpoint unpin": "directory --verbose --folder --all-gone",
     "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
+    "infinity plan": (
+        "--model --config --set --swap-dir --revision --trust-remote-code --machine --cpu --ranks --batch-size "
+        "--sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen --clips --steps "
+        "--json --plot --verbose"
+    ),
     "infinity doctor": "config --swap-dir --json",
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",

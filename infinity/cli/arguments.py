@@ -328,9 +328,9 @@ def _add_plan(commands: Any) -> None:
         "named with which it does.",
     )
     parser.add_argument(
-        "model",
+        "--model",
         type=name,
-        metavar="MODEL",
+        required=True,
         help=f"directory of a Hugging Face checkpoint (its config.json is enough), a hub id, or one of "
         f"{', '.join(PRESETS)}",
     )

@@ -3,16 +3,20 @@ moments, a chunk at a time, in whatever form the config asks for."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from infinity import _native
+from infinity.base.mapped import read_ahead
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.same_values import SameOnAllRanks, Source
-from infinity.errors import ModelError
+from infinity.errors import ModelError, SwapIOError
 from infinity.io.arena import Lease
+from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import encode
@@ -43,17 +47,62 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         PeerError: another rank's file has other values.
     """
     same = None if coordinator.resources.exchange is None else SameOnAllRanks(coordinator.resources.exchange)
-    for unit in coordinator.units:
-        values = source
-        if same is not None:
-            values = same.values_of(unit, source, in_memory)
-        _ingest_unit(coordinator, unit, values)
-        unit.views.adopt(coordinator.resources.torch_device)
+    with _Writes(coordinator.resources) as writes:
+        for unit in coordinator.units:
+            values = source
+            if same is not None:
+                values = same.values_of(unit, source, in_memory)
+            _ingest_unit(coordinator, unit, values, writes)
+            unit.views.adopt(coordinator.resources.torch_device)
     if same is not None and coordinator.leads:
         same.say()
 
 
-def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None) -> None:
+class _Writes:
+    """Units on their way to the store, while the next ones are read and encoded. Life cycle: lease() → start(), again
+    and again; leaving the block waits for all of them, and raises the first failure."""
+
+    def __init__(self, resources: Resources) -> None:
+        self._resources = resources
+        self._under_way: deque[tuple[Lease, list[Transfer]]] = deque()
+
+    def __enter__(self) -> _Writes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        while self._under_way:
+            try:
+                self._end_oldest()
+            except SwapIOError:
+                if kind is None:
+                    self._abandon()
+                    raise
+
+    def lease(self, nbytes: int, what: str) -> Lease:
+        """Memory for a unit. Waits for units on their way where there is none."""
+        # Nothing is fetched yet, so the space for slots (or uploads) is free.
+        while self._under_way and not self._resources.arena.fits(nbytes):
+            self._end_oldest()
+        return self._resources.arena.lease(nbytes, what)
+
+    def start(self, lease: Lease, transfers: list[Transfer]) -> None:
+        self._under_way.append((lease, transfers))
+
+    def _end_oldest(self) -> None:
+        lease, transfers = self._under_way.popleft()
+        try:
+            wait_all(transfers)
+        finally:
+            lease.release()
+
+    def _abandon(self) -> None:
+        """After a failure: nothing may use memory that is given back."""
+        while self._under_way:
+            with suppress(SwapIOError):
+                self._end_oldest()
+
+
+def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
     resources = coordinator.resources
     weights = unit.homes.weights
     if not weights.nbytes:
@@ -62,14 +111,14 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
         _fill(coordinator, unit, weights.lease, source)
         return
     store = resources.require_store()
-    # Nothing is fetched yet, so the space for slots (or uploads) is free.
-    lease = resources.arena.lease(weights.nbytes, f"loading unit '{unit.name}'")
+    lease = writes.lease(weights.nbytes, f"loading unit '{unit.name}'")
     try:
         _fill(coordinator, unit, lease, source)
-        stored = [home for home in weights.groups if home.nbytes]
-        wait_all([store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
-    finally:
+    except BaseException:
         lease.release()
+        raise
+    stored = [home for home in weights.groups if home.nbytes]
+    writes.start(lease, [store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
 
 
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
@@ -125,6 +174,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
             f"parameter '{spec.name}' is on the meta device: it has no values. Use infinity.load_pretrained."
         )
     value = value.cpu().contiguous().reshape(-1)
+    read_ahead(value)
     # A file is mapped, and a header of odd length leaves the values behind it at addresses that the core refuses.
     return value.clone() if value.data_ptr() % value.element_size() else value
 

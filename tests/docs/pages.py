@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_GENERATED = ("reference/config.md", "reference/commands.md")
+_GENERATED = ("reference/config.md", "reference/commands.md", "reference/predicted.md")
 _MARK = re.compile(r"<!--\s*([a-z ]+?)\s*(?::\s*(.*?)\s*)?-->")
 _FENCE = re.compile(r"^( *)```(\w*)$")
 

@@ -90,6 +90,7 @@ NEEDED = {
     "infinity checkpoint export": "swap --output out",
     "infinity checkpoint unpin": "swap --all-gone",
     "infinity checkpoint remove": "swap",
+    "infinity plan": "--model {}/model --config swap.yaml --cpu",
     "infinity doctor": "swap.yaml --swap-dir folder",
     "infinity convert": "{}/ds_config.json",
     "infinity-bench": "--path folder --size 16MiB",
@@ -101,7 +102,7 @@ NEEDED = {
 BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
 WRITTEN = ("--trace", "--json", "--plot")
 """Options that name a file to write."""
-REPORTS = ("infinity doctor",)
+REPORTS = ("infinity doctor", "infinity plan")
 """Commands that end with 1 where what they report, on stdout, is not well."""
 BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
 BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}

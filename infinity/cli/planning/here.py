@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from infinity import _native
 from infinity.base.accelerator import free_bytes
@@ -27,6 +28,7 @@ _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
 _COPY_BYTES = 64 << 20
 _COPIES = 5
+_HEAD_WIDTH = 64
 
 
 def machine_here(
@@ -53,7 +55,7 @@ def machine_here(
     adam, dram = _adam(moments, cores)
     sources["adam, dram"] = f"measured now: {_UPDATE_NUMEL >> 20} Mi parameters in memory, {cores} threads"
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
-    sources["flops"] = "measured now: forward and backward of two linear layers"
+    sources["flops"] = "measured now: forward and backward of a block"
     up = down = 0.0
     if device.type != "cpu":
         up, down = _link(device)
@@ -120,18 +122,40 @@ def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
     return statistics.median(taken)
 
 
+class _Layer(nn.Module):
+    """A decoder's block, as most models have it: what its parts take beside their products is in its time."""
+
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.gate = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.heads = heads
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(self.norms[0](given)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        given = given + self.out(seen.transpose(1, 2).flatten(2))
+        inside = self.norms[1](given)
+        return given + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+
+
 def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:
-    layers = nn.Sequential(nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False))
-    layers = layers.to(device, dtype)
-    given = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
+    """FLOPs per second of a block's forward and backward, as cli/planning/model.py counts them."""
+    heads = max(width // _HEAD_WIDTH, 1)
+    width = heads * (width // heads)
+    layer = _Layer(width, inner, heads).to(device, dtype)
+    given = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
 
     def once() -> None:
-        layers(given).sum().backward()
+        layer(given).sum().backward()
         if device.type != "cpu":
             torch.accelerator.synchronize()
 
+    products = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     with torch.enable_grad():
-        return 3 * 2 * 2 * tokens * width * inner / _median_s(once)
+        return 3 * (2 * products + 2 * tokens * width) * tokens / _median_s(once)
 
 
 def _link(device: torch.device) -> tuple[float, float]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from infinity.plan.rates import Machine
 from simulation.policies import POLICIES, policy
 from simulation.scenario import Outcome, bounds, simulate, summary
 from simulation.shapes import Task, task_of
 
+from infinity.plan.rates import Machine
 from tests.bench.simulation.machines import CPU, GPU, SMALL
 
 

@@ -19,7 +19,7 @@ H200 = ["--machine", "h200", "--batch-size", "4", "--sequence-length", "2048"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    assert main(["plan", *arguments]) == code
+    assert main(["plan", "--model", *arguments]) == code
     return capsys.readouterr().out
 
 
@@ -96,7 +96,7 @@ def test_eight_ranks_have_an_eighth_each(capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *arguments]) == 2
+    assert main(["plan", "--model", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert message in error

@@ -1,0 +1,46 @@
+"""The page of predictions says what `infinity plan` says: some of its rows, each time others."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import sys
+from types import ModuleType
+
+import pytest
+
+from infinity.cli.planning.presets import PRESETS
+from tests import sampling
+from tests.docs.pages import ROOT
+
+ROWS_DRAWN = 6
+
+
+@pytest.fixture(scope="module")
+def predicted() -> ModuleType:
+    """docs/tools/predicted.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location("docs_predicted", ROOT / "docs/tools/predicted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_says_what_plans_say(predicted: ModuleType) -> None:
+    text = predicted.PAGE.read_text()
+    assert text.startswith(predicted.GENERATED)
+    assert "Nothing here was measured" in text
+    rows = [
+        (title, preset, row.split(" | "))
+        for title, table in re.findall(r"^## (.*)\n\n((?:\|.*\n)+)", text, re.MULTILINE)
+        for preset, row in re.findall(r"^\| ([a-z0-9-]+) \| (.*) \|$", table, re.MULTILINE)
+        if preset != "preset"
+    ]
+    assert [(title, preset) for title, preset, _ in rows] == [(t, p) for t in predicted.FORMS for p in PRESETS]
+    chosen = rows if sampling.SHARE == 1 else random.Random(sampling.SEED).sample(rows, ROWS_DRAWN)
+    for title, preset, cells in chosen:
+        expected = [predicted.cell(preset, name, predicted.FORMS[title]) for name in predicted.ON]
+        assert cells == expected, f"{preset}, {title}: run `make docs`"
