@@ -6,8 +6,8 @@
 
 Each case is a process (two ranks: two processes) that offloads a model with random weights, makes some steps unmeasured
 and then five, each timed by itself. Before and after these five it measures what the prediction counts with: the disk
-by a replay of a step's bytes with nothing else (several ranks: as in the cases before), the processor's rates as
-`infinity plan` does. Predicted is with the means of the two.
+by a replay of a step's bytes with nothing else, the processor's rates as `infinity plan` does (several ranks: all rates
+are those of llama-nvme). Predicted is with the means of the two.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def build(case: dict[str, Any], device: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
 
 
-def child(case: dict[str, Any], directory: Path, disk: float) -> dict[str, Any]:
-    """Train, measure and predict. Args: disk: its rate, where it is known; 0: it is measured."""
+def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dict[str, Any]:
+    """Train, measure and predict. Args: known: rates, which are not measured then."""
     import torch
 
     import infinity
@@ -154,9 +154,12 @@ def child(case: dict[str, Any], directory: Path, disk: float) -> dict[str, Any]:
         **{name: (getattr(rates[0], name) + getattr(rates[1], name)) / 2 for name in ("dram", "flops", "decode")},
         adam={"fp32": (rates[0].adam["fp32"] + rates[1].adam["fp32"]) / 2},
     )
-    rate = disk or statistics.mean((each.read_bytes + each.written_bytes) / each.seconds for each in replays)
-    if rate:
-        machine = replace(machine, disk_read=rate, disk_write=rate)
+    if known:  # of the whole machine: what several ranks measure at once is their share
+        machine = replace(machine, dram=known["dram"], flops=known["flops"], adam={"fp32": known["adam"]})
+    rate = known.get("disk") or statistics.mean(
+        (each.read_bytes + each.written_bytes) / each.seconds for each in replays
+    )
+    machine = replace(machine, disk_read=rate, disk_write=rate)
     from infinity.plan.disk import disks_of
 
     scenario = Scenario(
@@ -203,8 +206,8 @@ def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
     )  # fmt: skip
 
 
-def run(name: str, scratch: Path, disk: float) -> dict[str, Any]:
-    """The case, in a process for each rank; what rank 0 found. Args: disk: its rate, for several ranks."""
+def run(name: str, scratch: Path, known: dict[str, float]) -> dict[str, Any]:
+    """The case, in a process for each rank; what rank 0 found. Args: known: rates of the machine, for several ranks."""
     ranks = CASES[name].get("ranks", 1)
     with tempfile.TemporaryDirectory(prefix=f"plan-{name}-", dir=scratch) as directory, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -216,7 +219,7 @@ def run(name: str, scratch: Path, disk: float) -> dict[str, Any]:
             of_rank = place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             children.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, "--child", name, "--swap-dir", directory, "--disk", str(disk)],
+                    [sys.executable, __file__, "--child", name, "--swap-dir", directory, "--known", json.dumps(known)],
                     env={**os.environ, **several, **(of_rank if ranks > 1 else {})},
                     stdout=subprocess.PIPE,
                     text=True,
@@ -266,10 +269,10 @@ def main() -> None:
     parser.add_argument("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--disk", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--known", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(child(CASES[args.child], args.swap_dir, args.disk)))
+        print(json.dumps(child(CASES[args.child], args.swap_dir, json.loads(args.known))))
         return
     names = args.cases.split(",")
     if unknown := set(names) - set(CASES):
@@ -278,10 +281,9 @@ def main() -> None:
     found = {}
     for name in names:
         several = CASES[name].get("ranks", 1) > 1
-        known = [each["rates"]["disk"] for each in found.values()]
-        if several and not known:
-            parser.error(f"{name} takes the disk's rate from a case of one process: name one before it")
-        found[name] = run(name, args.swap_dir, statistics.median(known) if several else 0.0)
+        if several and "llama-nvme" not in found:
+            parser.error(f"{name} takes the machine's rates from llama-nvme: name that before it")
+        found[name] = run(name, args.swap_dir, found["llama-nvme"]["rates"] if several else {})
         print(table({name: found[name]}).splitlines()[-1], flush=True)
     print(f"\n{table(found)}")
     if args.json:

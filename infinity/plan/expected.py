@@ -67,13 +67,13 @@ class Uses:
     """How often a unit is fetched in a step, for the forward and for the backward passes, and whether its update has to
     read its weights."""
 
-    forward: int
-    backward: int
+    forwards: int
+    backwards: int
     update: bool
 
     @property
     def fetches(self) -> int:
-        return self.forward + self.backward
+        return self.forwards + self.backwards
 
 
 def expected(problem: Problem, placement: Placement, budgets: Budgets, *, clips: bool = False) -> Moved:
@@ -132,7 +132,7 @@ def uses_of(problem: Problem, placement: Placement, budgets: Budgets, *, clips: 
         counted = visited.get(unit.index, _Counted())
         there = reads_slot and (unit.index in speculating or counted.at_end)
         reads = unit in slotted and unit.trained_weight > 0 and not there
-        found[unit.index] = Uses(counted.forward, counted.backward, update=reads)
+        found[unit.index] = Uses(counted.forwards, counted.backwards, update=reads)
     return found
 
 
@@ -140,8 +140,8 @@ def uses_of(problem: Problem, placement: Placement, budgets: Budgets, *, clips: 
 class _Counted:
     """Fetches of a unit in one step; and whether it is there when the step's last pass is over."""
 
-    forward: int = 0
-    backward: int = 0
+    forwards: int = 0
+    backwards: int = 0
     at_end: bool = False
 
 
@@ -175,8 +175,8 @@ def _visit(problem: Problem, slotted: list[UnitBytes], slot_bytes: int, void: Co
                     del there[gone]
                 there[unit.index] = None
                 free -= sizes[unit.index]
-                counted[unit.index].forward += forward
-                counted[unit.index].backward += not forward
+                counted[unit.index].forwards += forward
+                counted[unit.index].backwards += not forward
         for index in there:
             counted[index].at_end = True
         for index in [each for each in there if each in void]:

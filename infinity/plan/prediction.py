@@ -25,15 +25,15 @@ class Work:
     """What a step computes.
 
     Attributes:
-        forward, backward: FLOPs of all micro-batches; backward includes what is recomputed.
+        forward_flops, backward_flops: of all micro-batches; what is recomputed is of the backward.
         tokens: of all micro-batches of this process.
         landings: how often each gradient comes, be it to be added to others.
         kept_bytes: activations between forward and backward, of all micro-batches that pass a unit together.
         peak_bytes: of device memory beside slots, at most, those included.
     """
 
-    forward: float
-    backward: float
+    forward_flops: float
+    backward_flops: float
     tokens: int
     landings: int
     kept_bytes: int
@@ -41,7 +41,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        return self.forward + self.backward
+        return self.forward_flops + self.backward_flops
 
 
 @dataclass(frozen=True)

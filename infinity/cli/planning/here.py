@@ -134,11 +134,12 @@ class _Layer(nn.Module):
         self.heads = heads
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norms[0](given)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(*parts, is_causal=True)
+        queries, keys, values = self.qkv(self.norms[0](given)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         given = given + self.out(seen.transpose(1, 2).flatten(2))
         inside = self.norms[1](given)
-        return given + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+        added: torch.Tensor = given + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+        return added
 
 
 def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:

@@ -113,8 +113,8 @@ def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Wor
         kept += layers * block
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * words)
     return Work(
-        forward=once,
-        backward=backward,
+        forward_flops=once,
+        backward_flops=backward,
         tokens=batch.tokens * batch.count,
         landings=batch.count,
         kept_bytes=kept,
