@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib.util
 import re
 import shlex
 import shutil
@@ -52,7 +53,7 @@ def known_commands() -> dict[str, argparse.ArgumentParser]:
 
 def require_known(words: list[str]) -> None:
     """Raises an error for a command that its own parser refuses."""
-    program, *rest = words
+    program, *rest = Path(words[0]).name, *words[1:]
     if program == "infinity":
         build_parser().parse_args(rest)
     elif program == "infinity-bench":
@@ -65,7 +66,11 @@ def require_known(words: list[str]) -> None:
         extras = re.findall(
             r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text().partition("optional-dependencies]")[2], re.MULTILINE
         )
-        assert next(name for word in rest for name in re.findall(r"\[(\w+)\]", word)) in extras
+        assert rest[0] in ("install", "download")
+        assert {name for word in rest for name in re.findall(r"\[(\w+)\]", word)} <= set(extras)
+    elif re.fullmatch(r"python[0-9.]*", program):
+        assert rest[0] == "-m"
+        assert importlib.util.find_spec(rest[1]) is not None
     else:
         raise AssertionError(f"no parser for {program}: mark the block, or let the test know the program")
 

@@ -35,7 +35,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
         short = outcome.work.peak_bytes - outcome.activation_room
         return f"does not fit: activations need {format_bytes(short)} more of memory.device than the plan leaves them"
     line = (
-        f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({tokens / prediction.seconds:,.0f} "
+        f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({_rate(tokens / prediction.seconds)} "
         f"tokens/s), bound by {_bound(outcome)}"
     )
     written = scenario.ranks * prediction.moved.written_bytes
@@ -48,6 +48,10 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
             f", {written * 1000 / machine.endurance_bytes:.2%} of what the drives endure ({days:,.0f} days of training)"
         )
     return line + wear
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
 def activations_fit(outcome: Outcome) -> bool:

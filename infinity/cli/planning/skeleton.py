@@ -17,6 +17,20 @@ class _Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(width))
 
 
+class _Linear(nn.Linear):
+    """Without values there is nothing to draw, and torch would take a second to find that out."""
+
+    def reset_parameters(self) -> None:
+        return
+
+
+class _Embedding(nn.Embedding):
+    """Likewise."""
+
+    def reset_parameters(self) -> None:
+        return
+
+
 class _Block(nn.Module):
     """Args: attends: to the encoder's output, too."""
 
@@ -24,13 +38,13 @@ class _Block(nn.Module):
         super().__init__()
         queries, biased = shape.bias in ("all", "qkv"), shape.bias in ("all", "mlp")
         for name in ("attention", "cross_attention") if attends else ("attention",):
-            self.add_module(f"{name}_q", nn.Linear(shape.hidden, shape.query_width, queries))
-            self.add_module(f"{name}_k", nn.Linear(shape.hidden, shape.kv_width, queries))
-            self.add_module(f"{name}_v", nn.Linear(shape.hidden, shape.kv_width, queries))
-            self.add_module(f"{name}_o", nn.Linear(shape.query_width, shape.hidden, shape.bias == "all"))
+            self.add_module(f"{name}_q", _Linear(shape.hidden, shape.query_width, queries))
+            self.add_module(f"{name}_k", _Linear(shape.hidden, shape.kv_width, queries))
+            self.add_module(f"{name}_v", _Linear(shape.hidden, shape.kv_width, queries))
+            self.add_module(f"{name}_o", _Linear(shape.query_width, shape.hidden, shape.bias == "all"))
         for name in ("up", "gate") if shape.gated else ("up",):
-            self.add_module(name, nn.Linear(shape.hidden, shape.intermediate, biased))
-        self.down = nn.Linear(shape.intermediate, shape.hidden, biased)
+            self.add_module(name, _Linear(shape.hidden, shape.intermediate, biased))
+        self.down = _Linear(shape.intermediate, shape.hidden, biased)
         for number in range(shape.norms + attends):
             self.add_module(f"norm{number}", _Norm(shape.hidden, shape.norm_bias))
         if shape.head_norms:
@@ -49,14 +63,14 @@ class Skeleton(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.embedding = _Embedding(shape.vocabulary, shape.hidden)
         if shape.positions:
-            self.positions = nn.Embedding(shape.positions, shape.hidden)
+            self.positions = _Embedding(shape.positions, shape.hidden)
         self.layers = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
         if shape.decoder:
             self.decoder_layers = nn.ModuleList(_Block(shape, attends=True) for _ in range(shape.layers))
         self.norm = _Norm(shape.hidden, shape.norm_bias)
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=shape.head_bias)
+        self.head = _Linear(shape.hidden, shape.vocabulary, bias=shape.head_bias)
         if shape.tied:
             self.head.weight = self.embedding.weight
 
