@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 from infinity import _native
-from infinity.base.accelerator import free_bytes
+from infinity.base.accelerator import TorchAccelerator, free_bytes
 from infinity.cli.bench.adam import Format, run_adam
+from infinity.cli.doctor.gpu import measure
 from infinity.io.profile import profile_of
 from infinity.plan.disk import room_bytes
 from infinity.plan.machine import available_host_bytes, usable_cores
@@ -26,8 +27,6 @@ _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL = 4 << 20
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
-_COPY_BYTES = 64 << 20
-_COPIES = 5
 _HEAD_WIDTH = 64
 
 
@@ -58,8 +57,9 @@ def machine_here(
     sources["flops"] = "measured now: forward and backward of a block"
     up = down = 0.0
     if device.type != "cpu":
-        up, down = _link(device)
-        sources["up, down"] = f"measured now: {_COPY_BYTES >> 20} MiB of pinned memory"
+        copied = measure(TorchAccelerator(device), "")
+        up, down = copied.up_rate, copied.down_rate
+        sources["up, down"] = f"measured now{f', without pinned memory: {copied.refused}' if copied.refused else ''}"
     decode = 0.0
     if device.type == "cpu" and (frozen == "int8" or frozen == "nf4"):
         decode = _decode(frozen, cores)
@@ -149,28 +149,16 @@ def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tok
     layer = _Layer(width, inner, heads).to(device, dtype)
     given = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
 
+    accelerator = None if device.type == "cpu" else TorchAccelerator(device)
+
     def once() -> None:
         layer(given).sum().backward()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+        if accelerator is not None:
+            accelerator.synchronize(accelerator.record(accelerator.current()))
 
     products = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
     with torch.enable_grad():
         return 3 * (2 * products + 2 * tokens * width) * tokens / _median_s(once)
-
-
-def _link(device: torch.device) -> tuple[float, float]:
-    """Bytes per second to a device and from it."""
-    here = torch.empty(_COPY_BYTES, dtype=torch.uint8).pin_memory()
-    there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-
-    def copies(into: torch.Tensor, source: torch.Tensor) -> None:
-        for _ in range(_COPIES):
-            into.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize()
-
-    up, down = _median_s(lambda: copies(there, here)), _median_s(lambda: copies(here, there))
-    return _COPIES * _COPY_BYTES / up, _COPIES * _COPY_BYTES / down
 
 
 def _decode(codec: Codec, cores: int) -> float:
