@@ -315,4 +315,18 @@ OF_STORAGE = [
         "        ours = True  #",
         ("tests/integrations/test_models.py",),
     ),
+    Mutant(
+        "loading waits for what it wrote before the memory is used again",
+        "infinity/coordinator/ingest.py",
+        "            wait_all(transfers)\n",
+        "            pass\n",
+        ("tests/coordinator/test_ingest_writes.py",),
+    ),
+    Mutant(
+        "an update that does not speculate leaves its weights in the slot",
+        "infinity/plan/expected.py",
+        "unit.index in speculating or not in_place",
+        "True",
+        ("tests/plan/test_expected.py",),
+    ),
 ]
