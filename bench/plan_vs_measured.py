@@ -201,7 +201,7 @@ def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
 
     width, inner = widths(plain)
     return machine_here(
-        [directory], torch.device("cpu"), config.moments, dtype=torch.bfloat16, width=width, inner=inner, tokens=length,
+        [directory], torch.device("cpu"), dtype=torch.bfloat16, width=width, inner=inner, tokens=length,
         frozen=config.frozen,
     )  # fmt: skip
 

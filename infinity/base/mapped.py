@@ -13,8 +13,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def read_ahead(value: torch.Tensor) -> None:
-    """Have the kernel read a tensor, and what follows it in its file, while something else is done. Only advice: for
-    memory that is no file's it does nothing, and a kernel that does not take it costs time alone.
+    """Have the kernel read a tensor, and what follows it in its file, while something else is done. Only advice: a
+    kernel that does not take it costs time alone. Of memory that is no file's, pages that were swapped out come back.
 
     Args:
         value: contiguous, on the CPU.

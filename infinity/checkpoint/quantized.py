@@ -223,12 +223,21 @@ class QuantizedFiles:
                 "offset": lambda: torch.tensor([state.nested_offset], dtype=torch.float32),
             }
             return self._made("nf4", weight, shape, parts)
-        scales = (lambda: self._unnested(weight, state)) if nested else (lambda: self._tensor(f"{weight}.absmax"))
+        scales = (lambda: self._unnested(weight, state)) if nested else (lambda: self._plain_scales(file, weight))
         parts = {
             "codes": lambda: self._tensor(weight),
             "scales": lambda: _for_smaller_blocks(scales().float(), state.blocksize, shape),
         }
         return self._made("nf4_fp32", weight, shape, parts)
+
+    def _plain_scales(self, file: str, weight: str) -> torch.Tensor:
+        scales = self._tensor(f"{weight}.absmax")
+        if not scales.is_floating_point():
+            raise ModelError(
+                f"{file}: the scales of '{weight}' are codes, and {weight}.nested_absmax, which says what these stand "
+                "for, is missing: the checkpoint is damaged. Get it again."
+            )
+        return scales
 
     def _unnested(self, weight: str, state: _State) -> torch.Tensor:
         """The scales that nested ones stand for, rounded as bitsandbytes rounds them."""

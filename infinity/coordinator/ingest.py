@@ -3,10 +3,11 @@ moments, a chunk at a time, in whatever form the config asks for."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from infinity import _native
 from infinity.base.mapped import read_ahead
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.same_values import SameOnAllRanks, Source
-from infinity.errors import ModelError, SwapIOError
+from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
@@ -28,6 +29,8 @@ from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_NUMEL = 1 << 20
 _CHUNK_BYTES = 4 << 20
@@ -60,7 +63,8 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
 
 class _Writes:
     """Units on their way to the store, while the next ones are read and encoded. Life cycle: lease() → start(), again
-    and again; leaving the block waits for all of them, and raises the first failure."""
+    and again; leaving the block waits for all of them. Memory is given back once nothing writes from it: never after a
+    timeout, as the disk may read it yet."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
@@ -69,14 +73,19 @@ class _Writes:
     def __enter__(self) -> _Writes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, raised: BaseException | None, *where: object) -> None:
+        failures: list[SwapIOError] = []
         while self._under_way:
             try:
                 self._end_oldest()
-            except SwapIOError:
-                if kind is None:
-                    self._abandon()
-                    raise
+            except SwapIOError as error:
+                failures.append(error)
+        if not failures:
+            return
+        if raised is not None:
+            logger.warning("a write failed as well: %s", failures[0])
+            return
+        raise next((each for each in failures if isinstance(each, SwapTimeoutError)), failures[0])
 
     def lease(self, nbytes: int, what: str) -> Lease:
         """Memory for a unit. Waits for units on their way where there is none."""
@@ -85,21 +94,26 @@ class _Writes:
             self._end_oldest()
         return self._resources.arena.lease(nbytes, what)
 
-    def start(self, lease: Lease, transfers: list[Transfer]) -> None:
-        self._under_way.append((lease, transfers))
+    def start(self, lease: Lease, writes: Iterable[Callable[[], Transfer]]) -> None:
+        """Begin these writes of what the lease holds."""
+        begun: list[Transfer] = []
+        self._under_way.append((lease, begun))
+        for write in writes:
+            begun.append(write())
 
     def _end_oldest(self) -> None:
-        lease, transfers = self._under_way.popleft()
+        lease, transfers = self._under_way[0]
         try:
             wait_all(transfers)
-        finally:
+        except SwapTimeoutError:
+            self._under_way.popleft()
+            raise
+        except SwapIOError:
+            self._under_way.popleft()
             lease.release()
-
-    def _abandon(self) -> None:
-        """After a failure: nothing may use memory that is given back."""
-        while self._under_way:
-            with suppress(SwapIOError):
-                self._end_oldest()
+            raise
+        self._under_way.popleft()
+        lease.release()
 
 
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
@@ -118,7 +132,7 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
         lease.release()
         raise
     stored = [home for home in weights.groups if home.nbytes]
-    writes.start(lease, [store.write(home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
+    writes.start(lease, [partial(store.write, home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
 
 
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
@@ -174,7 +188,8 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
             f"parameter '{spec.name}' is on the meta device: it has no values. Use infinity.load_pretrained."
         )
     value = value.cpu().contiguous().reshape(-1)
-    read_ahead(value)
+    if source is not None:
+        read_ahead(value)
     # A file is mapped, and a header of odd length leaves the values behind it at addresses that the core refuses.
     return value.clone() if value.data_ptr() % value.element_size() else value
 

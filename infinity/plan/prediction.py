@@ -94,17 +94,29 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False) ->
         busy=busy,
         compute_s=work.flops / machine.flops * (1 if machine.is_gpu else ranks),
         moved=moved,
-        load_s=share.disk(plan.layout.weight_bytes, _stored(plan)),
-        save_s=share.disk(_stored(plan, weights=True), plan.layout.weight_bytes),
+        load_s=share.disk(_checkpoint_bytes(plan), _on_nvme(plan)),
+        save_s=share.disk(min(_on_nvme(plan), _saved_bytes(plan)), _saved_bytes(plan)),
         commit_s=share.disk(0, plan.forecast.commit_bytes),
     )
 
 
-def _stored(plan: Plan, *, weights: bool = False) -> int:
-    """What a run writes to its store before the first step; or the weights of it."""
+def _checkpoint_bytes(plan: Plan) -> int:
+    """Of all weights, as a checkpoint in their dtype has them."""
+    return sum(unit.unit.weight_bytes for unit in plan.layout.units)
+
+
+def _saved_bytes(plan: Plan) -> int:
+    """Of what is saved: the model, or of one with frozen parts what is trained, as adapters are."""
+    if plan.layout.trainable_numel == plan.layout.numel:
+        return _checkpoint_bytes(plan)
+    trained = [group for unit in plan.layout.units for group in unit.unit.trainable_groups]
+    return sum(group.weight_bytes for group in trained)
+
+
+def _on_nvme(plan: Plan) -> int:
+    """Of the weights that rest in the store."""
     groups = [group for unit in plan.layout.units for group in unit.groups]
-    states = [] if weights else [state for group in groups for state in group.states.values()]
-    return sum(state.nbytes for state in (*(group.weight for group in groups), *states) if state.offsets)
+    return sum(group.weight.nbytes for group in groups if group.weight.offsets and not group.weight.lease_bytes)
 
 
 class _Share:
@@ -128,7 +140,9 @@ class _Share:
         }
         if machine.is_gpu:
             busy |= {"compute": work.flops / machine.flops}
-            busy |= {"up": moved.up / machine.up, "down": moved.down / machine.down}
+            # Of micro-batches that go through a layer together, each one's gradients come.
+            landings = work.landings / max(self._plan.forecast.passes, 1)
+            busy |= {"up": moved.up / machine.up, "down": landings * moved.down / machine.down}
             busy["memory"] = self._ranks * (moved.up + moved.down + moved.weights) / machine.dram
         else:
             busy["processor"] += cores(work.flops / machine.flops)

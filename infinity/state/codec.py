@@ -66,7 +66,8 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         raise ModelError(f"'{name}': {codec} is a form that only checkpoints have; set frozen: nf4 or int8")
     into[:] = bytes(len(into))
     parts = {part: into[begin : begin + nbytes] for part, (begin, nbytes) in parts_of(codec, value.shape).items()}
-    scales = torch.empty(len(parts["scales"])) if codec == "nf4" else None  # a byte for each
+    count = len(parts["scales"])  # a byte for each
+    scales = torch.empty(count, dtype=torch.float32, device="cpu") if codec == "nf4" else None
     try:
         _native.encode_weights(
             value.view(torch.uint8).numpy(),

@@ -156,10 +156,10 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
 @cache
 def value_map(device: torch.device) -> torch.Tensor:
     """fp32 [16]: the values of NF4. Copied to the device once, not in each fetch."""
-    return torch.tensor(_native.NF4_MAP, device=device)
+    return torch.tensor(_native.NF4_MAP, dtype=torch.float32, device=device)
 
 
 @cache
 def scale_map(device: torch.device) -> torch.Tensor:
     """fp32 [256]: what the codes of nested scales stand for."""
-    return torch.tensor(_native.NESTED_MAP, device=device)
+    return torch.tensor(_native.NESTED_MAP, dtype=torch.float32, device=device)

@@ -262,7 +262,9 @@ class Room:
             if not fits and unit.weights.residency is Residency.FETCHING:
                 self._evict(unit)
             for other in others:
-                if other.weights.residency is Residency.FETCHING or self._start(other, None):
+                if other.weights.residency is Residency.RELEASED:
+                    self._start(other, None)
+                if other.weights.residency is Residency.FETCHING:
                     self._finish(other)
             for other in were_open:
                 if other.weights.residency is Residency.RESIDENT:

@@ -34,25 +34,11 @@ OF_MICRO_BATCHES = [
         (_TESTS, "-k", "both_orders"),
     ),
     Mutant(
-        "learning changes buffers",
-        _MICRO,
-        "        buffers.put_back()\n",
-        "",
-        (_TESTS, "-k", "a_buffer"),
-    ),
-    Mutant(
         "updates begin after any micro-batch",
         _VERTICAL,
         "        complete = [] if index < count - 1 else [",
         "        complete = [",
         (_TESTS, "-k", "updates_begin"),
-    ),
-    Mutant(
-        "a weight of several stages is complete after the first",
-        _VERTICAL,
-        "if self._first_stage(unit) == stage]",
-        "if True]",
-        (_TESTS, "-k", "comes_twice"),
     ),
     Mutant(
         "edges past a cut do not matter",
@@ -62,25 +48,11 @@ OF_MICRO_BATCHES = [
         (_TESTS, "-k", "goes_past"),
     ),
     Mutant(
-        "a mark at a cut that was given up is no edge",
-        _CHAIN,
-        "                if not (marked and upper in kept)\n",
-        "                if not marked\n",
-        (_TESTS, "-k", "goes_past"),
-    ),
-    Mutant(
         "buffers that change do not matter",
         _MICRO,
         "        if changed:\n",
         "        if False:\n",
         (_TESTS, "-k", "a_buffer"),
-    ),
-    Mutant(
-        "a lane that nobody wants runs on",
-        "infinity/runtime/lanes.py",
-        "        if self._unwanted:\n            raise _Ended\n",
-        "",
-        (_TESTS, "-k", "an_exception"),
     ),
     Mutant(
         "room for micro-batches does not matter",

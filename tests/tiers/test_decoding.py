@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from infinity import _native
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.state.codec import Codec, decode, encoded_bytes, parts_of
+from infinity.state.codec import Codec, decode, encode, encoded_bytes, parts_of
 from infinity.state.unit import Group, ParameterSpec, Unit
 from infinity.tiers import decoding
 from infinity.tiers.decoding import decode_on_device, scale_map, value_map
@@ -56,6 +58,28 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
         start, end = group.byte_range(spec)
         found = slot[start:end].view(dtype).view(spec.shape)
         assert torch.equal(found.view(torch.uint8), expected[spec.name].view(torch.uint8)), (codec, spec.shape)
+
+
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_the_default_dtype_of_torch_changes_nothing(codec: Any) -> None:
+    values = torch.randn(64, 64)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        value_map.cache_clear()
+        scale_map.cache_clear()
+        data = torch.zeros(encoded_bytes(codec, values.shape), dtype=torch.uint8)
+        encode("", values.reshape(-1), codec, memoryview(data.numpy()), _native.ThreadPool(1))
+        out = torch.empty(values.numel(), dtype=torch.float32)
+        decoding._decode(data, codec, values.shape, out)
+        return data, out
+
+    expected = both()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = both()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
 def test_the_maps_of_a_device_are_those_of_the_native_core() -> None:

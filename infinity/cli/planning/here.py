@@ -25,6 +25,7 @@ from infinity.state.frozen import FrozenName
 
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL = 4 << 20
+_MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
 _HEAD_WIDTH = 64
@@ -33,7 +34,6 @@ _HEAD_WIDTH = 64
 def machine_here(
     paths: Sequence[Path],
     device: torch.device,
-    moments: _native.MomentsName,
     *,
     dtype: torch.dtype,
     width: int,
@@ -44,14 +44,13 @@ def machine_here(
     """Measure what a plan counts with.
 
     Args:
-        moments: the form of the moments; a pass of Adam over it is measured.
         dtype, width, inner, tokens: of a layer whose forward and backward is measured, as far as it is small enough.
         frozen: the form whose decoding is measured.
     """
     cores = usable_cores()
     sources: dict[str, str] = {}
     read, write = _disks(paths, sources)
-    adam, dram = _adam(moments, cores)
+    adam, dram = _adam(cores)
     sources["adam, dram"] = f"measured now: {_UPDATE_NUMEL >> 20} Mi parameters in memory, {cores} threads"
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
     sources["flops"] = "measured now: forward and backward of a block"
@@ -61,9 +60,9 @@ def machine_here(
         up, down = copied.up_rate, copied.down_rate
         sources["up, down"] = f"measured now{f', without pinned memory: {copied.refused}' if copied.refused else ''}"
     decode = 0.0
-    if device.type == "cpu" and (frozen == "int8" or frozen == "nf4"):
-        decode = _decode(frozen, cores)
-        sources["decode"] = f"measured now: {frozen}, {cores} threads"
+    if device.type == "cpu":
+        decode = _decode("int8" if frozen == "int8" else "nf4", cores)
+        sources["decode"] = f"measured now: {cores} threads"
     sources["land, checksums"] = "assumed: 1 Gparam/s and 10 GB/s for each core"
     return Machine(
         name="this machine",
@@ -71,7 +70,7 @@ def machine_here(
         dram=dram,
         disk_read=read,
         disk_write=write,
-        adam={moments: adam, "fp32": adam},
+        adam=adam,
         checksums=cores * _CHECKSUMS_PER_CORE,
         land=cores * _LAND_PER_CORE,
         flops=flops,
@@ -104,11 +103,12 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
     return count * _DISK_READ, count * _DISK_WRITE
 
 
-def _adam(moments: _native.MomentsName, cores: int) -> tuple[float, float]:
-    """Parameters per second of an update in memory, and bytes per second of memory."""
-    form = Format("bf16", "split16", moments, "bf16")
-    report = run_adam(_UPDATE_NUMEL, [cores], [_native.select_isa()], 3, [form])
-    return report.results[0].parameters_per_s, next(iter(report.bound.values()))
+def _adam(cores: int) -> tuple[dict[str, float], float]:
+    """Parameters per second of an update in memory by the form of the moments, and bytes per second of memory."""
+    forms = {moments: Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
+    report = run_adam(_UPDATE_NUMEL, [cores], [_native.select_isa()], 3, list(forms.values()))
+    rates = dict(zip(forms, (row.parameters_per_s for row in report.results), strict=True))
+    return {str(name): rate for name, rate in rates.items()}, next(iter(report.bound.values()))
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,6 +51,8 @@ def plan(options: argparse.Namespace) -> int:
     except PlanError as error:
         return _does_not_fit(scenario, error, options)
     alternatives = scenario.alternatives(outcome)
+    if scenario.ranks > 1 and scenario.machine.is_gpu:
+        print("several ranks on GPUs are not built yet: this is what they would do", file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
@@ -97,13 +100,13 @@ def _scenario(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Sc
         machine = machine_here(
             config.nvme.paths,
             device,
-            config.moments,
             dtype=dtype,
             width=width,
             inner=inner,
             tokens=batch.tokens,
             frozen=config.frozen,
         )
+    _require_possible(ranks, machine, model, config)
     return Scenario(
         model=model,
         config=config,
@@ -115,6 +118,17 @@ def _scenario(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Sc
         ranks=ranks,
         clips=bool(options.clips),
     )
+
+
+def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConfig) -> None:
+    """Raises ConfigError for what no run of infinity does."""
+    if machine.is_gpu and ranks > machine.gpus:
+        raise ConfigError(f"--ranks {ranks}: {machine.name} has {machine.gpus}, and each rank needs one")
+    frozen = any(not parameter.requires_grad for parameter in model.parameters())
+    if ranks > 1 and frozen and config.frozen in ("int8", "nf4"):
+        raise ConfigError(
+            "frozen weights in 4 or 8 bits with several ranks are not available yet: give --ranks 1, or --frozen bf16"
+        )
 
 
 def _config(options: argparse.Namespace) -> SwapConfig:

@@ -80,11 +80,16 @@ def adapt(model: nn.Module, rank: int) -> None:
     """Freeze a model, and put adapters beside the linear layers of its blocks, as --lora does."""
     model.requires_grad_(False)
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    linears = {each for block in blocks for each in block.modules() if isinstance(each, nn.Linear)}
+    inside = {each for block in blocks for each in block.modules()}
+    linears = {each for each in inside if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"}
+    if not linears:
+        raise ConfigError("--lora: the model's blocks have no linear layers to put adapters beside")
     for linear in linears:
         of: dict[str, Any] = {"bias": False, "device": "meta", "dtype": linear.weight.dtype}
-        linear.add_module("lora_A", nn.Linear(linear.in_features, rank, **of))
-        linear.add_module("lora_B", nn.Linear(rank, linear.out_features, **of))
+        weight: Any = linear.weight
+        outward, inward = weight.shape if isinstance(linear, nn.Linear) else weight.shape[::-1]
+        linear.add_module("lora_A", nn.Linear(inward, rank, **of))
+        linear.add_module("lora_B", nn.Linear(rank, outward, **of))
 
 
 def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
@@ -107,10 +112,11 @@ def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Wor
     once = (2 * products + attention) * batch.tokens * batch.count
     again = once if recompute else 0.0
     backward = again + (2 * products + 2 * trained + 2 * attention) * batch.tokens * batch.count
-    kept = 2 * layers * batch.tokens * width * (batch.micro_batches if vertical else 1)
-    block = 2 * batch.tokens * (_BLOCK_WIDTHS * width + 3 * inner)
+    itemsize = max(parameter.itemsize for parameter in model.parameters())
+    kept = itemsize * layers * batch.tokens * width * (batch.micro_batches if vertical else 1)
+    block = itemsize * batch.tokens * (_BLOCK_WIDTHS * width + 3 * inner)
     if not recompute:
-        kept += layers * block
+        kept += layers * block * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * words)
     return Work(
         forward_flops=once,

@@ -95,15 +95,22 @@ class Scenario:
             peers=peers,
             disks=self.disks,
         )
-        work = self._work(plan, config, self.batch)
+        work = self._work(plan, config, self._batch(config))
         room = plan.budgets.limits.device - plan.device_bytes
         if self.device.type == "cpu":
             room = min(room, self.machine.host_bytes - plan.host_bytes)
         return Outcome(config, plan, work, predict(plan, work, self.machine, clips=self.clips), room)
 
+    def _batch(self, config: SwapConfig) -> Batch:
+        """With `vertical` all micro-batches of a step are in one pass, where the scenario is not asked for another
+        division."""
+        if config.vertical and not self.config.vertical:
+            return replace(self.batch, micro_batches=self.batch.count, passes=1)
+        return self.batch
+
     def _passes(self, config: SwapConfig) -> int:
-        """Of a step: with `vertical` all its micro-batches are in one."""
-        return self.batch.passes if config.vertical else self.batch.count
+        batch = self._batch(config)
+        return batch.passes if config.vertical else batch.count
 
     def _work(self, plan: Plan, config: SwapConfig, batch: Batch) -> Work:
         return work_of(self.model, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical)
@@ -164,7 +171,7 @@ class Scenario:
             if other.prediction.seconds <= (1 - GAIN_MIN) * before and other.work.peak_bytes <= other.activation_room:
                 found.append(Alternative(changes, other))
         found.sort(key=lambda each: (round(each.outcome.prediction.seconds, 6), len(each.changes)))
-        return found[:_ALTERNATIVES]
+        return _without_idle_changes(found)[:_ALTERNATIVES]
 
     def choices(self) -> Iterator[Mapping[str, Any]]:
         """Changes of the config that might help, in every combination."""
@@ -190,6 +197,15 @@ class Scenario:
     @property
     def _has_frozen(self) -> bool:
         return any(not parameter.requires_grad and parameter.dim() > 1 for parameter in self.model.parameters())
+
+
+def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
+    """Without those that have the changes of a faster one, or of one as fast, and further ones."""
+    kept: list[Alternative] = []
+    for each in found:
+        if not any(other.changes.items() <= each.changes.items() for other in kept):
+            kept.append(each)
+    return kept
 
 
 def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
