@@ -92,7 +92,8 @@ def test_what_a_plan_expects_of_a_step_is_what_it_moves(
     read, written = counted(model, None, micro_batches, vertical)
     infinity.close(model)
     assert moved.written_bytes == pytest.approx(written)
-    if overlap == "during_backward" and weights == "nvme":  # a slot may be needed before the update has begun
-        assert 0.95 * moved.read_bytes <= read <= forecast.read_bytes
+    if overlap == "during_backward" and weights == "nvme":
+        # A slot may be needed before the update has begun; and one that began late leaves its weights there.
+        assert 0.85 * moved.read_bytes <= read <= forecast.read_bytes
     else:
         assert moved.read_bytes == pytest.approx(read)
