@@ -45,7 +45,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     if machine.endurance_bytes:
         days = machine.endurance_bytes / (written / prediction.seconds) / _DAY_S
         wear += (
-            f", {written * 1000 / machine.endurance_bytes:.2%} of what the drives endure ({days:,.0f} days of training)"
+            f", {written * 1000 / machine.endurance_bytes:.2%} of what the drives endure (worn out after {days:,.0f} days of training)"
         )
     return line + wear
 
