@@ -44,9 +44,8 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     wear = f"; {written * 1000 / 1e12:,.2f} TB written per 1,000 steps"
     if machine.endurance_bytes:
         days = machine.endurance_bytes / (written / prediction.seconds) / _DAY_S
-        wear += (
-            f", {written * 1000 / machine.endurance_bytes:.2%} of what the drives endure (worn out after {days:,.0f} days of training)"
-        )
+        share = written * 1000 / machine.endurance_bytes
+        wear += f", {share:.2%} of what the drives endure (worn out after {days:,.0f} days of training)"
     return line + wear
 
 
