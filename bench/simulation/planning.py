@@ -8,16 +8,12 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.plan.disk import Disks
+from infinity.plan.machines import SYSTEM_BYTES
 from infinity.plan.plan import Plan
-from infinity.plan.planner import HOST_SHARE, make_plan
+from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.plan.rates import Machine
 from infinity.sizes import PAGE_BYTES
 from simulation.shapes import Task
-
-DEVICE_SHARE = 0.9
-"""What infinity takes of free device memory where the config does not say (plan/planner.py)."""
-_SYSTEM_BYTES = 6 << 30
-"""Of RAM: the system, and a process with torch and a GPU's context."""
 
 
 def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
@@ -27,7 +23,7 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
         PlanError: the machine is too small.
         ValueError: the plan leaves too little device memory for activations.
     """
-    host = config.pop("host", None) or int((machine.host_bytes - _SYSTEM_BYTES) * HOST_SHARE)
+    host = config.pop("host", None) or int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)
     device = config.pop("device", None) or _device_bytes(machine, task)
     given = SwapConfig(
         memory={"host": host, "device": device},  # type: ignore[arg-type]

@@ -133,6 +133,8 @@ _EIGHT_H200 = replace(
         "between": "NVLink 4: 450 GB/s each way, two thirds of it",
     },
 )
+SYSTEM_BYTES = 6 << 30
+"""Of the RAM of a machine that is not here: the system, and a process with torch and a GPU's context."""
 MACHINES = {
     "h200": _H200,
     "h200-4": replace(

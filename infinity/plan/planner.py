@@ -35,6 +35,8 @@ from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
 """Of the RAM that is available when the plan is made, what memory.host is where the config does not say."""
+DEVICE_SHARE = 0.9
+"""Of the free memory of a device, what memory.device is where the config does not say."""
 
 
 def make_plan(
@@ -193,7 +195,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
     shares = peers.cut.count if peers.together else 0
     if peers.memory is not None:
         return Limits(*peers.memory, in_place, shares, ranks)
-    on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else 0.9))
+    on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
     return Limits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,

@@ -12,10 +12,13 @@ A mark is an HTML comment in the lines before a block:
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 _GENERATED = ("reference/config.md", "reference/commands.md", "reference/predicted.md")
@@ -80,3 +83,14 @@ def _of(page: Path) -> Iterator[Block]:
 
 def text_without_blocks(page: Path) -> str:
     return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def tool(name: str) -> ModuleType:
+    """The script docs/tools/NAME.py, which is in no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs/tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
-import sys
 from types import ModuleType
 
 import pytest
 
 from infinity.cli.planning.presets import PRESETS
 from tests import sampling
-from tests.docs.pages import ROOT
+from tests.docs.pages import tool
 
 ROWS_DRAWN = 6
 
 
 @pytest.fixture(scope="module")
 def predicted() -> ModuleType:
-    """docs/tools/predicted.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("docs_predicted", ROOT / "docs/tools/predicted.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool("predicted")
 
 
 def test_the_page_says_what_plans_say(predicted: ModuleType) -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from infinity.config import SwapConfig, _known_keys
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, tool
 
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    """docs/tools/reference.py, which is in no package."""
-    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs/tools/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool("reference")
 
 
 @pytest.mark.parametrize("name", ["config.md", "commands.md"])

@@ -99,7 +99,7 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
         scale = mixed / (2 / (1 / read + 1 / write))
         return read * scale, write * scale
     count = max(len(paths), 1)
-    sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench DIRECTORY` measures them"
+    sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench --path DIRECTORY` measures them"
     return count * _DISK_READ, count * _DISK_WRITE
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,14 +21,11 @@ from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.disk import Disks, disks_of
-from infinity.plan.machines import MACHINES
-from infinity.plan.planner import HOST_SHARE
+from infinity.plan.machines import MACHINES, SYSTEM_BYTES
+from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
 from infinity.plan.rates import Machine
 
 DOES_NOT_FIT = 1
-_SYSTEM_BYTES = 6 << 30
-"""Of another machine's RAM: the system, and a process with torch and a GPU's context."""
-_DEVICE_SHARE = 0.9
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -141,20 +137,7 @@ def _config(options: argparse.Namespace) -> SwapConfig:
     if (options.micro_batches or 1) > 1:
         changes["vertical"] = True
     given = load_config(options.config)
-    return load_config(_checked(given, changes)) if changes else given
-
-
-def _checked(config: SwapConfig, changes: Mapping[str, Any]) -> Mapping[str, Any]:
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        into = values
-        for section in sections:
-            into = into.setdefault(section, {})
-            if not isinstance(into, dict):
-                raise ConfigError(f"--set {quoted(key)}: {section} is no section of the swap config")
-        into[last] = value
-    return values
+    return with_changes(given, changes)
 
 
 def _pair(text: str) -> tuple[str, Any]:
@@ -170,9 +153,9 @@ def on_machine(machine: Machine, config: SwapConfig) -> SwapConfig:
     """The config with the memory, the cores and the disks of another machine, where it does not name them."""
     changes: dict[str, Any] = {}
     if config.memory.host is None:
-        changes["memory.host"] = int((machine.host_bytes - _SYSTEM_BYTES) * HOST_SHARE)
+        changes["memory.host"] = int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)
     if config.memory.device is None:
-        changes["memory.device"] = int(machine.device_bytes * _DEVICE_SHARE)
+        changes["memory.device"] = int(machine.device_bytes * DEVICE_SHARE)
     if not config.nvme.paths:
         changes["nvme.paths"] = [f"/mnt/nvme{number}" for number in range(machine.disks)]
     if config.update.threads is None:

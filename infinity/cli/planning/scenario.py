@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from infinity.cli.planning.model import Batch, work_of
-from infinity.config import SwapConfig
-from infinity.errors import DeviceRoomError, PlanError
+from infinity.config import SwapConfig, load_config
+from infinity.echo import quoted
+from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
@@ -209,15 +210,24 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
 
 
 def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
-    """The config with other values. Args: changes: by key; 'memory.host' is `host` in `memory`."""
+    """The config with other values.
+
+    Args:
+        changes: by key; 'memory.host' is `host` in `memory`.
+
+    Raises:
+        ConfigError: there is no such key, or it cannot have that value.
+    """
     values: dict[str, Any] = config.model_dump(exclude_unset=True)
     for key, value in changes.items():
         *sections, last = key.split(".")
         into = values
         for section in sections:
             into = into.setdefault(section, {})
+            if not isinstance(into, dict):
+                raise ConfigError(f"{quoted(key)}: {section} is no section of the swap config")
         into[last] = value
-    return SwapConfig.model_validate(values)
+    return load_config(values)
 
 
 def compute_tokens(outcome: Outcome) -> float | None:
