@@ -144,5 +144,6 @@ class Parts(Lender):
 
 
 def _open_shadows(shards: Sequence[Shard], resources: Resources) -> Shadows:
-    sizes = [shards[index].local.home_bytes for index in sorted(resources.plan.placement.weights.in_ram)]
+    in_ram = [shards[index].local for index in sorted(resources.plan.placement.weights.in_ram)]
+    sizes = [unit.home_bytes for unit in in_ram if unit.trained_whole]
     return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

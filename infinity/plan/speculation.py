@@ -52,6 +52,9 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
+    moved = [unit for unit in moved if _able(unit, placed)]
+    if not moved:
+        return _none("weights rest in RAM beside frozen ones")
     reason, spare, checksums = "", frozenset[int](), 0
     if problem.commit_every == 0:
         copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
@@ -127,12 +130,19 @@ def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> 
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
     resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
+    resting = [unit for unit in resting if _able(unit, placed)]
     return [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
 
 
 def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
     """Bytes of shadows with which all updates of states in RAM could speculate."""
     return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
+
+
+def _able(unit: UnitBytes, placed: Placed) -> bool:
+    """Whether the update of a unit can speculate. Its new weights come to rest in other memory than the old ones, and
+    where a part of the unit is frozen nothing would bring that part there."""
+    return unit.unit.trained_whole or unit.index not in placed.weights.in_ram
 
 
 def _none(reason: str) -> Reserved:
@@ -168,7 +178,8 @@ def shadow_wanted(problem: Problem, placed: Placed) -> int:
     config = problem.config
     if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer.tier != "nvme":
         return 0
-    weights = [unit.weight for unit in _moved(problem, placed) if unit.index in placed.weights.in_ram]
+    moved = [unit for unit in _moved(problem, placed) if _able(unit, placed)]
+    weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
@@ -191,7 +202,8 @@ def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes:
     nothing where its weights are smaller than one."""
     lent = 0
     for unit in problem.units:
-        if unit.index in placed.weights.in_ram and 0 < unit.weight <= shadow_bytes:
+        lends = unit.index in placed.weights.in_ram and unit.unit.trained_whole
+        if lends and unit.weight <= shadow_bytes:
             shadow_bytes -= unit.weight
             lent += unit.weight // tile_bytes * tile_bytes
     return lent

@@ -23,6 +23,9 @@ FrozenName = Literal["auto", "bf16", "int8", "nf4"]
 _NOT_ENCODED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.LayerNorm, nn.GroupNorm)
 
 
+_FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "nf4": ("nf4", "nf4_fp32")}
+
+
 class Given(NamedTuple):
     """The encoded form that a checkpoint has of a parameter.
 
@@ -66,7 +69,8 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
 
     Args:
         blocks: the modules that the model is made of, which are units.
-        frozen: as the config has it. auto: what a checkpoint has encoded stays so, and nothing else is.
+        frozen: as the config has it. auto: what a checkpoint has encoded stays so, and nothing else is. Else what a
+            checkpoint has in another form than this is decoded, and encoded anew.
     """
     if frozen == "bf16":
         return {}
@@ -80,7 +84,7 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
                 if parameter in embedded:
                     continue
                 known = given(parameter)
-                if known is not None:
+                if known is not None and (frozen == "auto" or known.codec in _FORMS[frozen]):
                     found[parameter] = known.codec
                 elif frozen != "auto" and not isinstance(module, _NOT_ENCODED) and parameter not in apart:
                     found[parameter] = frozen

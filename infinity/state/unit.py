@@ -157,6 +157,11 @@ class Unit:
         """Those that have elements: a slice may have nothing of a group."""
         return tuple(group for group in self.groups if group.trainable and group.numel)
 
+    @property
+    def trained_whole(self) -> bool:
+        """Whether an update may change all its weights: something is trained, and nothing is frozen."""
+        return all(group.trainable for group in self.groups if group.numel) and bool(self.trainable_groups)
+
 
 @dataclass(frozen=True)
 class Place:

@@ -68,6 +68,8 @@ class Updates:
         if in_ram and unit.index not in self._resources.plan.placement.updates.in_ram:
             return False
         at_home = weights.lease is not None
+        if at_home and not unit.local.trained_whole:
+            return False  # the other memory would have nothing of what is frozen
         if sum(home.nbytes for home in in_ram) + (weights.nbytes if at_home else 0) > self.shadows.free_bytes:
             return False
         in_store = [home for home in states if not home.in_memory]

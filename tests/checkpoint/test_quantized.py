@@ -252,6 +252,23 @@ def test_adapters_train_as_on_the_decoded_weights(
         assert torch.equal(value, plain_weights[name]), name
 
 
+@pytest.mark.parametrize("frozen", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", CODECS)
+def test_a_form_that_is_said_outright_is_the_one_that_weights_rest_in(
+    kind: str, frozen: str, base: Path, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path
+) -> None:
+    """As the file has them where that has as many bits; else they are what the decoded weights are encoded to."""
+    model = offloaded(with_adapters(deferred(checkpoints[kind])), frozen=frozen)
+    codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.unit.groups}
+    kept = kind.startswith(frozen)
+    assert codecs == {None, kind if kept else frozen}
+    plain = with_adapters(deferred(plain_from(checkpoints[kind], base, tmp_path / "plain")))
+    offloaded(plain, nvme={"paths": [str(tmp_path / "other")]}, frozen="bf16" if kept else frozen)
+    plain_weights = weights_of(plain)
+    for name, value in weights_of(model).items():
+        assert torch.equal(value, plain_weights[name]), name
+
+
 def test_a_model_that_is_trained_whole_begins_with_the_decoded_weights(
     base: Path, checkpoints: dict[str, Path], swap_config: Any, tmp_path: Path
 ) -> None:

@@ -92,8 +92,9 @@ def test_what_a_plan_expects_of_a_step_is_what_it_moves(
     read, written = counted(model, None, micro_batches, vertical)
     infinity.close(model)
     assert moved.written_bytes == pytest.approx(written)
-    if overlap == "during_backward" and weights == "nvme":
-        # A slot may be needed before the update has begun; and one that began late leaves its weights there.
+    if overlap != "off" and weights == "nvme":
+        # A slot may be needed before the update has begun; and one that began late leaves its weights there, or needs
+        # them after a frozen unit took their place.
         assert 0.85 * moved.read_bytes <= read <= forecast.read_bytes
     else:
         assert moved.read_bytes == pytest.approx(read)

@@ -9,11 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan import disk, planner, speculation
 from infinity.plan.plan import Plan
+from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
+from infinity.state.discover import discover
 from tests.plan.test_planner import NUMEL, plan
 
 ALL_IN_RAM = {"weights": "host", "optimizer": "host", "overlap": "auto"}
@@ -61,6 +65,30 @@ def test_in_host_memory_states_in_ram_speculate_where_the_config_asks_for_it() -
         assert made.budgets.shadow_bytes == (16 * RESTING if asked else 0)
         assert made.placement.updates.overlap == ("before_forward" if overlap == "auto" else overlap)
         assert made.placement.updates.reason == ("the states are in RAM" if overlap == "auto" else "")
+
+
+def adapted(trained: bool = False, **config: Any) -> Plan:
+    """A plan for blocks of a frozen layer and a trained one, on a GPU. Args: trained: both of them are."""
+    with torch.device("meta"):
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 64)) for _ in range(16)).bfloat16()
+    for block in blocks:
+        block[0].requires_grad_(trained)  # type: ignore[index]
+    given = {"nvme": {"paths": ["/tmp/never-made"]}, "commit_every": 0, "memory": memory(1 << 30)} | config
+    return make_plan(discover(blocks).units, load_config(given), torch.device("cuda"), can_recompute=False)
+
+
+@pytest.mark.parametrize("optimizer", ["host", "nvme"])
+@pytest.mark.parametrize("overlap", ["auto", "during_backward"])
+def test_a_unit_in_ram_with_a_frozen_part_gets_no_shadow_because_it_never_speculates(
+    optimizer: str, overlap: str
+) -> None:
+    config = {"optimizer": optimizer, "overlap": overlap}
+    assert adapted(weights="host", trained=True, **config).budgets.shadow_bytes > 0
+    made = adapted(weights="host", **config)
+    assert (made.budgets.shadow_bytes, made.placement.updates.in_ram) == (0, frozenset())
+    if optimizer == "nvme":
+        assert made.placement.updates.reason == "weights rest in RAM beside frozen ones"
+        assert adapted(weights="nvme", **config).placement.updates.overlap == overlap
 
 
 @pytest.fixture
