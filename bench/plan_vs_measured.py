@@ -159,7 +159,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     rate = known.get("disk") or statistics.mean(
         (each.read_bytes + each.written_bytes) / each.seconds for each in replays
     )
-    machine = replace(machine, disk_read=rate, disk_write=rate)
+    machine = replace(machine, disk_read=rate, disk_write=rate, disk_mixed=1.0)
     from infinity.plan.disk import disks_of
 
     scenario = Scenario(

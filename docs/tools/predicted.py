@@ -13,7 +13,7 @@ import torch
 from infinity.cli.planning.main import on_machine
 from infinity.cli.planning.model import Batch, adapt, build
 from infinity.cli.planning.presets import PRESETS
-from infinity.cli.planning.report import activations_fit, duration
+from infinity.cli.planning.report import duration
 from infinity.cli.planning.scenario import Scenario
 from infinity.config import load_config
 from infinity.errors import PlanError
@@ -77,7 +77,7 @@ def cell(preset: str, name: str, form: dict[str, str]) -> str:
     except PlanError as error:
         what = str(error).partition(",")[0].partition(" is ")[0]
         return f"does not fit ({what})" if what.startswith("memory.") else "does not fit (memory.device)"
-    if not activations_fit(found):
+    if not found.activations_fit:
         return "does not fit (activations)"
     written = given.ranks * found.prediction.moved.written_bytes / 1e9
     alone = " (one GPU)" if given.ranks < MACHINES[name].gpus else ""

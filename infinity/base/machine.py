@@ -10,6 +10,7 @@ import psutil
 from infinity.base.control_groups import memory_limits
 
 _ROOT = Path("/")
+_CACHE_FILES = ("level", "shared_cpu_list", "size")
 
 
 def available_host_bytes(root: Path = _ROOT) -> int:
@@ -24,3 +25,21 @@ def available_host_bytes(root: Path = _ROOT) -> int:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def last_cache_bytes(root: Path = _ROOT) -> int:
+    """Of the largest caches that these cores have, together; 0 where the system does not say.
+
+    Args:
+        root: of /sys, for tests.
+    """
+    found: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
+            try:
+                level, shared, size = ((cache / name).read_text().strip() for name in _CACHE_FILES)
+                found[int(level), shared] = int(size.removesuffix("K")) << 10
+            except (OSError, ValueError):  # a kernel, or a virtual machine, that does not tell
+                continue
+    last = max((level for level, _ in found), default=0)
+    return sum(nbytes for (level, _), nbytes in found.items() if level == last)

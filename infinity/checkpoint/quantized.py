@@ -62,22 +62,41 @@ def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mappi
     """
     given = kwargs.get("config")
     hub = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
-    if method := _method_in_file(path if given is None else given, hub):
-        if method != "bitsandbytes":
-            raise ModelError(
-                f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
-                f"bitsandbytes quantized, as NF4 or LLM.int8. {_IN_16_BITS}"
-            )
-    else:
+    if not (quantization := _in_file(path if given is None else given, hub)):
         return kwargs
+    _require_bitsandbytes(path, quantization)
     config, rest = given, dict(kwargs)
     if isinstance(given, str | Path) or given is None:
         config, rest = _read_config(model_class, path if given is None else str(given), hub, kwargs)
-    return rest | {"config": _without_quantization(config)}
+    return rest | {"config": without_quantization(config)}
 
 
-def _method_in_file(source: Any, hub: Mapping[str, Any]) -> str:
-    """How a model is quantized, "" where it is not. Args: source: its config, or where that is."""
+def codec_said(path: str, config: Any) -> Codec | None:
+    """The form of a quantized model's weights, as its config says; None where nothing is quantized.
+
+    Raises:
+        ModelError: the model is quantized in a way that cannot be read.
+    """
+    if not (found := _in_file(config, {})):
+        return None
+    _require_bitsandbytes(path, found)
+    values = found if isinstance(found, dict) else vars(found)
+    if not values.get("load_in_4bit"):
+        return "int8_rows"
+    return "nf4" if values.get("bnb_4bit_use_double_quant") else "nf4_fp32"
+
+
+def _require_bitsandbytes(path: str, quantization: Any) -> None:
+    """Raises ModelError: another method quantized the model."""
+    if (method := method_of(quantization)) != "bitsandbytes":
+        raise ModelError(
+            f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
+            f"bitsandbytes quantized, as NF4 or LLM.int8. {_IN_16_BITS}"
+        )
+
+
+def _in_file(source: Any, hub: Mapping[str, Any]) -> Any:
+    """A model's quantization_config; None where it is not quantized. Args: source: its config, or where that is."""
     from transformers import PretrainedConfig
 
     values = source
@@ -85,14 +104,14 @@ def _method_in_file(source: Any, hub: Mapping[str, Any]) -> str:
         try:
             values, _ = PretrainedConfig.get_config_dict(source, **hub)
         except Exception:  # from_pretrained says it better
-            return ""
+            return None
     elif isinstance(source, PretrainedConfig):
         values = source.to_dict()
     for part in (values, values.get("text_config")):
         found = part.get("quantization_config") if isinstance(part, dict) else None
         if found:
-            return method_of(found)
-    return ""
+            return found
+    return None
 
 
 def method_of(quantization: Any) -> str:
@@ -115,7 +134,8 @@ def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Ma
     return config, rest | again
 
 
-def _without_quantization(config: Any) -> Any:
+def without_quantization(config: Any) -> Any:
+    """A copy of a config that says nothing of a quantization."""
     config = copy.deepcopy(config)
     for part in (config, getattr(config, "text_config", None)):
         if part is not None:

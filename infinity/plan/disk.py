@@ -11,7 +11,7 @@ from pathlib import Path
 from infinity.config import SwapConfig
 from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
-from infinity.io.profile import profile_of
+from infinity.io.profile import DiskProfile, profile_of
 
 _SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
 
@@ -32,10 +32,16 @@ class Disks:
 
 def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
     """Those that are here: what is free on them, and what infinity-bench measured."""
-    profiles = [profile_of(path) for path in config.nvme.paths]
-    known = [profile.mixed_rate for profile in profiles if profile is not None]
-    rate = sum(known) if known and len(known) == len(profiles) else None
+    known = profiles_of(config.nvme.paths)
+    rate = sum(profile.mixed_rate for profile in known) if known else None
     return Disks(room_bytes(config.nvme.paths) // ranks, rate)
+
+
+def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:
+    """What infinity-bench measured of these directories; of none, where it did not measure all of them."""
+    found = [profile_of(path) for path in paths]
+    profiles = [profile for profile in found if profile is not None]
+    return profiles if len(profiles) == len(paths) else []
 
 
 def room_bytes(paths: Sequence[Path]) -> int:

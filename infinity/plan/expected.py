@@ -1,29 +1,28 @@
 """The bytes that a step is expected to move over each link, with what slots save.
 
 The forecast (plan/traffic.py) is what a step moves while no slot outlives a pass: it is never less than what comes.
-Here slots are counted as the units use them (units/room.py): the unit with the farthest next use goes first, so that
+Here slots are counted as the units use them (units/room.py): units are fetched ahead as far as there is room, each into
+one piece of it, and the unit with the farthest next use goes first, so that
 
 * the last units of the forward are still there when the backward begins;
 * the first units are still there when the next pass begins, unless an update made them void;
 * an update that speculates begins while its unit is still there, and needs no weights from the store.
 
-Not counted is what comes of times: where slots are few, some units make room before their updates begin, and where the
-first blocks are frozen, prefetching ahead of the backward reads some of them once more.
+Not counted is what comes of times: where slots are few, some units make room before their updates begin, and one whose
+update is still being written stays where another one would have.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import Placement
 from infinity.plan.problem import Problem, UnitBytes
 from infinity.plan.traffic import gradient_traffic, traffic
-
-_STEPS = 3
-"""Until a step is like the one before."""
+from infinity.plan.visits import Fetched, Walk, in_order
+from infinity.state.discover import HookSite
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class Moved:
         written: weights and optimizer states.
         commit_share: what commits write of the states in RAM, shared out over the steps between them.
         up, down: to the device, and gradients from it; 0 where it has no memory of its own.
-        fetched: of slots that were filled: what other ranks' slices are gathered into, too.
+        gathered: weights from the other ranks.
+        exchanged: gradients from the other ranks, of one micro-batch of each pass.
         decoded: of slots, those that encoded weights were decoded to.
     """
 
@@ -48,7 +48,8 @@ class Moved:
     commit_share: int
     up: int
     down: int
-    fetched: int
+    gathered: int
+    exchanged: int
     decoded: int
 
     @property
@@ -76,29 +77,41 @@ class Uses:
         return self.forwards + self.backwards
 
 
-def expected(problem: Problem, placement: Placement, budgets: Budgets, *, clips: bool = False) -> Moved:
+def expected(
+    problem: Problem,
+    placement: Placement,
+    budgets: Budgets,
+    sites: Sequence[HookSite] = (),
+    *,
+    clips: bool = False,
+) -> Moved:
     """Count what a step moves once the run is under way.
 
     Args:
+        sites: which units each module needs, in the order of the forward; none: every unit has a module of its own.
         clips: gradients are clipped in most steps, so that updates do not speculate where the config leaves it open.
     """
     in_ram = placement.weights.in_ram
     counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    uses = uses_of(problem, placement, budgets, clips=clips)
-    weights = states = gradients = up = down = fetched = decoded = 0
+    uses = uses_of(problem, placement, budgets, sites, clips=clips)
+    weights = states = gradients = up = down = gathered = exchanged = decoded = 0
+    ranks = max(problem.limits.shares, 1)
     for unit in problem.units:
         used = uses[unit.index]
+        again = _from_copies(problem, unit, used)
+        fetches = used.fetches - again
         if unit.index not in in_ram:
-            weights += used.fetches * unit.weight
+            weights += fetches * unit.weight
             states += unit.trained_weight if used.update else 0
         if unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(problem, unit)
-        fetched += used.fetches * unit.whole.weight_bytes
+        gathered += (fetches * (ranks - 1) * unit.whole.weight_bytes) // ranks
+        exchanged += problem.passes * (ranks - 1) * unit.gradient_native
         decoded += used.fetches * _decoded_bytes(unit)
         if not problem.limits.in_place:
-            up += used.fetches * unit.weight
+            up += fetches * unit.weight + again * unit.whole.weight_bytes
             down += problem.passes * unit.gradient_native
     return Moved(
         weights=weights,
@@ -108,16 +121,27 @@ def expected(problem: Problem, placement: Placement, budgets: Budgets, *, clips:
         commit_share=counted.commit_share_bytes,
         up=up,
         down=down,
-        fetched=fetched,
+        gathered=gathered,
+        exchanged=exchanged,
         decoded=decoded,
     )
+
+
+def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> int:
+    """Of a unit's fetches, how many come from the copies that the ranks keep (tiers/gathered.py): all but the first
+    after an update."""
+    if not problem.secondary_bytes or unit.unit.stays:
+        return 0
+    return max(used.fetches - 1, 0) if unit.trained_weight else used.fetches
 
 
 def _decoded_bytes(unit: UnitBytes) -> int:
     return sum(group.group.weight_bytes for group in unit.groups if group.group.codec is not None)
 
 
-def uses_of(problem: Problem, placement: Placement, budgets: Budgets, *, clips: bool) -> dict[int, Uses]:
+def uses_of(
+    problem: Problem, placement: Placement, budgets: Budgets, sites: Sequence[HookSite], *, clips: bool
+) -> dict[int, Uses]:
     """By the index of each unit: a step is visited, visit by visit, until it is like the one before."""
     limits = problem.limits
     slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
@@ -125,65 +149,35 @@ def uses_of(problem: Problem, placement: Placement, budgets: Budgets, *, clips: 
     # In a slot that is the device's, or that several ranks fill together, an update leaves nothing that is of use.
     in_place = limits.in_place and not limits.shares
     void = {unit.index for unit in slotted if unit.trained_weight and (unit.index in speculating or not in_place)}
-    visited = _visit(problem, slotted, budgets.slot_bytes, void)
+    visited = _visited(problem, slotted, sites, budgets.slot_bytes, void)
     reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.shares)
     found = {}
     for unit in problem.units:
-        counted = visited.get(unit.index, _Counted())
+        counted = visited.get(unit.index, Fetched())
         there = reads_slot and (unit.index in speculating or counted.at_end)
         reads = unit in slotted and unit.trained_weight > 0 and not there
         found[unit.index] = Uses(counted.forwards, counted.backwards, update=reads)
     return found
 
 
-@dataclass
-class _Counted:
-    """Fetches of a unit in one step; and whether it is there when the step's last pass is over."""
-
-    forwards: int = 0
-    backwards: int = 0
-    at_end: bool = False
-
-
-def _visit(problem: Problem, slotted: list[UnitBytes], slot_bytes: int, void: Collection[int]) -> dict[int, _Counted]:
-    """Count the fetches of a step. Args: void: units that a step's update leaves without their weights."""
+def _visited(
+    problem: Problem,
+    slotted: Sequence[UnitBytes],
+    sites: Sequence[HookSite],
+    slot_bytes: int,
+    void: Collection[int],
+) -> dict[int, Fetched]:
+    """The fetches of a step. Args: void: units that a step's update leaves without their weights."""
     staying = [unit for unit in slotted if unit.unit.stays]
-    moving = [unit for unit in slotted if not unit.unit.stays]
+    sizes = {unit.index: unit.whole.weight_bytes for unit in slotted if not unit.unit.stays}
+    trained = {unit.index for unit in slotted if unit.trained_weight}
     room = slot_bytes - sum(unit.whole.weight_bytes for unit in staying)
-    first = next((at for at, unit in enumerate(moving) if unit.trained_weight), len(moving))
-    one_pass = [(unit, True) for unit in moving] + [(unit, False) for unit in reversed(moving[first:])]
-    order = one_pass * problem.passes
-    uses: dict[int, list[int]] = {}
-    for at, (unit, _) in enumerate(order):
-        uses.setdefault(unit.index, []).append(at)
-    sizes = {unit.index: unit.whole.weight_bytes for unit in moving}
-    there: dict[int, None] = {}
-    free = room
-    counted: dict[int, _Counted] = {}
-
-    def next_use(index: int, now: int) -> int:
-        later = bisect_right(uses[index], now)
-        return uses[index][later] if later < len(uses[index]) else uses[index][0] + len(order)
-
-    for _ in range(_STEPS):
-        counted = {unit.index: _Counted() for unit in moving}
-        for at, (unit, forward) in enumerate(order):
-            if unit.index not in there:
-                while free < sizes[unit.index] and there:
-                    gone = max(there, key=lambda index: next_use(index, at))
-                    free += sizes[gone]
-                    del there[gone]
-                there[unit.index] = None
-                free -= sizes[unit.index]
-                counted[unit.index].forwards += forward
-                counted[unit.index].backwards += not forward
-        for index in there:
-            counted[index].at_end = True
-        for index in [each for each in there if each in void]:
-            free += sizes[index]
-            del there[index]
-    once = {unit.index: _Counted(int(unit.index in void), 0, at_end=True) for unit in staying}
-    return counted | once
+    order = in_order(list(sizes), sites)
+    first = next((at for at, index in enumerate(order) if index in trained), len(order))
+    visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
+    walk = Walk(visits * problem.passes, sizes, room, in_pieces=not problem.limits.shares)
+    once = {unit.index: Fetched(int(unit.index in void), 0, at_end=True) for unit in staying}
+    return walk.steady(void) | once
 
 
 def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool:

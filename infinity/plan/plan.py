@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
@@ -11,6 +12,7 @@ from infinity.plan.placement import Placement
 from infinity.plan.problem import ALONE, Peers, Problem
 from infinity.plan.traffic import traffic
 from infinity.sizes import format_bytes
+from infinity.state.discover import HookSite
 from infinity.state.shard import Cut
 
 _OVERLAP = {
@@ -127,10 +129,19 @@ class Plan:
 # -- what a step moves -------------------------------------------------------------------------------------------------
 
 
-def forecast(problem: Problem, placement: Placement, budgets: Budgets, layout: Layout, *, saves_bytes: int) -> Forecast:
-    """Args: saves_bytes: as in the Forecast."""
+def forecast(
+    problem: Problem,
+    placement: Placement,
+    budgets: Budgets,
+    layout: Layout,
+    sites: Sequence[HookSite],
+    *,
+    saves_bytes: int,
+) -> Forecast:
+    """Args: sites: which units each module needs. saves_bytes: as in the Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    moved = traffic(problem, *in_ram)
+    moved, usual = traffic(problem, *in_ram), expected(problem, placement, budgets, sites)
+    speculates = placement.updates.overlap == "auto"  # and waits for the norm where gradients are clipped
     return Forecast(
         passes=problem.passes,
         read_bytes=moved.read_bytes,
@@ -138,8 +149,8 @@ def forecast(problem: Problem, placement: Placement, budgets: Budgets, layout: L
         commit_bytes=moved.commit_bytes,
         rate=problem.disks.rate if layout.swap.nbytes else None,
         saves_bytes=saves_bytes,
-        moved=expected(problem, placement, budgets),
-        moved_clipping=expected(problem, placement, budgets, clips=True),
+        moved=usual,
+        moved_clipping=expected(problem, placement, budgets, sites, clips=True) if speculates else usual,
     )
 
 

@@ -181,7 +181,7 @@ def _plan(
     if problem.told is None:
         one_pass = _place(replace(problem, told=1), resumes=resumes)
         saves = chosen.moved.step_bytes - one_pass.moved.step_bytes
-    predicted = forecast(problem, placement, budgets, layout, saves_bytes=saves)
+    predicted = forecast(problem, placement, budgets, layout, sites, saves_bytes=saves)
     plan = Plan(str(device), placement, budgets, layout, predicted)
     if plan.host_bytes != host_bytes + ahead:
         raise AssertionError(f"placed within {host_bytes + ahead} bytes of host memory, laid out in {plan.host_bytes}")

@@ -9,8 +9,9 @@ beside the passes, a step takes as long as the busiest of them, and a little mor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.plan.expected import Moved
 from infinity.plan.plan import Plan
@@ -72,15 +73,16 @@ class Prediction:
         return max(self.busy, key=lambda name: self.busy[name])
 
 
-def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False) -> Prediction:
+def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, checksums: bool = True) -> Prediction:
     """Predict a step of one process of the plan, of `plan.peers.on_machine` that share this machine.
 
     Args:
         clips: gradients are clipped in most steps.
+        checksums: of what goes to the store and comes from it, as in the swap config.
     """
     moved = plan.forecast.moved_clipping if clips else plan.forecast.moved
     ranks = plan.peers.on_machine
-    share = _Share(plan, machine, ranks)
+    share = _Share(plan, machine if checksums else replace(machine, checksums=math.inf), ranks)
     passes = share.passes(moved, work)
     updates = share.updates(moved)
     together = {name: passes.get(name, 0.0) + updates.get(name, 0.0) for name in {**passes, **updates}}
@@ -126,8 +128,11 @@ class _Share:
         self._plan, self._machine, self._ranks = plan, machine, ranks
 
     def disk(self, read: float, written: float) -> float:
-        """Reads and writes take turns."""
-        return self._ranks * (read / self._machine.disk_read + written / self._machine.disk_write)
+        """Reads and writes take turns, and those that there are as many bytes of get what the mix of both gets."""
+        machine, mixed = self._machine, min(read, written)
+        by_turns = read / machine.disk_read + written / machine.disk_write
+        of_mix = mixed / machine.disk_read + mixed / machine.disk_write
+        return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
     def passes(self, moved: Moved, work: Work) -> dict[str, float]:
         """Forward and backward."""
@@ -138,17 +143,17 @@ class _Share:
             "disk": self.disk(moved.weights + moved.gradients, moved.gradients),
             "processor": cores(landed / machine.land) + cores(checked / machine.checksums),
         }
+        # Of micro-batches that go through a layer together, each one's gradients come.
+        landings = work.landings / max(self._plan.forecast.passes, 1)
         if machine.is_gpu:
             busy |= {"compute": work.flops / machine.flops}
-            # Of micro-batches that go through a layer together, each one's gradients come.
-            landings = work.landings / max(self._plan.forecast.passes, 1)
             busy |= {"up": moved.up / machine.up, "down": landings * moved.down / machine.down}
             busy["memory"] = self._ranks * (moved.up + moved.down + moved.weights) / machine.dram
         else:
             busy["processor"] += cores(work.flops / machine.flops)
             busy["processor"] += cores(moved.decoded / 2 / machine.decode) if machine.decode else 0.0
         if machine.between and self._plan.peers.cut.count > 1:
-            busy["between"] = moved.fetched / machine.between
+            busy["between"] = (moved.gathered + landings * moved.exchanged) / machine.between
         return busy
 
     def updates(self, moved: Moved) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator.registry import coordinator_of
+from tests.ranks.workers import run
 
 WIDTH, BLOCKS = 128, 8
 BLOCK_BYTES = 2 * 2 * WIDTH * WIDTH
@@ -63,6 +64,76 @@ def counted(model: nn.Module, clip: float | None, micro_batches: int, vertical: 
     return (after.read_bytes - before.read_bytes) / STEPS, (after.written_bytes - before.written_bytes) / STEPS
 
 
+class Tied(nn.Module):
+    """A chain between an embedding and a head of the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.chain = nn.Embedding(4 * WIDTH, WIDTH), Chain()
+        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.chain(given @ self.embedding(torch.arange(WIDTH))))
+        return out
+
+
+@pytest.mark.parametrize("slots", [2, 3, 4, 6, 9])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.cpu_only("the device's own copies are counted elsewhere")
+def test_tied_weights_are_fetched_for_each_of_their_uses(slots: int, passes: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "overlap": "off",
+        "activations": "keep",
+        "memory": {"device": 2 * slots * BLOCK_BYTES, "host": "64MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 0,
+    }
+    model = infinity.offload(Tied().bfloat16(), config, accumulation_steps=passes)
+    moved = coordinator_of(model).plan.forecast.moved
+    read, written = counted(model, None, passes, False)
+    infinity.close(model)
+    assert moved.written_bytes == written
+    assert moved.read_bytes == pytest.approx(read, rel=0.03)  # what is being written at that moment stays in its slot
+
+
+def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[float, float], tuple[float, float]]:
+    """What one of two ranks was to move in a step, and what it moved."""
+    torch.manual_seed(0)
+    model: Any = Chain().bfloat16()
+    for block in model.blocks[1::2] if frozen else ():
+        block.requires_grad_(False)
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "overlap": "off",
+        "activations": "keep",
+        "ranks": {"gather": gather},
+        "memory": {"device": 2 * 2 * slots * BLOCK_BYTES, "host": "128MiB"},
+        "nvme": {"paths": [folder]},
+        "commit_every": 0,
+    }
+    infinity.offload(model, config, device="cpu", accumulation_steps=1)
+    moved = coordinator_of(model).plan.forecast.moved
+    found = counted(model, None, 1, False)
+    infinity.close(model)
+    return (moved.read_bytes, moved.written_bytes), found
+
+
+@pytest.mark.parametrize("gather", ["world", "none"])
+@pytest.mark.parametrize(("slots", "frozen"), [(2, False), (3, True), (6, False), (6, True)])
+@pytest.mark.cpu_only("several ranks compute on the CPU")
+def test_of_several_ranks_each_moves_what_its_plan_expects(
+    gather: str, slots: int, frozen: bool, tmp_path: Path
+) -> None:
+    for planned, measured in run(2, on_rank, str(tmp_path / "swap"), gather, slots, frozen):
+        assert planned == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("weights", ["nvme", "host"])
 @pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
 @pytest.mark.parametrize("slots", [2, 3, 6, 8])

@@ -80,6 +80,36 @@ def test_each_rate_of_a_machine_counts(slow: str) -> None:
     assert of(plan, replace(CPU, **{slow: value})).seconds > 100 * of(plan).seconds
 
 
+def test_reads_and_writes_of_as_many_bytes_get_what_the_mix_of_both_gets() -> None:
+    """A profile's three rates, of steps that only read, and of some that write as much."""
+    plan, half = planned(), replace(CPU, disk_mixed=0.5)
+    moved = plan.forecast.moved
+    both = min(moved.read_bytes, moved.written_bytes)
+    by_turns = moved.read_bytes / 1e9 + moved.written_bytes / 5e8
+    assert 0 < both < moved.read_bytes
+    weights, updates = moved.weights / 1e9, min(moved.states, moved.written) * (1 / 1e9 + 1 / 5e8)
+    assert of(plan, half).busy["disk"] == pytest.approx(by_turns + updates)
+    assert of(plan).busy["disk"] == pytest.approx(by_turns)
+    assert of(plan, half).load_s == pytest.approx(2 * of(plan).load_s)
+    assert weights > 0
+
+
+def test_checksums_cost_nothing_where_there_are_none() -> None:
+    plan, slow = planned(), replace(CPU, checksums=1e3)
+    assert of(plan, slow, checksums=False).seconds == pytest.approx(of(plan).seconds, rel=1e-3)
+
+
+def test_weights_and_gradients_go_between_the_devices() -> None:
+    def seconds(work: Work = IDLE, **ranks: Any) -> float:
+        memory = {"device": "16MiB", "host": "1GiB"}
+        return of(planned("cuda", ranks=2, memory=memory, **ranks), MACHINES["8xh200"], work).busy["between"]
+
+    alone = 16 * 1024 * 1024  # the weights' bytes, of which half come from the other rank, and so it is with gradients
+    once = seconds()
+    assert once == pytest.approx((2 * alone + alone) / 2 / MACHINES["8xh200"].between, rel=0.25)
+    assert seconds(replace(IDLE, landings=5)) - once == pytest.approx(4 * alone / 2 / MACHINES["8xh200"].between)
+
+
 def test_several_ranks_share_the_disks_and_the_cores() -> None:
     one, two = (of(planned(ranks=ranks, memory={"device": "64MiB", "host": "1GiB"})) for ranks in (1, 2))
     assert two.busy["disk"] == pytest.approx(one.busy["disk"], rel=0.25)  # half the bytes at half the rate

@@ -16,15 +16,16 @@ from infinity import _native
 from infinity.base.accelerator import TorchAccelerator, free_bytes
 from infinity.cli.bench.adam import Format, run_adam
 from infinity.cli.doctor.gpu import measure
-from infinity.io.profile import profile_of
-from infinity.plan.disk import room_bytes
-from infinity.plan.machine import available_host_bytes, usable_cores
+from infinity.plan.disk import profiles_of, room_bytes
+from infinity.plan.machine import available_host_bytes, last_cache_bytes, usable_cores
 from infinity.plan.rates import Machine
 from infinity.state.codec import Codec, encode, encoded_bytes
 from infinity.state.frozen import FrozenName
 
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL = 4 << 20
+_UPDATE_BYTES = 14
+"""Of memory per parameter, with fp32 moments: weight, residual, moments, gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
@@ -49,9 +50,9 @@ def machine_here(
     """
     cores = usable_cores()
     sources: dict[str, str] = {}
-    read, write = _disks(paths, sources)
+    read, write, mixed = _disks(paths, sources)
     adam, dram = _adam(cores)
-    sources["adam, dram"] = f"measured now: {_UPDATE_NUMEL >> 20} Mi parameters in memory, {cores} threads"
+    sources["adam, dram"] = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads"
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
     sources["flops"] = "measured now: forward and backward of a block"
     up = down = 0.0
@@ -70,6 +71,7 @@ def machine_here(
         dram=dram,
         disk_read=read,
         disk_write=write,
+        disk_mixed=mixed,
         adam=adam,
         checksums=cores * _CHECKSUMS_PER_CORE,
         land=cores * _LAND_PER_CORE,
@@ -87,28 +89,30 @@ def machine_here(
     )
 
 
-def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float]:
-    """Bytes per second of all disks together, read and written."""
-    found = [profile_of(path) for path in paths]
-    profiles = [profile for profile in found if profile is not None]
-    if paths and len(profiles) == len(paths):
+def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float, float]:
+    """Bytes per second of all disks together, read and written; and what a mix of both gets of these by turns."""
+    profiles = profiles_of(paths)
+    if profiles:
         sources["disk"] = f"profiled by infinity-bench, {', '.join(profile.measured[:10] for profile in profiles)}"
         mixed = sum(profile.mixed_rate for profile in profiles)
         read, write = (sum(getattr(each, key) for each in profiles) for key in ("read_rate", "overwrite_rate"))
-        # Half of each in turns takes as long as the mix does: the two rates are scaled to that.
-        scale = mixed / (2 / (1 / read + 1 / write))
-        return read * scale, write * scale
+        return read, write, mixed / (2 / (1 / read + 1 / write))
     count = max(len(paths), 1)
     sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench --path DIRECTORY` measures them"
-    return count * _DISK_READ, count * _DISK_WRITE
+    return count * _DISK_READ, count * _DISK_WRITE, 1.0
 
 
 def _adam(cores: int) -> tuple[dict[str, float], float]:
     """Parameters per second of an update in memory by the form of the moments, and bytes per second of memory."""
     forms = {moments: Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
-    report = run_adam(_UPDATE_NUMEL, [cores], [_native.select_isa()], 3, list(forms.values()))
+    report = run_adam(_update_numel(), [cores], [_native.select_isa()], 3, list(forms.values()))
     rates = dict(zip(forms, (row.parameters_per_s for row in report.results), strict=True))
     return {str(name): rate for name, rate in rates.items()}, next(iter(report.bound.values()))
+
+
+def _update_numel() -> int:
+    """Parameters of which the processor's caches hold no more than a quarter."""
+    return max(4 * last_cache_bytes() // _UPDATE_BYTES >> 20 << 20, _UPDATE_NUMEL)
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:

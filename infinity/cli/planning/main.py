@@ -15,7 +15,7 @@ from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_alone, require_file_place
 from infinity.cli.planning.here import machine_here
 from infinity.cli.planning.model import Batch, adapt, build, widths
-from infinity.cli.planning.report import activations_fit, as_json, report
+from infinity.cli.planning.report import as_json, report
 from infinity.cli.planning.scenario import Scenario, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
@@ -57,7 +57,7 @@ def plan(options: argparse.Namespace) -> int:
         from infinity.cli.planning.plot import plot
 
         plot(scenario, outcome, options.plot.expanduser())
-    return 0 if activations_fit(outcome) else DOES_NOT_FIT
+    return 0 if outcome.activations_fit else DOES_NOT_FIT
 
 
 def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namespace) -> int:

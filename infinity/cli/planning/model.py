@@ -14,8 +14,10 @@ from torch import nn
 from infinity.cli.planning.presets import PRESETS
 from infinity.cli.planning.skeleton import skeleton
 from infinity.echo import quoted
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ModelError
 from infinity.plan.prediction import Work
+from infinity.state.codec import Codec
+from infinity.state.frozen import remember
 
 _LOGITS_BYTES = 1 << 30
 """Of a chunked loss at most: some rows of the vocabulary in fp32, and their gradients."""
@@ -52,7 +54,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
             id, of which the configuration alone is fetched.
 
     Raises:
-        ConfigError: there is no such model.
+        ConfigError, ModelError: there is no such model, or none that can be planned for.
     """
     if name in PRESETS:
         return skeleton(PRESETS[name], dtype)
@@ -62,6 +64,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
     from infinity.checkpoint.load import load_config_of
+    from infinity.checkpoint.quantized import codec_said, without_quantization
 
     found = {} if revision is None else {"revision": revision}
     config = load_config_of(name, trust_remote_code=trust_remote_code, **found)
@@ -69,19 +72,35 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        codec = codec_said(name, config)
+        config = without_quantization(config)
         try:
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        except ValueError as error:
-            kind = getattr(config, "model_type", "")
-            raise ConfigError(f"{name}: transformers has no causal language model of type {quoted(kind)}") from error
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except Exception as error:  # a model's own code may raise anything
+            if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+                kind = getattr(config, "model_type", "")
+                said = f"{name}: transformers has no causal language model of type {quoted(kind)}"
+                raise ConfigError(said) from error
+            raise ModelError(f"{name}: transformers cannot make a model of its config: {error}") from error
+    if codec is not None:
+        _rest_encoded(model, codec)
+    return model
+
+
+def _rest_encoded(model: nn.Module, codec: Codec) -> None:
+    """The model's checkpoint has the linear layers of its blocks in this form."""
+
+    def read() -> torch.Tensor:
+        raise AssertionError("a plan reads no weights")
+
+    for linear in _linears(model):
+        remember(linear.get_parameter("weight"), codec, read)
 
 
 def adapt(model: nn.Module, rank: int) -> None:
     """Freeze a model, and put adapters beside the linear layers of its blocks, as --lora does."""
     model.requires_grad_(False)
-    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    inside = {each for block in blocks for each in block.modules()}
-    linears = {each for each in inside if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"}
+    linears = _linears(model)
     if not linears:
         raise ConfigError("--lora: the model's blocks have no linear layers to put adapters beside")
     for linear in linears:
@@ -92,11 +111,19 @@ def adapt(model: nn.Module, rank: int) -> None:
         linear.add_module("lora_B", nn.Linear(rank, outward, **of))
 
 
+def _linears(model: nn.Module) -> list[nn.Module]:
+    """The linear layers of a model's blocks."""
+    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inside = dict.fromkeys(each for block in blocks for each in block.modules())
+    return [each for each in inside if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"]
+
+
 def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
     """What a step of a model computes, and the device memory that its activations take. Matrix products and attention
     are counted; what is looked up costs nothing."""
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
-    heads = {each.weight for each in model.modules() if isinstance(each, nn.Linear)} & looked_up  # tied
+    linears = (each for each in model.modules() if isinstance(each, nn.Linear))
+    heads = {each._parameters.get("weight") for each in linears} & looked_up  # tied
     active = _active_share(model)
     width, inner = widths(model)
     words = max((weight.shape[0] for weight in looked_up), default=0)
@@ -108,7 +135,7 @@ def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Wor
         products += numel
         trained += numel if parameter.requires_grad else 0.0
     layers = _blocks(model)
-    attention = 2.0 * batch.length * width * layers  # per token: two products, of which half is masked
+    attention = 2.0 * batch.length * _attention_width(model, width) * layers
     once = (2 * products + attention) * batch.tokens * batch.count
     again = once if recompute else 0.0
     backward = again + (2 * products + 2 * trained + 2 * attention) * batch.tokens * batch.count
@@ -128,9 +155,39 @@ def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Wor
     )
 
 
+def _attention_width(model: Any, width: int) -> float:
+    """Of a block's queries, for each token's two products of which half is masked. Of an encoder and a decoder the
+    mean: the one's are not masked, and the other has a further two of which nothing is.
+
+    Args:
+        width: of what goes from block to block.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 0
+    each = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or (width // heads if heads else 0)
+    queries = getattr(model, "query_width", None) or heads * each or width
+    return float(queries) * (2.5 if is_encoder_decoder(model) else 1.0)
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(getattr(model, "config", model), "is_encoder_decoder", False))
+
+
 def _blocks(model: nn.Module) -> int:
-    """Of the longest lists of blocks, together."""
-    lists = [len(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    """Of the longest lists of blocks, together: an encoder and a decoder have one each. A list in a block is no such
+    list."""
+    lists: list[int] = []
+
+    def walk(module: nn.Module) -> None:
+        if isinstance(module, nn.ModuleList):
+            lists.append(len(module))
+            return
+        for child in module.children():
+            walk(child)
+
+    walk(model)
     longest = max(lists, default=1)
     return sum(count for count in lists if count == longest) if lists.count(longest) <= 2 else longest
 

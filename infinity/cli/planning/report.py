@@ -30,8 +30,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     """Whether it fits, how fast it is, and what it costs the drives, in one line."""
     prediction, machine = outcome.prediction, scenario.machine
     tokens = outcome.work.tokens * scenario.ranks
-    fits = activations_fit(outcome)
-    if not fits:
+    if not outcome.activations_fit:
         short = outcome.work.peak_bytes - outcome.activation_room
         return f"does not fit: activations need {format_bytes(short)} more of memory.device than the plan leaves them"
     line = (
@@ -53,10 +52,6 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
-def activations_fit(outcome: Outcome) -> bool:
-    return outcome.work.peak_bytes <= outcome.activation_room
-
-
 def _bound(outcome: Outcome) -> str:
     name = outcome.prediction.bound
     return "the processor" if name == "processor" else f"the {LINKS[name]}" if name == "disk" else LINKS[name]
@@ -68,6 +63,8 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     yield from _times(scenario, outcome, steps)
     yield ""
     yield outcome.plan.describe()
+    for name, count in scenario.tiled.items():
+        yield f"  tiles         '{name}' runs in {count} tiles: memory.device has no room for its weights at once"
     yield from _bytes(scenario, outcome)
     yield ""
     yield from _activations(scenario, outcome)
@@ -75,7 +72,7 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     yield ""
     yield from _alternatives(outcome, alternatives)
     yield ""
-    yield from _sources(scenario.machine)
+    yield from _sources(scenario.machine, outcome)
 
 
 def _times(scenario: Scenario, outcome: Outcome, steps: int | None) -> Iterator[str]:
@@ -141,11 +138,13 @@ def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator
         yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {each.text}"
 
 
-def _sources(machine: Machine) -> Iterator[str]:
+def _sources(machine: Machine, outcome: Outcome) -> Iterator[str]:
+    moments = outcome.plan.placement.form.moments
+    adam = machine.adam.get(moments, machine.adam["fp32"])
     yield f"predicted for {machine.name}, with these rates:"
     rates = {
         "disk": f"{machine.disk_read / 1e9:.2f} GB/s read, {machine.disk_write / 1e9:.2f} GB/s written",
-        "adam": f"{max(machine.adam.values()) / 1e9:.2f} Gparam/s",
+        "adam": f"{adam / 1e9:.2f} Gparam/s with {moments} moments",
         "dram": f"{machine.dram / 1e9:.0f} GB/s",
         "flops": f"{machine.flops / 1e12:.3g} TFLOP/s",
     }
@@ -153,6 +152,11 @@ def _sources(machine: Machine) -> Iterator[str]:
         rates["up, down"] = f"{machine.up / 1e9:.0f} GB/s up, {machine.down / 1e9:.0f} GB/s down"
     if machine.decode:
         rates["decode"] = f"{machine.decode / 1e9:.2f} Gparam/s"
+    if outcome.config.nvme.checksums:
+        rates["checksums"] = f"{machine.checksums / 1e9:.0f} GB/s"
+    rates["land"] = f"{machine.land / 1e9:.0f} Gparam/s of gradients that arrive"
+    if "between" in outcome.prediction.busy:
+        rates["between"] = f"{machine.between / 1e9:.0f} GB/s from the other devices"
     for name, rate in rates.items():
         yield f"  {name:<10}{rate}: {_source(machine, name)}"
 
@@ -186,7 +190,7 @@ def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative
         return {"seconds": of.prediction.seconds, "busy_s": dict(of.prediction.busy)}
 
     return {
-        "fits": activations_fit(outcome),
+        "fits": outcome.activations_fit,
         "verdict": verdict(scenario, outcome),
         **figures(outcome),
         "bound": prediction.bound,

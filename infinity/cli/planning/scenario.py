@@ -44,6 +44,10 @@ class Outcome:
     prediction: Prediction
     activation_room: int
 
+    @property
+    def activations_fit(self) -> bool:
+        return self.work.peak_bytes <= self.activation_room
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -64,7 +68,8 @@ class Scenario:
     """What is to be planned for.
 
     Attributes:
-        model: on the meta device.
+        model: on the meta device. Its layers are cut into tiles where memory.device has no room for them, as
+            infinity.offload does.
         machine: its rates; memory and disks are those of the config and of `disks`.
         ranks: processes on this machine that train together.
         clips: gradients are clipped in most steps.
@@ -83,9 +88,25 @@ class Scenario:
     def outcome(self, config: SwapConfig | None = None) -> Outcome:
         """Raises PlanError, ConfigError: it does not fit, or cannot be."""
         config = self.config if config is None else config
-        found = self._found(config)
-        peers = ALONE if self.ranks == 1 else Peers(Cut(self.ranks, 0), self.ranks)
-        plan = make_plan(
+        try:
+            plan = self._plan(config, self._found(config))
+        except DeviceRoomError as error:
+            if not self._tile(error, config):
+                raise
+            plan = self._plan(config, self._found(config))
+        work = self._work(plan, config, self._batch(config))
+        room = plan.budgets.limits.device - plan.device_bytes
+        if self.device.type == "cpu":
+            room = min(room, self.machine.host_bytes - plan.host_bytes)
+        prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
+        return Outcome(config, plan, work, prediction, room)
+
+    def _plan(self, config: SwapConfig, found: Discovery) -> Plan:
+        peers = ALONE
+        if self.ranks > 1:
+            near = Cut(1, 0) if config.ranks.gather == "none" else None
+            peers = Peers(Cut(self.ranks, 0), self.ranks, near=near)
+        return make_plan(
             found.units,
             config,
             self.device,
@@ -96,11 +117,23 @@ class Scenario:
             peers=peers,
             disks=self.disks,
         )
-        work = self._work(plan, config, self._batch(config))
-        room = plan.budgets.limits.device - plan.device_bytes
-        if self.device.type == "cpu":
-            room = min(room, self.machine.host_bytes - plan.host_bytes)
-        return Outcome(config, plan, work, predict(plan, work, self.machine, clips=self.clips), room)
+
+    def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
+        """Cut the layers that memory.device has no room for into tiles. False where it still has none then."""
+        from infinity.runtime.tiles_to_fit import tile_to_fit
+
+        def plan(model: Any) -> Plan:
+            return self._plan(config, discover(model, config.moments, config.frozen))
+
+        tiled = tile_to_fit(self.model, error, plan)
+        self._discoveries.clear()
+        return tiled
+
+    @property
+    def tiled(self) -> Mapping[str, int]:
+        """The layers that run in tiles, and in how many."""
+        layers = {name: getattr(module, "tiles", None) for name, module in self.model.named_modules()}
+        return {name: len(tiles) for name, tiles in layers.items() if isinstance(tiles, list)}
 
     def _batch(self, config: SwapConfig) -> Batch:
         """With `vertical` all micro-batches of a step are in one pass, where the scenario is not asked for another
@@ -142,13 +175,15 @@ class Scenario:
         return low
 
     def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
-        """The first change of a plan that does not fit with which it does: of those that change nothing that is
-        computed, then of the others."""
+        """The first change of a plan that does not fit with which it does, activations included: of those that change
+        nothing that is computed, then of the others."""
         for changes in self._changes_to_fit():
             try:
-                return changes, self.outcome(with_changes(self.config, changes))
-            except PlanError:
+                found = self.outcome(with_changes(self.config, changes))
+            except (PlanError, ConfigError):
                 continue
+            if found.activations_fit:
+                return changes, found
         return None
 
     def _changes_to_fit(self) -> Iterator[Mapping[str, Any]]:
@@ -167,9 +202,9 @@ class Scenario:
         for changes in self.choices():
             try:
                 other = self.outcome(with_changes(self.config, changes))
-            except (PlanError, DeviceRoomError):
+            except PlanError:
                 continue
-            if other.prediction.seconds <= (1 - GAIN_MIN) * before and other.work.peak_bytes <= other.activation_room:
+            if other.prediction.seconds <= (1 - GAIN_MIN) * before and other.activations_fit:
                 found.append(Alternative(changes, other))
         found.sort(key=lambda each: (round(each.outcome.prediction.seconds, 6), len(each.changes)))
         return _without_idle_changes(found)[:_ALTERNATIVES]

@@ -17,11 +17,17 @@ class _Norm(nn.Module):
             self.bias = nn.Parameter(torch.empty(width))
 
 
-class _Linear(nn.Linear):
+class _WithoutValues(nn.Linear):
     """Without values there is nothing to draw, and torch would take a second to find that out."""
 
     def reset_parameters(self) -> None:
         return
+
+
+def _linear(inward: int, outward: int, bias: bool) -> nn.Linear:
+    made: nn.Linear = _WithoutValues(inward, outward, bias)
+    made.__class__ = nn.Linear  # which may be tiled
+    return made
 
 
 class _Embedding(nn.Embedding):
@@ -38,13 +44,13 @@ class _Block(nn.Module):
         super().__init__()
         queries, biased = shape.bias in ("all", "qkv"), shape.bias in ("all", "mlp")
         for name in ("attention", "cross_attention") if attends else ("attention",):
-            self.add_module(f"{name}_q", _Linear(shape.hidden, shape.query_width, queries))
-            self.add_module(f"{name}_k", _Linear(shape.hidden, shape.kv_width, queries))
-            self.add_module(f"{name}_v", _Linear(shape.hidden, shape.kv_width, queries))
-            self.add_module(f"{name}_o", _Linear(shape.query_width, shape.hidden, shape.bias == "all"))
+            self.add_module(f"{name}_q", _linear(shape.hidden, shape.query_width, queries))
+            self.add_module(f"{name}_k", _linear(shape.hidden, shape.kv_width, queries))
+            self.add_module(f"{name}_v", _linear(shape.hidden, shape.kv_width, queries))
+            self.add_module(f"{name}_o", _linear(shape.query_width, shape.hidden, shape.bias == "all"))
         for name in ("up", "gate") if shape.gated else ("up",):
-            self.add_module(name, _Linear(shape.hidden, shape.intermediate, biased))
-        self.down = _Linear(shape.intermediate, shape.hidden, biased)
+            self.add_module(name, _linear(shape.hidden, shape.intermediate, biased))
+        self.down = _linear(shape.intermediate, shape.hidden, biased)
         for number in range(shape.norms + attends):
             self.add_module(f"norm{number}", _Norm(shape.hidden, shape.norm_bias))
         if shape.head_norms:
@@ -57,12 +63,18 @@ class _Block(nn.Module):
 
 
 class Skeleton(nn.Module):
-    """See the module. Attributes: supports_gradient_checkpointing: as models of transformers have it."""
+    """See the module.
+
+    Attributes:
+        supports_gradient_checkpointing, is_encoder_decoder: as models of transformers have them.
+        query_width: of all heads of a block's attention.
+    """
 
     supports_gradient_checkpointing = True
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.is_encoder_decoder, self.query_width = shape.decoder, shape.query_width
         self.embedding = _Embedding(shape.vocabulary, shape.hidden)
         if shape.positions:
             self.positions = _Embedding(shape.positions, shape.hidden)
@@ -70,7 +82,7 @@ class Skeleton(nn.Module):
         if shape.decoder:
             self.decoder_layers = nn.ModuleList(_Block(shape, attends=True) for _ in range(shape.layers))
         self.norm = _Norm(shape.hidden, shape.norm_bias)
-        self.head = _Linear(shape.hidden, shape.vocabulary, bias=shape.head_bias)
+        self.head = _linear(shape.hidden, shape.vocabulary, bias=shape.head_bias)
         if shape.tied:
             self.head.weight = self.embedding.weight
 

@@ -54,6 +54,31 @@ def test_activations_without_room_do_not_fit(capsys: pytest.CaptureFixture[str])
     assert text.startswith("does not fit: activations need ")
 
 
+def test_a_change_that_fits_leaves_room_for_activations() -> None:
+    small = scenario_of("llama-3-8b", "consumer", weights="host", optimizer="host")
+    assert small.fits_if() is not None
+    assert replace(small, batch=Batch(512, 2048)).fits_if() is None
+
+
+def test_a_layer_without_room_is_tiled_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "llama-3-8b", "--machine", "consumer", "--set", "memory.device=1536MiB", "--frozen", "bf16",
+                "--lora", "8", "--sequence-length", "32")  # fmt: skip
+    assert text.startswith("fits: ")
+    assert "'head' runs in 3 tiles: memory.device has no room for its weights at once" in text
+
+
+def test_copies_of_all_weights_are_read_once_a_step() -> None:
+    def moved(**ranks: Any) -> Any:
+        config = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "8GiB", "host": "1TiB"}}
+        scenario = scenario_of("llama-3-8b", "8xh200", **config, **ranks)
+        return replace(scenario, ranks=8, batch=Batch(1, 2048, passes=4)).outcome().prediction.moved
+
+    world, none = moved(), moved(ranks={"gather": "none"})
+    assert none.weights < 0.3 * world.weights
+    assert none.gathered < 0.3 * world.gathered
+    assert none.up > 4 * world.up  # the whole from RAM, instead of this rank's slice
+
+
 def test_the_numbers_say_where_they_are_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     here = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), "--set", "memory.host=8GiB")
     assert "adam      " in here

@@ -1,0 +1,137 @@
+"""A step, visit by visit: which units are fetched while it goes, and which have a slot at its end.
+
+This is what units/room.py does, without its clock: at each visit the unit that is used comes, and then those that are
+used next, as far as there is room; the unit with the farthest next use makes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.io.arena import Lease, Space
+from infinity.state.discover import HookSite
+
+_STEPS_MAX = 4
+"""Until a step is like the one before."""
+
+
+@dataclass
+class Fetched:
+    """Fetches of a unit in one step, for forward and for backward; and whether it has a slot when the step's last pass
+    is over."""
+
+    forwards: int = 0
+    backwards: int = 0
+    at_end: bool = False
+
+
+def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
+    """These units in the order in which a forward needs them: those with tied weights as often as they are needed.
+
+    Args:
+        sites: which units each module needs, in the order of the forward.
+    """
+    wanted = {*units}
+    needed = [index for site in sites for index in site.units if index in wanted]
+    visits = [*needed, *sorted(wanted - {*needed})]
+    return [index for at, index in enumerate(visits) if at == 0 or visits[at - 1] != index]
+
+
+class Walk:
+    """Steps of the same visits.
+
+    Args:
+        visits: (unit, it is one of a forward), in order.
+        sizes: bytes of a slot, by unit.
+        room: bytes of all slots together.
+        in_pieces: each slot is one piece of the room: a large unit may find room enough, and no piece that is long
+            enough. Else bytes alone are counted, as several ranks do.
+    """
+
+    def __init__(
+        self, visits: Sequence[tuple[int, bool]], sizes: Mapping[int, int], room: int, *, in_pieces: bool
+    ) -> None:
+        self._visits = visits
+        self._sizes = sizes
+        self._room = room
+        self._uses: dict[int, list[int]] = {}
+        for at, (index, _) in enumerate(visits):
+            self._uses.setdefault(index, []).append(at)
+        self._slots = _Slots(room, in_pieces=in_pieces)
+        self._fetched: dict[int, Fetched] = {}
+
+    def steady(self, void: Collection[int]) -> dict[int, Fetched]:
+        """What a step fetches once it is like the one before. Args: void: units whose slots end with each step."""
+        for _ in range(_STEPS_MAX):
+            before, self._fetched = self._fetched, {index: Fetched() for index in self._sizes}
+            for at, (index, forward) in enumerate(self._visits):
+                if index not in self._slots.there:
+                    self._fetch(index, forward, at, index, beyond=-1)
+                self._fetch_ahead(at, index)
+            for index in self._slots.there:
+                self._fetched[index].at_end = True
+            for index in [each for each in self._slots.there if each in void]:
+                self._slots.leave(index)
+            if self._fetched == before:
+                break
+        return self._fetched
+
+    def _fetch_ahead(self, at: int, used: int) -> None:
+        wanted, left, there = {used}, self._room - self._sizes[used], self._slots.there
+        for later in range(at + 1, len(self._visits)):
+            index, forward = self._visits[later]
+            if index not in wanted:
+                wanted.add(index)
+                left -= self._sizes[index]
+                if left < 0:
+                    return
+            if index not in there and not self._fetch(index, forward, at, used, beyond=later):
+                return
+
+    def _fetch(self, index: int, forward: bool, at: int, used: int, *, beyond: int) -> bool:
+        """Fetch a unit at a visit, that of the unit `used`. What else is used later than the visit `beyond` makes
+        room."""
+        slots, uses, count = self._slots, self._uses, len(self._visits)
+        while not slots.try_enter(index, self._sizes[index]):
+            farthest, gone = beyond, -1
+            for other in slots.there:
+                if other == used:
+                    continue
+                later = bisect_right(uses[other], at)
+                use = uses[other][later] if later < len(uses[other]) else uses[other][0] + count
+                if use > farthest:
+                    farthest, gone = use, other
+            if gone < 0:
+                return False
+            slots.leave(gone)
+        fetched = self._fetched[index]
+        fetched.forwards += forward
+        fetched.backwards += not forward
+        return True
+
+
+class _Slots:
+    """The memory that units are fetched into. Args: as of Walk. Attributes: there: the units that have a slot."""
+
+    def __init__(self, nbytes: int, *, in_pieces: bool) -> None:
+        self._space = Space(None, 0, nbytes) if in_pieces else None
+        self._free = nbytes
+        self.there: dict[int, tuple[int, Lease | None]] = {}
+
+    def try_enter(self, index: int, nbytes: int) -> bool:
+        if nbytes > self._free:
+            return False
+        lease = None if self._space is None else self._space.try_lease(nbytes)
+        if self._space is not None and lease is None:
+            return False
+        self._free -= nbytes
+        self.there[index] = nbytes, lease
+        return True
+
+    def leave(self, index: int) -> None:
+        nbytes, lease = self.there.pop(index)
+        self._free += nbytes
+        if lease is not None:
+            lease.release()

@@ -1,0 +1,105 @@
+"""The model that is planned for is that which would train: its units, its form, and what a step of it computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from infinity.cli.planning.model import Batch, adapt, build, work_of
+from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.skeleton import skeleton
+from infinity.errors import ConfigError, ModelError
+from infinity.state.discover import discover
+
+SMALL = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def directory(path: Path, **values: Any) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SMALL | values))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "codec"),
+    [
+        ({**NF4, "bnb_4bit_use_double_quant": True}, "nf4"),
+        (NF4, "nf4_fp32"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8_rows"),
+        ({"load_in_8bit": True}, "int8_rows"),
+        (None, None),
+    ],
+)
+def test_a_quantized_base_rests_as_it_is_in_its_files(
+    quantization: dict[str, Any] | None, codec: str | None, tmp_path: Path
+) -> None:
+    given = {} if quantization is None else {"quantization_config": quantization}
+    model = build(directory(tmp_path, **given), torch.bfloat16)
+    assert {group.codec for unit in discover(model).units for group in unit.groups} == {None}  # it trains whole
+    adapt(model, 4)
+    encoded = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
+    assert {group.codec for group in encoded} == ({codec} if codec else set())
+    assert len(encoded) == (3 if codec else 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "is quantized by gptq"),
+        ({"model_type": "t5"}, ConfigError, "transformers has no causal language model of type 't5'"),
+        ({"hidden_act": "nothing"}, ModelError, "transformers cannot make a model of its config"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(
+    values: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=message):
+        build(directory(tmp_path, **values), torch.bfloat16)
+
+
+def attention(model: Any) -> float:
+    """FLOPs of a forward that grow with the square of the length, for each token of it."""
+    short, long = (
+        work_of(model, Batch(1, length), recompute=True, vertical=False).forward_flops / length for length in (64, 128)
+    )
+    return (long - short) / 64
+
+
+def test_attention_is_as_wide_as_its_queries() -> None:
+    given = {**SMALL, "head_dim": 64, "model_type": "qwen3"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    assert attention(model) == 2 * 3 * 4 * 64
+    qwen = PRESETS["qwen3-32b"]
+    assert (qwen.hidden, qwen.query_width) == (5120, 8192)
+    assert attention(skeleton(qwen, torch.bfloat16)) == 2 * qwen.layers * 8192
+
+
+def test_an_encoder_sees_all_tokens_and_a_decoder_those_of_the_encoder_too() -> None:
+    t5 = PRESETS["t5-11b"]
+    assert attention(skeleton(t5, torch.bfloat16)) == pytest.approx(2 * t5.layers * t5.query_width * (2 + 1 + 2))
+
+
+def test_experts_are_no_blocks_of_the_model() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(16))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(32, 64)
+            self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    assert attention(Model()) == 2 * 3 * 64
