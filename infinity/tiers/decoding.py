@@ -20,7 +20,9 @@ from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import WeightsHome
 
-_DEVICE_NUMEL = 1 << 24  # decoded at once: torch's kernels need memory for fp32 values and indices
+_DEVICE_NUMEL = 1 << 22  # decoded at once: enough to hide the launches
+DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
+"""Of a device's memory, of that which activations have: codes apart, indices, values and products in fp32."""
 
 
 class Decoding:

@@ -23,6 +23,7 @@ from infinity.plan.rates import Machine
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
+from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
 
 GAIN_MIN = 0.02
 """What an alternative must save of the step's time to be worth a line."""
@@ -96,6 +97,8 @@ class Scenario:
             plan = self._plan(config, self._found(config))
         work = self._work(plan, config, self._batch(config))
         room = plan.budgets.limits.device - plan.device_bytes
+        if plan.budgets.decoding_bytes:
+            room -= DEVICE_SCRATCH_BYTES
         if self.device.type == "cpu":
             room = min(room, self.machine.host_bytes - plan.host_bytes)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
