@@ -2,12 +2,16 @@
 
 [Note: decoding] At home the weights of a group with a codec are smaller than in a slot (state/codec.py). A fetch reads
 them into memory of their own (`landing`), which is given back once they are decoded into the slot. What rests in RAM is
-decoded from there. On a device the small form crosses the bus, and is decoded there, on the stream that computes.
+decoded from there. On a device the small form crosses the bus, and is decoded there, on the stream that computes: NF4
+by bitsandbytes' kernel, if that is installed and gives our bits, all else by torch's operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -19,6 +23,8 @@ from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, parts_of, row_numel
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import WeightsHome
+
+logger = logging.getLogger(__name__)
 
 _DEVICE_NUMEL = 1 << 22  # decoded at once: enough to hide the launches
 DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
@@ -118,9 +124,13 @@ def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, o
             out.view(codes.shape)[at : at + rows] = part
         return
     scales = _scales(parts, codec)
+    kernel = nf4_kernel(out.device, out.dtype) if codec in ("nf4", "nf4_fp32") else None
     for at in range(0, out.numel(), _DEVICE_NUMEL):
         count = min(_DEVICE_NUMEL, out.numel() - at)
         of_blocks = scales[at // BLOCK_NUMEL : -(-(at + count) // BLOCK_NUMEL)]
+        if kernel is not None:
+            out[at : at + count] = kernel(parts["codes"][at // 2 : -(-(at + count) // 2)], of_blocks, count)
+            continue
         values = _values(parts["codes"], codec, at, count)
         whole = count // BLOCK_NUMEL * BLOCK_NUMEL
         into = out[at : at + count]
@@ -153,6 +163,53 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
     packed = codes[at // 2 : -(-(at + count) // 2)]
     indices = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count]
     return value_map(codes.device)[indices.int()]
+
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Takes the codes of so many elements and the fp32 scales of their blocks, and returns the values."""
+
+
+@cache
+def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    """bitsandbytes' NF4 kernel for a device, where that is installed and decodes to the bits of our own operations,
+    which need several times its memory traffic."""
+    if device.type == "cpu" or importlib.util.find_spec("bitsandbytes") is None:
+        return None
+    try:
+        kernel = of_bitsandbytes(dtype)
+        agrees = decodes_alike(kernel, device, dtype)
+    except Exception as error:  # of a build for another driver, or another torch
+        logger.info("bitsandbytes' NF4 kernel cannot be used (%s): torch's operations decode", error)
+        return None
+    if not agrees:
+        logger.warning("bitsandbytes' NF4 kernel decodes to other bits on %s: torch's operations decode", device)
+        return None
+    return kernel
+
+
+def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
+    """Raises ImportError, AttributeError: there is none, or one with another interface."""
+    importlib.import_module("bitsandbytes")
+    operation = torch.ops.bitsandbytes.dequantize_4bit
+
+    def kernel(codes: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
+        values: torch.Tensor = operation(codes, scales, BLOCK_NUMEL, "nf4", [count], dtype)
+        return values
+
+    return kernel
+
+
+def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel decodes every code, with scales of many sizes and a last block that is not whole, as our own
+    operations do."""
+    generator = torch.Generator().manual_seed(0)
+    blocks = 4096
+    count = blocks * BLOCK_NUMEL - 13
+    codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, generator=generator).to(device)
+    exponents = torch.randint(-20, 4, (blocks,), generator=generator)
+    scales = torch.rand(blocks, dtype=torch.float32, generator=generator).mul_(torch.exp2(exponents.float())).to(device)
+    ours = _values(codes, "nf4", 0, count) * scales.repeat_interleave(BLOCK_NUMEL)[:count]
+    return torch.equal(kernel(codes, scales, count), ours.to(dtype))
 
 
 @cache

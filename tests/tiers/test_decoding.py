@@ -12,7 +12,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import Codec, decode, encode, encoded_bytes, parts_of
 from infinity.state.unit import Group, ParameterSpec, Unit
 from infinity.tiers import decoding
-from infinity.tiers.decoding import decode_on_device, scale_map, value_map
+from infinity.tiers.decoding import decode_on_device, decodes_alike, of_bitsandbytes, scale_map, value_map
 from infinity.tiers.home import Home, WeightsHome
 
 SIZES = [(1, 1), (1, 63), (3, 21), (2, 32), (65, 1), (7, 64), (5, 129), (130, 131)]
@@ -58,6 +58,60 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
         start, end = group.byte_range(spec)
         found = slot[start:end].view(dtype).view(spec.shape)
         assert torch.equal(found.view(torch.uint8), expected[spec.name].view(torch.uint8)), (codec, spec.shape)
+
+
+@pytest.mark.parametrize("codec", ["nf4", "nf4_fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("at_once", [1 << 22, 128])
+def test_the_kernel_of_bitsandbytes_gives_the_bits_of_the_native_core(
+    codec: Codec, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its CPU kernel stands for that of a device here."""
+    pytest.importorskip("bitsandbytes")
+    kernel, used = of_bitsandbytes(dtype), []
+    assert decodes_alike(kernel, torch.device("cpu"), dtype)
+
+    def noted(codes: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
+        used.append(count)
+        return kernel(codes, scales, count)
+
+    monkeypatch.setattr(decoding, "nf4_kernel", lambda device, dtype: noted)
+    monkeypatch.setattr(decoding, "_DEVICE_NUMEL", at_once)
+    for shape in map(torch.Size, SIZES):
+        data, out = encoded(codec, shape), torch.empty(shape.numel(), dtype=dtype)
+        decoding._decode(data, codec, shape, out)
+        assert torch.equal(out.view(shape), decode(data, codec, shape, dtype)), shape
+    assert sum(used) == sum(torch.Size(sizes).numel() for sizes in SIZES)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("other bits", "decodes to other bits on meta"), ("error", "cannot be used (no kernel image"), ("absent", "")],
+)
+def test_a_kernel_that_cannot_be_trusted_is_not_used(
+    fault: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def alike(*given: Any) -> bool:
+        if fault == "error":
+            raise RuntimeError("no kernel image is available")
+        return False
+
+    monkeypatch.setattr(decoding, "of_bitsandbytes", lambda dtype: None)
+    monkeypatch.setattr(decoding, "decodes_alike", alike)
+    monkeypatch.setattr(decoding.importlib.util, "find_spec", lambda name: None if fault == "absent" else name)
+    with caplog.at_level("INFO", "infinity"):
+        assert decoding.nf4_kernel.__wrapped__(torch.device("meta"), torch.bfloat16) is None
+    assert said in caplog.text
+    assert bool(said) == bool(caplog.text)
+
+
+def test_other_bits_are_seen() -> None:
+    device, dtype = torch.device("cpu"), torch.bfloat16
+
+    def rounds_twice(codes: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
+        return of_bitsandbytes(dtype)(codes, scales.bfloat16().float(), count)
+
+    assert not decodes_alike(rounds_twice, device, dtype)
 
 
 @pytest.mark.parametrize("codec", ["nf4", "int8"])
