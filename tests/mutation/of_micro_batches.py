@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 
 _TESTS = "tests/runtime/test_micro_batches.py"
+_LANES = "tests/runtime/test_lanes.py"
 _LOSS = "tests/runtime/test_cross_entropy.py"
 _CHUNKED = "tests/integrations/test_chunked_loss.py"
 _VERTICAL = "infinity/runtime/vertical.py"
@@ -34,11 +35,25 @@ OF_MICRO_BATCHES = [
         (_TESTS, "-k", "both_orders"),
     ),
     Mutant(
+        "learning changes buffers",
+        _MICRO,
+        "            buffers.put_back()\n",
+        "            pass\n",
+        (_TESTS, "-k", "a_buffer or while_the_stages_are_learned"),
+    ),
+    Mutant(
         "updates begin after any micro-batch",
         _VERTICAL,
         "        complete = [] if index < count - 1 else [",
         "        complete = [",
         (_TESTS, "-k", "updates_begin"),
+    ),
+    Mutant(
+        "a weight of several stages is complete after the first",
+        _VERTICAL,
+        "if self._first_stage(unit) == stage]",
+        "if True]",
+        (_TESTS, "-k", "begins_after_both"),
     ),
     Mutant(
         "edges past a cut do not matter",
@@ -48,11 +63,25 @@ OF_MICRO_BATCHES = [
         (_TESTS, "-k", "goes_past"),
     ),
     Mutant(
+        "a mark at a cut that was given up is no edge",
+        _CHAIN,
+        "                if not (marked and upper in kept)\n",
+        "                if not marked\n",
+        (_TESTS, "-k", "amid_a_stage"),
+    ),
+    Mutant(
         "buffers that change do not matter",
         _MICRO,
         "        if changed:\n",
         "        if False:\n",
         (_TESTS, "-k", "a_buffer"),
+    ),
+    Mutant(
+        "a lane that nobody wants runs on",
+        "infinity/runtime/lanes.py",
+        "        if self._unwanted:\n            raise _Ended\n",
+        "",
+        (_LANES,),
     ),
     Mutant(
         "room for micro-batches does not matter",

@@ -351,6 +351,31 @@ def test_units_that_a_tensor_goes_past_are_one_stage(offload: Any, tmp_path: Pat
     assert [stage.units for stage in stages] == [(0, 1), (2,), (3,), (4,)]
 
 
+def test_units_that_are_given_a_tensor_amid_a_stage_are_in_that_stage(offload: Any, tmp_path: Path) -> None:
+    """The third block is given what the first has made. No stage begins there, since what the second has made goes past
+    it; so none begins between the first and the third."""
+
+    class Given(nn.Linear):
+        def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
+            return torch.tanh(super().forward(x if other is None else x + other))
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.list = nn.ModuleList([Given(32, 32) for _ in range(5)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = self.list[0](x)
+            second = self.list[1](first)
+            third = self.list[2](second, first)
+            x = self.list[4](self.list[3](third + second))
+            return x.square().mean()
+
+    _, model = both(Crossed, offload, tmp_path)
+    stages = micro_batches._known[model].chain.stages  # type: ignore[union-attr]
+    assert [stage.units for stage in stages] == [(0, 1, 2), (3,), (4,)]
+
+
 def test_a_block_that_comes_twice_is_a_stage_each_time(offload: Any, tmp_path: Path) -> None:
     """Its gradients are added in fp32, not by autograd; here they are fp32."""
     torch.manual_seed(0)
@@ -363,6 +388,20 @@ def test_a_block_that_comes_twice_is_a_stage_each_time(offload: Any, tmp_path: P
     infinity.backward(model, model, inputs(), vertical=False)
     for name, wanted in grads(model).items():
         torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-9)
+
+
+def test_the_update_of_a_block_that_comes_twice_begins_after_both(offload: Any, tmp_path: Path) -> None:
+    paths = {"paths": [str(tmp_path / "swap")]}
+    model = offload(Blocks(twice=True).train(), nvme=paths, overlap="during_backward")
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        infinity.backward(model, model, inputs())
+        optim.step()
+        optim.zero_grad()
+    assert is_vertical(model)
+    counts = registry.coordinator_of(model).speculation.counts
+    assert counts.early > 0
+    assert counts.undone == 0
 
 
 def test_a_layer_that_is_skipped_by_chance_is_skipped_in_both_orders(offload: Any, tmp_path: Path) -> None:
@@ -513,6 +552,30 @@ def test_an_exception_in_one_micro_batch_leaves_a_model_that_goes_on(
     infinity.backward(other, loss_of(other, 4), batches)
     other.zero_grad()
     require_same(trained(model, batches, 1.0, vertical=True), trained(other, batches, 1.0, vertical=True))
+
+
+def test_after_an_exception_no_other_micro_batch_goes_on(offload: Any, tmp_path: Path) -> None:
+    """The first one fails in the last stage, before which the others wait."""
+    model, ended = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]}), list[int]()
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        ended.append(len(x))
+        return loss
+
+    def fail(*_: Any) -> None:
+        raise Unhappy
+
+    infinity.backward(model, model, inputs())
+    model.zero_grad()
+    hook = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(Unhappy):
+        infinity.backward(model, loss_fn, inputs())
+    hook.remove()
+    assert ended == []
+    model.zero_grad()
+    infinity.backward(model, loss_fn, inputs())
+    assert ended == [4, 5, 6]
 
 
 def test_a_tensor_that_is_changed_after_it_was_saved_raises(offload: Any, tmp_path: Path) -> None:
