@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutation.mutant import Mutant
 
 _TESTS = "tests/runtime/test_micro_batches.py"
+_CHAINS = "tests/runtime/test_chain.py"
 _LANES = "tests/runtime/test_lanes.py"
 _LOSS = "tests/runtime/test_cross_entropy.py"
 _CHUNKED = "tests/integrations/test_chunked_loss.py"
@@ -39,7 +40,7 @@ OF_MICRO_BATCHES = [
         _MICRO,
         "            buffers.put_back()\n",
         "            pass\n",
-        (_TESTS, "-k", "a_buffer or while_the_stages_are_learned"),
+        (_CHAINS, "-k", "a_buffer or while_the_stages_are_learned"),
     ),
     Mutant(
         "updates begin after any micro-batch",
@@ -53,28 +54,28 @@ OF_MICRO_BATCHES = [
         _VERTICAL,
         "if self._first_stage(unit) == stage]",
         "if True]",
-        (_TESTS, "-k", "begins_after_both"),
+        (_CHAINS, "-k", "begins_after_both"),
     ),
     Mutant(
         "edges past a cut do not matter",
         _CHAIN,
         "                if not (marked and upper in kept)\n",
         "                if False\n",
-        (_TESTS, "-k", "goes_past"),
+        (_CHAINS, "-k", "goes_past"),
     ),
     Mutant(
         "a mark at a cut that was given up is no edge",
         _CHAIN,
         "                if not (marked and upper in kept)\n",
         "                if not marked\n",
-        (_TESTS, "-k", "amid_a_stage"),
+        (_CHAINS, "-k", "amid_a_stage"),
     ),
     Mutant(
         "buffers that change do not matter",
         _MICRO,
         "        if changed:\n",
         "        if False:\n",
-        (_TESTS, "-k", "a_buffer"),
+        (_CHAINS, "-k", "a_buffer"),
     ),
     Mutant(
         "a lane that nobody wants runs on",

@@ -1,13 +1,22 @@
-"""Calls in threads of their own, which run from one place where they park to the next."""
+"""Calls in threads of their own, which run from one place where they park to the next, as micro-batches do."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.runtime.lanes import Lane, Surroundings
+from tests.runtime.vertically import Blocks, Unhappy, inputs, warnings_of
 
 
 class Parking:
@@ -74,3 +83,83 @@ def test_what_a_call_raises_comes_out_of_resume_once() -> None:
         of.lane.resume()
     assert of.lane.over
     of.end()
+
+
+# -- micro-batches -----------------------------------------------------------------------------------------------------
+
+
+def test_after_an_exception_no_other_micro_batch_goes_on(offload: Any, tmp_path: Path) -> None:
+    """The first one fails in the last stage, before which the others wait."""
+    model, ended = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]}), list[int]()
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x)
+        ended.append(len(x))
+        return loss
+
+    def fail(*_: Any) -> None:
+        raise Unhappy
+
+    infinity.backward(model, model, inputs())
+    model.zero_grad()
+    hook = model.blocks[2].register_forward_hook(fail)
+    with pytest.raises(Unhappy):
+        infinity.backward(model, loss_fn, inputs())
+    hook.remove()
+    assert ended == []
+    model.zero_grad()
+    infinity.backward(model, loss_fn, inputs())
+    assert ended == [4, 5, 6]
+
+
+def test_autocast_and_modes_are_those_of_the_caller(offload: Any, tmp_path: Path) -> None:
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[threading.current_thread().name] += func is torch.tanh
+            return func(*args, **(kwargs or {}))
+
+    model, seen, counted = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]}), [], Counter[str]()
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        with torch.autocast("cpu", enabled=False):
+            loss: torch.Tensor = model(x)
+        return loss
+
+    for _ in range(2):
+        with torch.autocast("cpu", torch.float16), Counting():
+            infinity.backward(model, loss_fn, inputs())
+    assert seen == [(True, torch.float16)] * 7
+    assert counted == {"MainThread": 3, "infinity-lane": 18}
+
+
+def test_reentrant_checkpoints_of_other_threads_are_left_alone(offload: Any, tmp_path: Path) -> None:
+    model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
+    infinity.backward(model, model, inputs())
+    plain, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        def work() -> None:
+            checkpoint(plain, x, use_reentrant=True).sum().backward()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        loss: torch.Tensor = model(batch)
+        return loss
+
+    infinity.backward(model, loss_fn, inputs())
+    assert plain.weight.grad is not None
+    assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
+
+
+def test_saved_tensor_hooks_around_the_call_keep_the_ordinary_order(
+    offload: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warnings = warnings_of(caplog)
+    model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
+    infinity.backward(model, model, inputs())
+    assert warnings() == []
+    with torch.autograd.graph.save_on_cpu():
+        infinity.backward(model, model, inputs())
+    assert "because it is called in a context of saved-tensor hooks" in warnings()[0]
