@@ -17,7 +17,8 @@ from infinity.runtime.pins import generation_of
 
 def run(options: argparse.Namespace) -> int:
     """Run the script in this process, as `python SCRIPT ARGS` would; what it raises goes through. The exit code is 2
-    where the swap config, its directories, the script or the checkpoint folder cannot be used."""
+    where the swap config, its directories, the script or the checkpoint folder cannot be used, or the script asks for
+    what infinity cannot do."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format=f"{who}%(message)s")
@@ -31,16 +32,22 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
         require_ready(config)
     except InfinityError as error:
-        print(f"{who}error: {one_line(str(error))}", file=sys.stderr)
-        return 2
+        return _refuse(error, who)
     from infinity.integrations.launcher import launch
 
     try:
         launch(config, options.script, options.arguments, options.resume)
     except Exception as error:
+        if isinstance(error, ConfigError) and not os.environ.get("INFINITY_DEBUG"):
+            return _refuse(error, who)  # it says what to change, and where
         _say_it_last(error, who)
         raise
     return 0
+
+
+def _refuse(error: InfinityError, who: str) -> int:
+    print(f"{who}error: {one_line(str(error))}", file=sys.stderr)
+    return 2
 
 
 def _say_it_last(error: BaseException, who: str) -> None:

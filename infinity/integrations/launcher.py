@@ -38,7 +38,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
     infinity's. At its end the models are closed. Args: resume: as launch."""
-    from infinity.integrations import accelerate, folders, models, optimizers, ranks, strategy, transformers
+    from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy, transformers
 
     _require_transformers_5()
     _one_device()
@@ -51,6 +51,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
             models.replace_loading(run, patches)
             ranks.replace_ddp(patches)
             ranks.replace_generating(patches)
+            deepspeed.refuse_deepspeed(patches)
             accelerate.replace_preparing(run, patches)
             transformers.replace_training(run, patches)
             strategy.replace_strategies(run, patches)

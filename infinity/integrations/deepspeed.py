@@ -1,0 +1,53 @@
+"""A script that asks for DeepSpeed under `infinity run` is told what to take out, before DeepSpeed is looked for."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity.integrations.patches import Patches
+
+
+def refuse_deepspeed(patches: Patches) -> None:
+    """From now on TrainingArguments with `deepspeed` set, and accelerate's DeepSpeedPlugin, raise ConfigError."""
+    from accelerate.utils import DeepSpeedPlugin
+    from transformers import TrainingArguments
+
+    patches.wrap(TrainingArguments, "__post_init__", _arguments)
+    patches.wrap(DeepSpeedPlugin, "__post_init__", _plugin)
+
+
+def _arguments(original: Callable[..., None], arguments: Any, *args: Any) -> None:
+    given = arguments.deepspeed
+    if not given:
+        original(arguments, *args)
+        return
+    file = given if isinstance(given, str) and not given.lstrip().startswith("{") else None
+    said = any(each == "--deepspeed" or each.startswith("--deepspeed=") for each in sys.argv[1:])
+    out = "--deepspeed" if said else "deepspeed="
+    value = f" {shlex.quote(file)}" if said and file else repr(file) if file else "" if said else "{...}"
+    raise _refusal(f"{out}{value} of TrainingArguments", out, file)
+
+
+def _plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None:
+    file = plugin.hf_ds_config or os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    file = file if isinstance(file, str) and file != "none" else None
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise _refusal(
+            "DeepSpeed in the config of accelerate",
+            "--use_deepspeed, or distributed_type: DEEPSPEED, of accelerate",
+            file,
+        )
+    raise _refusal("DeepSpeedPlugin of accelerate", "deepspeed_plugin= of the Accelerator, and the plugin", file)
+
+
+def _refusal(what: str, out: str, file: str | None) -> ConfigError:
+    name = "FILE" if file is None else shlex.quote(file)
+    return ConfigError(
+        f"{what}: under `infinity run` the model is offloaded by infinity, and DeepSpeed has no part in it. Take {out} "
+        f"out; `infinity convert {name} -o swap.yaml` makes a swap config of a DeepSpeed config."
+    )

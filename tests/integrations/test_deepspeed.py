@@ -1,0 +1,64 @@
+"""A script that asks for DeepSpeed under `infinity run` is told in one line what to take out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.utils import DeepSpeedPlugin
+from transformers import HfArgumentParser, TrainingArguments
+
+from infinity.cli.main import main
+from infinity.errors import ConfigError
+from tests.integrations.conftest import Launch
+
+SCRIPT = """
+from transformers import HfArgumentParser, TrainingArguments
+HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+"""
+
+
+def test_a_script_with_deepspeed_on_its_command_line_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "swap.yaml").write_text("weights: host")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    script = ["--output_dir", str(tmp_path / "out"), "--deepspeed", "ds config.json"]
+    assert main(["run", str(tmp_path / "swap.yaml"), str(tmp_path / "train.py"), *script]) == 2
+    assert capsys.readouterr().err == (
+        "error: --deepspeed 'ds config.json' of TrainingArguments: under `infinity run` the model is offloaded by "
+        "infinity, and DeepSpeed has no part in it. Take --deepspeed out; `infinity convert 'ds config.json' -o "
+        "swap.yaml` makes a swap config of a DeepSpeed config.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ds_config.json", "^deepspeed='ds_config.json' .*Take deepspeed= out; `infinity convert ds_config.json -o"),
+        ({"zero_optimization": {"stage": 3}}, r"^deepspeed=\{...\} .*`infinity convert FILE -o swap.yaml`"),
+        ('{"zero_optimization": {"stage": 3}}', r"^deepspeed=\{...\} .*`infinity convert FILE -o swap.yaml`"),
+    ],
+)
+def test_arguments_with_deepspeed_are_refused_and_plain_ones_are_not(
+    given: Any, said: str, launch: Launch, tmp_path: Path
+) -> None:
+    with launch():
+        assert TrainingArguments(str(tmp_path / "out")).deepspeed is None
+        with pytest.raises(ConfigError, match=said):
+            TrainingArguments(str(tmp_path / "out"), deepspeed=given)
+
+
+def test_the_deepspeed_plugin_of_accelerate_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch():
+        with pytest.raises(ConfigError, match="deepspeed_plugin= of the Accelerator.*`infinity convert ds.json -o"):
+            DeepSpeedPlugin(hf_ds_config="ds.json")
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+        with pytest.raises(
+            ConfigError, match="Take --use_deepspeed, or distributed_type: DEEPSPEED, of accelerate out"
+        ):
+            HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([])
