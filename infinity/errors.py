@@ -186,6 +186,9 @@ class SwapIOError(InfinityError, OSError):
         cause: what went wrong, in words.
         unit, state: what was being moved; "" when not known.
         step: the optimizer step during which the transfer failed.
+
+    Args:
+        begun: states were being moved; False while the store is made.
     """
 
     advice = ""
@@ -202,6 +205,7 @@ class SwapIOError(InfinityError, OSError):
         state: str = "",
         step: int = 0,
         detail: str = "",
+        begun: bool = True,
     ) -> None:
         what = f"{state} of unit '{unit}'" if unit else "swap data"
         cause = detail or os.strerror(errno)
@@ -211,7 +215,8 @@ class SwapIOError(InfinityError, OSError):
         self.path, self.offset, self.nbytes = path, offset, nbytes
         self.errno, self.cause = errno, cause
         self.unit, self.state, self.step = unit, state, step
-        self.message = printable(f"{operation} of {what} failed{when}: {self._where()}. {advice} {_RESTART}")
+        after = _RESTART if begun else "Nothing was moved yet."
+        self.message = printable(f"{operation} of {what} failed{when}: {self._where()}. {advice} {after}")
         OSError.__init__(self, errno, self.message, path)
 
     def _where(self) -> str:

@@ -53,5 +53,11 @@ def exact_bytes(nbytes: int) -> str:
     return f"{nbytes // size}{unit}"
 
 
+def enough_bytes(nbytes: int) -> str:
+    """A size for a swap config of at least so much, as people write it: 109797944 KiB → '105GiB'."""
+    unit, size = next(((unit, size) for unit, size in _SHOWN if nbytes >= 10 * size), _SHOWN[-1])
+    return f"{-(-nbytes // size)}{unit}"
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

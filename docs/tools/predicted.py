@@ -76,8 +76,10 @@ def cell(preset: str, name: str, form: dict[str, str]) -> str:
     try:
         found = given.outcome()
     except PlanError as error:
-        what = str(error).partition(",")[0].partition(" is ")[0]
-        return f"does not fit ({what})" if what.startswith("memory.") else "does not fit (memory.device)"
+        what = str(error)
+        if what.startswith("the swap file"):
+            return "does not fit (drives)"
+        return f"does not fit ({'memory.host' if what.startswith(('memory.host', 'the plan')) else 'memory.device'})"
     if not found.activations_fit:
         return "does not fit (activations)"
     written = given.ranks * found.prediction.moved.written_bytes / 1e9

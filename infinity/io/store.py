@@ -426,7 +426,12 @@ def _open(directory: StoreDirectory, *, create: bool) -> _native.File:
 def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOError:
     doing = f"reserving {format_bytes(nbytes)} ({format_bytes(directory.free_bytes)} are free)"
     return SwapIOError(
-        doing, path=str(directory.swap_path), nbytes=nbytes, errno=error.errno or 0, detail=error.strerror or str(error)
+        doing,
+        path=str(directory.swap_path),
+        nbytes=nbytes,
+        errno=error.errno or 0,
+        detail=error.strerror or str(error),
+        begun=False,
     )
 
 

@@ -14,7 +14,7 @@ from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.machine import usable_cores
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Limits, Problem
-from infinity.sizes import PAGE_BYTES, exact_bytes, format_bytes, round_up
+from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookSite
 from infinity.state.dtypes import master_format, native_name
 from infinity.state.unit import Group, Unit
@@ -193,7 +193,7 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         if weights.tier == "device" and needs + ring > limits.device:
             raise PlanError(
                 f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring)}; memory.device is "
-                f"{format_bytes(limits.device)}. Raise it to {exact_bytes(needs + ring)} plus what "
+                f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring)} plus what "
                 "activations need, or set weights: host or nvme."
             )
         return problem.slots, ring
@@ -226,7 +226,7 @@ def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
 
 def _config_bytes(limits: Limits, nbytes: int) -> str:
     """What memory.device must be for each rank to have so many bytes: in RAM it is that of all ranks together."""
-    return exact_bytes(nbytes * (limits.ranks if limits.in_place else 1))
+    return enough_bytes(nbytes * (limits.ranks if limits.in_place else 1))
 
 
 def _and_for_gradients(ring: int) -> str:

@@ -28,7 +28,7 @@ from infinity.plan.plan import Plan, forecast
 from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count, secondary_bytes
 from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.plan.traffic import Traffic, traffic
-from infinity.sizes import exact_bytes, format_bytes
+from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookSite
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.unit import Unit
@@ -300,11 +300,10 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
 def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, needed: int) -> PlanError:
     config, largest = problem.config, problem.largest
     each = f" for each of the {problem.limits.ranks} ranks on this machine" if problem.limits.ranks > 1 else ""
-    advice = [f"raise memory.host to {exact_bytes(needed * problem.limits.ranks)}"]
-    if placed.optimizer.tier == "host":
-        advice.append("set optimizer: nvme")
-    if placed.weights.tier == "host":
-        advice.append("set weights: nvme")
+    advice = [f"raise memory.host to {enough_bytes(needed * problem.limits.ranks)}"]
+    in_ram = {"weights": placed.weights.tier, "optimizer": placed.optimizer.tier}
+    if keys := [key for key, tier in in_ram.items() if tier == "host"]:
+        advice.append(f"set {' or '.join(keys)} to nvme")
     if config.gradients == "host":
         advice.append("set gradients: auto")
     kept = ""

@@ -97,7 +97,7 @@ def test_tied_weights_are_fetched_for_each_of_their_uses(slots: int, passes: int
     read, written = counted(model, None, passes, False)
     infinity.close(model)
     assert moved.written_bytes == written
-    assert moved.read_bytes == pytest.approx(read, rel=0.03)  # what is being written at that moment stays in its slot
+    assert moved.read_bytes == pytest.approx(read, rel=0.06)  # what is being written at that moment stays in its slot
 
 
 def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[float, float], tuple[float, float]]:

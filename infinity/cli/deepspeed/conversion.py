@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from infinity.cli.deepspeed import trainer
 from infinity.cli.deepspeed.keys import OPTIMIZERS, SCHEDULES, SECTIONS, Effect, Fate, Key
 from infinity.cli.deepspeed.placement import Line, Placed, place, said
 from infinity.cli.deepspeed.reading import AUTO, Item, Source, known_key, nearest_key
@@ -28,7 +29,7 @@ class Finding:
         value: of the key, shortened.
         says: why, or what to do; without a full stop.
         to: keys of the swap config, or options of `infinity finetune`.
-        trainer: the argument of TrainingArguments.
+        trainer: the argument of TrainingArguments, with its value where that is another word.
         effect: of a key without counterpart.
     """
 
@@ -96,17 +97,21 @@ def _finding(item: Item, items: Mapping[str, Item], placed: Placed) -> Finding:
     if lost:
         return Finding(item.shown, said(item.value), Fate.NONE, lost, effect=Effect.TRAINING)
     effect = key.effect if key.fate is Fate.NONE else None
-    to = f"{key.to} {_word(item, items)}".rstrip()
-    return Finding(item.shown, said(item.value), key.fate, key.says, to, key.trainer, effect)
+    word, theirs = _words(item, items)
+    to, arguments = f"{key.to} {word}".rstrip(), f"{key.trainer} {theirs}".rstrip()
+    return Finding(item.shown, said(item.value), key.fate, key.says, to, arguments, effect)
 
 
-def _word(item: Item, items: Mapping[str, Item]) -> str:
-    """The value that an option has another word for; "" for other keys."""
+def _words(item: Item, items: Mapping[str, Item]) -> tuple[str, str]:
+    """The value that an option of `infinity finetune` has another word for, and an argument of Trainer; "" where there
+    is none."""
     if item.key == "scheduler.type":
-        return SCHEDULES[item.value]
+        word = SCHEDULES[item.value]
+        return word, trainer.SCHEDULES[word]
     if item.key == "optimizer.type":
-        return optimizer_name({key: each.value for key, each in items.items()}) or ""
-    return ""
+        word = optimizer_name({key: each.value for key, each in items.items()}) or ""
+        return word, trainer.OPTIMIZERS.get(word, "")
+    return "", ""
 
 
 def _unknown(item: Item) -> Finding:

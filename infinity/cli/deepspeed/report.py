@@ -16,6 +16,7 @@ from infinity.cli.deepspeed.conversion import Conversion, Finding
 from infinity.cli.deepspeed.keys import ACCELERATE_NAMES, KEYS, Effect, Fate, Key
 from infinity.cli.deepspeed.placement import Line
 from infinity.cli.deepspeed.reading import Source
+from infinity.cli.deepspeed.trainer import trainer_arguments
 from infinity.cli.deepspeed.training import finetune_options, optimizer_call
 from infinity.echo import one_line
 from infinity.errors import printable
@@ -122,10 +123,16 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
     config = str(output) if output is not None else PLACEHOLDER
     given = shlex.quote(printable(source.file))
     out = ["", "Start the same training with"]
-    out.append(f"  {command('run', config, 'train.py')} ITS ARGUMENTS")
+    arguments = shlex.join(trainer_arguments(source))
+    out.append(f"  {command('run', config, 'train.py')} ITS ARGUMENTS {arguments}".rstrip())
     file = shlex.quote(printable(source.accelerate))
     before = f"accelerate launch --config_file {file}" if source.accelerate else "deepspeed"
     out.append(f"in place of `{before} train.py ITS ARGUMENTS`.")
+    if arguments:
+        out.append(
+            "The arguments after ITS ARGUMENTS are those of Trainer that say what the DeepSpeed config says: they replace "
+            "others of the same name, and go into TrainingArguments where the script makes these itself."
+        )
     if source.file:
         out.append(
             f"Take `--deepspeed {given}` out of ITS ARGUMENTS, and deepspeed= out of TrainingArguments in the script."

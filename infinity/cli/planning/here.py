@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,12 @@ _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
 _HEAD_WIDTH = 64
 
 
+def _busy(cores: int) -> str:
+    """What is to be said of rates that are measured while others compute, too."""
+    load = os.getloadavg()[0]
+    return f", beside other work (load {load:.1f} on {cores} cores): they may be too low" if load > cores / 2 else ""
+
+
 def machine_here(
     paths: Sequence[Path],
     device: torch.device,
@@ -49,12 +56,13 @@ def machine_here(
         frozen: the form whose decoding is measured.
     """
     cores = usable_cores()
+    busy = _busy(cores)
     sources: dict[str, str] = {}
     read, write, mixed = _disks(paths, sources)
     adam, dram = _adam(cores)
-    sources["adam, dram"] = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads"
+    sources["adam, dram"] = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads{busy}"
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
-    sources["flops"] = "measured now: forward and backward of a block"
+    sources["flops"] = f"measured now: forward and backward of a block{busy if device.type == 'cpu' else ''}"
     up = down = 0.0
     if device.type != "cpu":
         copied = measure(TorchAccelerator(device), "")
@@ -63,7 +71,7 @@ def machine_here(
     decode = 0.0
     if device.type == "cpu":
         decode = _decode("int8" if frozen == "int8" else "nf4", cores)
-        sources["decode"] = f"measured now: {cores} threads"
+        sources["decode"] = f"measured now: {cores} threads{busy}"
     sources["land, checksums"] = "assumed: 1 Gparam/s and 10 GB/s for each core"
     return Machine(
         name="this machine",

@@ -15,8 +15,8 @@ from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_alone, require_file_place
 from infinity.cli.planning.here import machine_here
 from infinity.cli.planning.model import Batch, adapt, build, widths
-from infinity.cli.planning.report import as_json, report
-from infinity.cli.planning.scenario import Scenario, with_changes
+from infinity.cli.planning.report import as_json, duration, report
+from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
 from infinity.errors import ConfigError, PlanError
@@ -69,8 +69,7 @@ def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namesp
     print(f"does not fit: {error}")
     if found is not None:
         changes, outcome = found
-        said = ", ".join(f"{key}: {value}" for key, value in changes.items())
-        print(f"it fits with {said}: {outcome.prediction.seconds:.3g} s per step")
+        print(f"it fits with {as_yaml(changes)} in the swap config: {duration(outcome.prediction.seconds)} per step")
     return DOES_NOT_FIT
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from infinity.cli.planning.scenario import Alternative, Outcome, Scenario, compute_tokens
+from infinity.cli.planning.scenario import Alternative, Outcome, Scenario, as_yaml, compute_tokens
 from infinity.plan.rates import Machine
 from infinity.sizes import format_bytes
 
@@ -31,8 +31,9 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     prediction, machine = outcome.prediction, scenario.machine
     tokens = outcome.work.tokens * scenario.ranks
     if not outcome.activations_fit:
-        short = outcome.work.peak_bytes - outcome.activation_room
-        return f"does not fit: activations need {format_bytes(short)} more of memory.device than the plan leaves them"
+        short = format_bytes(outcome.work.peak_bytes - outcome.activation_room)
+        budget = "RAM" if scenario.device.type == "cpu" else "memory.device"
+        return f"does not fit: activations need {short} more of {budget} than the plan leaves them"
     line = (
         f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({_rate(tokens / prediction.seconds)} "
         f"tokens/s), bound by {_bound(outcome)}"
@@ -48,6 +49,19 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     return line + wear
 
 
+def _with_what(scenario: Scenario, outcome: Outcome) -> str:
+    """With what the activations fit."""
+    ways = []
+    if (found := scenario.roomier(outcome)) is not None:
+        ways.append(f"{as_yaml(found[0])} in the swap config")
+    if tokens := scenario.most_tokens(outcome):
+        many = f" of {scenario.batch.micro_batches}" if scenario.batch.micro_batches > 1 else ""
+        ways.append(f"at most {tokens:,} tokens in a micro-batch{many}")
+    if outcome.plan.placement.activations != "recompute":
+        ways.append("activations: recompute")
+    return f"it fits with {', or with '.join(ways)}" if ways else "it fits with a smaller model, or a larger device"
+
+
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
@@ -59,6 +73,8 @@ def _bound(outcome: Outcome) -> str:
 
 def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> Iterator[str]:
     yield verdict(scenario, outcome)
+    if not outcome.activations_fit:
+        yield _with_what(scenario, outcome)
     yield ""
     yield from _times(scenario, outcome, steps)
     yield ""

@@ -9,17 +9,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import yaml
 
 from infinity.cli.planning.model import Batch, work_of
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
-from infinity.errors import ConfigError, DeviceRoomError, PlanError
+from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
-from infinity.plan.planner import make_plan
+from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.plan.prediction import Prediction, Work, predict
 from infinity.plan.problem import ALONE, Peers
 from infinity.plan.rates import Machine
+from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
@@ -59,9 +61,7 @@ class Alternative:
 
     @property
     def text(self) -> str:
-        return ", ".join(
-            f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes.items()
-        )
+        return as_yaml(self.changes)
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,52 @@ class Scenario:
             if not self._tile(error, config):
                 raise
             plan = self._plan(config, self._found(config))
+        self._require_memory(plan)
+        self._require_disks(plan, config)
         work = self._work(plan, config, self._batch(config))
         room = plan.budgets.limits.device - plan.device_bytes
         if plan.budgets.decoding_bytes:
             room -= DEVICE_SCRATCH_BYTES
-        if self.device.type == "cpu":
-            room = min(room, self.machine.host_bytes - plan.host_bytes)
+        if self._in_ram:  # where nothing keeps them within memory.device
+            room = self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
         return Outcome(config, plan, work, prediction, room)
+
+    @property
+    def _in_ram(self) -> bool:
+        """Models compute in host memory."""
+        return self.device.type == "cpu"
+
+    def _ram_bytes(self, plan: Plan) -> int:
+        return plan.host_bytes + (plan.device_bytes if self._in_ram else 0)
+
+    def _require_memory(self, plan: Plan) -> None:
+        """Raises PlanError: the budgets are larger than the machine."""
+        taken, limits = self.ranks * self._ram_bytes(plan), plan.budgets.limits
+        if taken > self.machine.host_bytes:
+            beside = f" and memory.device {format_bytes(limits.device * self.ranks)}" if self._in_ram else ""
+            raise PlanError(
+                f"the plan takes {format_bytes(taken)} of RAM, as memory.host is "
+                f"{format_bytes(limits.host * self.ranks)}{beside}, and {self.machine.name} has "
+                f"{format_bytes(self.machine.host_bytes)}. Lower {'them' if beside else 'it'}, or leave `memory` out "
+                "of the swap config: it is measured then."
+            )
+
+    def _require_disks(self, plan: Plan, config: SwapConfig) -> None:
+        """Raises PlanError: the disks have no room for the swap file."""
+        if not self.config.nvme.paths:
+            return  # those of the config are only proposed
+        free = self.disks.room_bytes if self.disks.free_bytes is None else self.disks.free_bytes
+        if (needed := plan.layout.swap.nbytes) > free:
+            each = f" of each of the {self.ranks} ranks" if self.ranks > 1 else ""
+            where, has = (
+                " and ".join(map(printable, config.nvme.paths)),
+                "has" if len(config.nvme.paths) == 1 else "have",
+            )
+            raise PlanError(
+                f"the swap file{each} takes {format_bytes(needed)}, and {where} {has} room for {format_bytes(free)}. "
+                "Free space, name more disks in nvme.paths, or let less rest there."
+            )
 
     def _plan(self, config: SwapConfig, found: Discovery) -> Plan:
         peers = ALONE
@@ -164,30 +202,63 @@ class Scenario:
 
     def largest_batch(self, outcome: Outcome) -> int:
         """Sequences of a micro-batch whose activations have room; 0: none has."""
+        return self.most_tokens(outcome) // self.batch.length
 
-        def fits(sequences: int) -> bool:
-            batch = replace(self.batch, sequences=sequences)
+    def most_tokens(self, outcome: Outcome) -> int:
+        """Tokens of a micro-batch whose activations have room."""
+
+        def fits(tokens: int) -> bool:
+            batch = replace(self.batch, sequences=1, length=tokens)
             return self._work(outcome.plan, outcome.config, batch).peak_bytes <= outcome.activation_room
 
         low, high = 0, 1
-        while fits(high) and high * self.batch.length < _TOKENS_MAX:
+        while fits(high) and high < _TOKENS_MAX:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
-        """The first change of a plan that does not fit with which it does, activations included: of those that change
-        nothing that is computed, then of the others."""
-        for changes in self._changes_to_fit():
+    def roomier(self, outcome: Outcome) -> tuple[Mapping[str, Any], Outcome] | None:
+        """A larger memory.device with which the activations fit, of those that the device has; None: there is none, or
+        activations are in RAM."""
+        most = int(self.machine.device_bytes * DEVICE_SHARE)
+        for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160):
+            nbytes = outcome.plan.budgets.limits.device * tenths // 10
+            if self._in_ram or nbytes > most:
+                return None
+            changes = {"memory.device": enough_bytes(nbytes)}
             try:
                 found = self.outcome(with_changes(self.config, changes))
-            except (PlanError, ConfigError):
+            except PlanError:
                 continue
             if found.activations_fit:
                 return changes, found
         return None
+
+    def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
+        """The first change of a plan that does not fit with which it does, activations included: of those that change
+        nothing that is computed, then of the others."""
+        memory = self._memory_within()
+        for changes in ({}, *self._changes_to_fit()):
+            if not {**memory, **changes}:
+                continue
+            try:
+                found = self.outcome(with_changes(self.config, {**memory, **changes}))
+            except (PlanError, ConfigError):
+                continue
+            if found.activations_fit:
+                return {**memory, **changes}, found
+        return None
+
+    def _memory_within(self) -> Mapping[str, Any]:
+        """Budgets that the machine has, where those of the config are larger."""
+        given, there = self.config.memory, self.machine.host_bytes
+        if (given.host or 0) + ((given.device or 0) if self._in_ram else 0) <= there:
+            return {}
+        if not self._in_ram:
+            return {"memory.host": _mib(there * HOST_SHARE)}
+        return {"memory.host": _mib(there / 2), "memory.device": _mib(there / 4)}
 
     def _changes_to_fit(self) -> Iterator[Mapping[str, Any]]:
         paths = {} if self.config.nvme.paths else {"nvme.paths": ["/a/directory/on/an/ssd"]}
@@ -245,6 +316,23 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
             kept.append(each)
     return kept
+
+
+def _mib(nbytes: float) -> str:
+    return f"{int(nbytes) >> 20}MiB"
+
+
+def as_yaml(changes: Mapping[str, Any]) -> str:
+    """Changes of a config as they are written there, in one line. Args: changes: as of with_changes."""
+    values: dict[str, Any] = {}
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        into = values
+        for section in sections:
+            into = into.setdefault(section, {})
+        into[last] = value
+    text: str = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.strip()[1:-1]
 
 
 def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:

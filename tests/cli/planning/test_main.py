@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.cli.main import main
+from infinity.cli.planning import here
 from infinity.cli.planning.model import Batch
-from infinity.cli.planning.scenario import GAIN_MIN, with_changes
+from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
+from infinity.config import load_config
 from infinity.errors import PlanError
+from infinity.plan.disk import Disks
+from infinity.plan.machines import MACHINES
 from tests.cli.planning.scenarios import scenario_of
 
 H200 = ["--machine", "h200", "--batch-size", "4", "--sequence-length", "2048"]
@@ -46,12 +53,63 @@ def test_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture
     )  # fmt: skip
     first, second = text.splitlines()
     assert first.startswith("does not fit: memory.host is 48.00 GiB, but the plan needs")
-    assert second.startswith("it fits with weights: auto, optimizer: auto")
+    assert second.startswith("it fits with weights: auto, optimizer: auto, gradients: auto in the swap config: ")
+    assert second.endswith(" min per step")
 
 
 def test_activations_without_room_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    text = said(capsys, "llama-3-8b", "--machine", "consumer", "--batch-size", "512", code=1)
-    assert text.startswith("does not fit: activations need ")
+    options = ["llama-3-8b", "--machine", "consumer", "--sequence-length", "2048"]
+    first, second = said(capsys, *options, "--batch-size", "64", code=1).splitlines()[:2]
+    assert first.startswith("does not fit: activations need ")
+    found = re.fullmatch(r"it fits with at most ([0-9,]+) tokens in a micro-batch", second)
+    assert found is not None, second
+    tokens = int(found[1].replace(",", ""))
+    lengths = (["--sequence-length", str(length), "--machine", "consumer"] for length in (tokens, tokens + 1))
+    for code, given in enumerate(lengths):
+        said(capsys, "llama-3-8b", *given, code=code)
+
+
+def test_a_larger_share_of_the_device_is_named_where_activations_fit_then(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3-8b", "--machine", "h200", "--batch-size", "8", "--sequence-length", "2048"]
+    second = said(capsys, *options, "--set", "memory.device=12GiB", code=1).splitlines()[1]
+    found = re.match(
+        r"it fits with memory: {device: (\d+GiB)} in the swap config, or with at most [0-9,]+ tokens", second
+    )
+    assert found is not None, second
+    said(capsys, *options, "--set", f"memory.device={found[1]}")
+
+
+def test_a_swap_file_that_the_disks_have_no_room_for_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    first, *others = said(capsys, "llama-3-405b", "--machine", "consumer", code=1).splitlines()
+    assert first.startswith("does not fit: the swap file takes ")
+    assert "/mnt/nvme0 has room for 3.64 TiB" in first or "/mnt/nvme0 has room for 3725.29 GiB" in first
+    assert others == []
+
+
+@pytest.mark.parametrize("budgets", [{"host": "900TiB"}, {"host": "60GiB", "device": "60GiB"}])
+def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str]) -> None:
+    """On the CPU both are RAM."""
+    machine = replace(MACHINES["consumer"], name="this machine", up=0.0, both=0.0, decode=1e9)
+    here = replace(
+        scenario_of("llama-3-8b", "consumer"),
+        machine=machine,
+        device=torch.device("cpu"),
+        config=load_config({"memory": budgets, "weights": "host", "optimizer": "host", "gradients": "host"}),
+        disks=Disks(0),
+        batch=Batch(1, 128),
+    )
+    with pytest.raises(PlanError, match=r"RAM, as memory.host is .* and this machine has 64\.00 GiB|memory.host is 60"):
+        here.outcome()
+    found = here.fits_if()
+    assert found is not None
+    assert as_yaml(found[0]).startswith("memory: {host: 32768MiB, device: 16384MiB}, ")
+    assert here._ram_bytes(found[1].plan) <= machine.host_bytes
+
+
+def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    assert here._busy(2) == ", beside other work (load 3.0 on 2 cores): they may be too low"
+    assert here._busy(8) == ""
 
 
 def test_a_change_that_fits_leaves_room_for_activations() -> None:
@@ -80,7 +138,8 @@ def test_copies_of_all_weights_are_read_once_a_step() -> None:
 
 
 def test_the_numbers_say_where_they_are_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    here = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), "--set", "memory.host=8GiB")
+    small = ["--lora", "8", "--frozen", "nf4", "--set", "memory.host=8GiB", "memory.device=2GiB"]
+    here = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), *small)
     assert "adam      " in here
     assert "measured now" in here
     assert "assumed" in here
