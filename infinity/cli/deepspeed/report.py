@@ -130,8 +130,8 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
     out.append(f"in place of `{before} train.py ITS ARGUMENTS`.")
     if arguments:
         out.append(
-            "The arguments after ITS ARGUMENTS are those of Trainer that say what the DeepSpeed config says: they replace "
-            "others of the same name, and go into TrainingArguments where the script makes these itself."
+            "What follows ITS ARGUMENTS are the arguments of Trainer that the DeepSpeed config fixes. They replace "
+            "others of the same name; in a script that makes its TrainingArguments itself they belong there."
         )
     if source.file:
         out.append(

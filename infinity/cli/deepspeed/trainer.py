@@ -33,9 +33,11 @@ SCHEDULES = MappingProxyType({"constant": "constant_with_warmup", "linear": "lin
 
 def trainer_arguments(source: Source) -> list[str]:
     """Arguments that say what the config says, as words of a command line; without a value that is open ("auto")."""
-    words = finetune_options(source)
+    words, values = finetune_options(source), {item.key: item.value for item in source.items}
     given = dict(zip(words[::2], words[1::2], strict=True))
-    ratio = next((item.value for item in source.items if item.key == "scheduler.params.cos_min_ratio"), None)
+    if "scheduler.type" not in values:
+        given.pop("--schedule", None)  # a Trainer makes its own where DeepSpeed has none
+    ratio = values.get("scheduler.params.cos_min_ratio")
     arguments = [*_same(given), *_optimizer(given), *_schedule(given, ratio), *_precision(given)]
     return [word for name, value in arguments for word in (f"--{name}", value)]
 

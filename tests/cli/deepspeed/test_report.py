@@ -54,12 +54,12 @@ def test_a_trainers_own_arguments_are_one_line(tmp_path: Path) -> None:
 def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
     said = told(values, tmp_path)
-    assert "optimizer.type: Adam -> optim | --optimizer adam (" in said
-    assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type | --schedule linear (" in said
+    assert "optimizer.type: Adam -> optim | --optimizer adam (" in said  # Trainer has none
+    assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type linear | --schedule linear (" in said
 
 
 def test_the_command_names_the_files(tmp_path: Path) -> None:
-    said = told({"bf16": {"enabled": True}}, tmp_path, output=tmp_path / "mine.yaml")
+    said = told({"bf16": {"enabled": "auto"}}, tmp_path, output=tmp_path / "mine.yaml")
     assert f"infinity run {tmp_path}/mine.yaml train.py ITS ARGUMENTS\nin place of `deepspeed train.py ITS" in said
     assert f"Take `--deepspeed {tmp_path}/ds_config.json` out" in said
     inner = {"deepspeed_config": {"zero_stage": 2}}
