@@ -122,9 +122,12 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
         )
     known = KEYS.keys() | SECTIONS
     if not values.keys() & known:
-        found = ", ".join(quoted(key) for key in list(values)[:_SHOWN]) or "nothing"
+        first = list(values)[:_SHOWN]
+        near = {key: nearest_key(key) for key in first}
+        found = ", ".join(f"{quoted(key)}{f' (did you mean {near[key]}?)' if near[key] else ''}" for key in first)
         raise ConfigError(
-            f"{name}: is no DeepSpeed config: it has no key of one, such as zero_optimization. Found: {found}"
+            f"{name}: is no DeepSpeed config: it has no key of one, such as zero_optimization. Found: "
+            f"{found or 'nothing'}"
         )
 
 
@@ -196,13 +199,14 @@ def _beside(path: Path, link: Path) -> Path:
 
 
 def nearest_key(key: str) -> str:
-    """The known key that is most like an unknown one; "" where none is."""
+    """The known key or section that is most like an unknown one; "" where none is."""
+    known = [*KEYS, *SECTIONS]
     section, _, last = key.rpartition(".")
-    inside = [each for each in KEYS if each.rpartition(".")[0] == section]
+    inside = [each for each in known if each.rpartition(".")[0] == section]
     near = difflib.get_close_matches(last[:80], [each.rpartition(".")[2] for each in inside], n=1, cutoff=0.6)
     if near:
         return f"{section}.{near[0]}" if section else near[0]
-    ends = {each.rpartition(".")[2]: each for each in KEYS}
+    ends = {each.rpartition(".")[2]: each for each in known}
     near = difflib.get_close_matches(last[:80], ends, n=1, cutoff=0.75)
     return ends[near[0]] if near else ""
 

@@ -15,6 +15,7 @@ from infinity.cli.deepspeed.conversion import HINTS_MAX, Conversion, convert
 from infinity.cli.deepspeed.keys import Effect, Fate
 from infinity.cli.deepspeed.reading import read
 from infinity.cli.deepspeed.report import swap_text, values_of
+from infinity.errors import ConfigError
 from tests.cli.deepspeed.public import NVME, PUBLIC, Public
 from tests.models import llama
 
@@ -184,6 +185,39 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
         "gradient_cliping": "did you mean gradient_clipping?",
         "zzz": "infinity knows no such key of DeepSpeed",
     }
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "near"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "zero_optimisation", "zero_optimization"),
+        (
+            {"zero_optimization": {"offload_params": {"device": "cpu"}}},
+            "zero_optimization.offload_params",
+            "zero_optimization.offload_param",
+        ),
+        (
+            {"zero_optimization": {"offload_optimiser": {"device": "cpu"}}},
+            "zero_optimization.offload_optimiser",
+            "zero_optimization.offload_optimizer",
+        ),
+        ({"optimiser": {"type": "Adam"}}, "optimiser", "optimizer"),
+        (
+            {"zero_optimization": {"cpu_offload_parms": True}},
+            "zero_optimization.cpu_offload_parms",
+            "zero_optimization.cpu_offload_params",
+        ),
+    ],
+)
+def test_a_misspelled_section_is_named_with_the_section(values: Any, key: str, near: str, tmp_path: Path) -> None:
+    (finding,) = converted({"steps_per_print": 1} | values, tmp_path).of(Fate.UNKNOWN)
+    assert finding.shown == key
+    assert finding.says == f"did you mean {near}?"
+
+
+def test_a_file_with_nothing_but_a_misspelled_section_is_told_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Found: 'zero_optimisation' \(did you mean zero_optimization\?\)"):
+        converted({"zero_optimisation": {"stage": 3}}, tmp_path)
 
 
 def test_of_very_many_unknown_keys_only_the_first_have_a_hint(tmp_path: Path) -> None:
