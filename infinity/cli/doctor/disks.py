@@ -78,8 +78,9 @@ class Disk:
         except ConfigError as error:
             name, quoted = self.path, shlex.quote(str(self.path))
             mend = ""
-            if not os.path.lexists(name):
-                mend = f"mkdir -p {quoted}" if os.access(self.there, os.W_OK) else f"sudo install -d -o $USER {quoted}"
+            if not os.path.lexists(name):  # without its parent it may be on a disk that is not mounted: nothing is made
+                refused = name.parent.is_dir() and not os.access(name.parent, os.W_OK) and not self._is_read_only
+                mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
                 mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
             return Found("missing", str(error).removeprefix("nvme.paths: "), mend)
@@ -150,10 +151,17 @@ class Disk:
         """The rates that the planner knows."""
         profile = profile_of(self.there)
         if profile is None:
-            mend = f"infinity-bench --path {shlex.quote(str(self.there))}" if os.access(self.there, os.W_OK) else ""
-            return Found("unknown", "not yet: block size and rates are guesses; measuring takes three minutes", mend)
+            said = "not yet: block size and rates are guesses; measuring takes three minutes"
+            return Found("unknown", said, self._measuring())
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
         return Found("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, {age(profile.measured)}")
+
+    def _measuring(self) -> str:
+        """The command that measures the disk; "" where the directory cannot be made, so that it may be another disk."""
+        if self.there not in (self.path, self.path.parent) or not os.access(self.there, os.W_OK):
+            return ""
+        quoted = shlex.quote(str(self.path))
+        return f"{'' if self.there == self.path else f'mkdir {quoted} && '}infinity-bench --path {quoted}"
 
     def scheduler(self) -> Found:
         facts = self._facts

@@ -14,6 +14,7 @@ import torch
 from infinity import _native
 from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator, DeviceFacts
+from infinity.base.machine import available_host_bytes
 from infinity.cli.doctor.mends import pip_install, restarted
 from infinity.cli.doctor.rows import Found
 from infinity.config import SwapConfig
@@ -70,7 +71,7 @@ class Gpus:
     def found(self) -> list[Found]:
         """The GPUs, with their memory."""
         if not self._devices:
-            return [self._none()]
+            return [self._none(), *self._in_ram()]
         rows = []
         for device in self._devices:
             facts = self._facts[device]
@@ -83,6 +84,20 @@ class Gpus:
             else:
                 rows.append(Found("ok", said, name=str(device)))
         return rows
+
+    def _in_ram(self) -> list[Found]:
+        """Where the CPU computes: memory.device is taken from RAM, beside memory.host."""
+        memory, left = self._config.memory, available_host_bytes(self._root)
+        host, device = memory.host or 0, memory.device or 0
+        if not device or host + device <= left:
+            return []
+        budgets = f"memory.device is {format_bytes(device)}"
+        budgets += f" and memory.host {format_bytes(host)}, together {format_bytes(host + device)}" if host else ""
+        said = (
+            f"{budgets}, and without a GPU that is RAM, of which {format_bytes(left)} can be taken now: set memory: "
+            f"{{host: {_mib(left / 2)}, device: {_mib(left / 4)}}}, or leave `memory` out, which takes what there is"
+        )
+        return [Found("missing", said, name="memory.device")]
 
     def links(self) -> list[Found]:
         if not self._devices:
@@ -216,3 +231,7 @@ def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
         device.synchronize(ended)
         rates.append(_COPIES * _COPIED_BYTES / max(device.seconds(began, ended), 1e-9))
     return Copies(refused, rates[0], rates[1], link)
+
+
+def _mib(nbytes: float) -> str:
+    return f"{int(nbytes) >> 20}MiB"

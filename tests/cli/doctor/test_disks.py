@@ -53,15 +53,25 @@ def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
     assert Disk(swap / "new").directory() == ("ok", "is made by the run", "", "")
 
 
-@pytest.mark.parametrize(("writable", "mend"), [(True, "mkdir -p"), (False, "sudo install -d -o $USER")])
-def test_a_directory_whose_parent_is_not_there_is_missing(
-    writable: bool, mend: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_directory_whose_parent_is_not_there_is_missing_and_nothing_is_made_on_another_disk(
+    writable: bool, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
     as_user(monkeypatch, *([swap] if writable else []))
-    path = swap / "not there" / "x"
-    found = Disk(path).directory()
-    assert (found.state, found.mend) == ("missing", f"{mend} '{path}'")
+    looks = Disk(swap / "not mounted" / "x")
+    found = looks.directory()
+    assert (found.state, found.mend) == ("missing", "")
     assert found.finding.startswith("there is no directory")
+    assert looks.measured().mend == ""
+
+
+def test_a_directory_that_only_root_may_make_is_missing_and_the_command_is_named(
+    swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_user(monkeypatch)
+    found = Disk(swap / "a b").directory()
+    assert (found.state, found.mend) == ("missing", f"sudo install -d -o $USER '{swap / 'a b'}'")
 
 
 def test_a_directory_that_may_not_be_written_to_is_missing(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +255,8 @@ def test_a_disk_that_was_not_measured_names_the_command(swap: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(swap / "cache"))
     found = Disk(swap).measured()
     assert (found.state, found.mend) == ("unknown", f"infinity-bench --path {swap}")
+    new = swap / "new"
+    assert Disk(new).measured().mend == f"mkdir {new} && infinity-bench --path {new}"
     as_user(monkeypatch)
     assert Disk(swap).measured().mend == ""
 

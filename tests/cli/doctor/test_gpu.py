@@ -65,6 +65,30 @@ def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     assert gpus.links() == gpus.entry_points() == gpus.pinned() == gpus.copies() == [Found("ok", "no GPU is used")]
 
 
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ({"device": "48MiB"}, ""),
+        ({"device": "32MiB", "host": "16MiB"}, ""),
+        ({"device": "49MiB"}, "memory.device is 49.00 MiB, and without a GPU that is RAM"),
+        (
+            {"device": "32MiB", "host": "20MiB"},
+            "memory.device is 32.00 MiB and memory.host 20.00 MiB, together 52.00 MiB, and",
+        ),
+    ],
+)
+def test_without_a_gpu_budgets_that_ram_does_not_have_are_missing(
+    memory: dict[str, str], said: str, none: Any, tmp_path: Path
+) -> None:
+    none(has_runtime=False)
+    write(tmp_path, {"sys/fs/cgroup/memory.max": str(64 << 20), "sys/fs/cgroup/memory.current": str(16 << 20)})
+    found = Gpus(SwapConfig.model_validate({"memory": memory}), tmp_path).found()[1:]
+    assert [(row.state, row.name) for row in found] == ([("missing", "memory.device")] if said else [])
+    for row in found:
+        assert row.finding.startswith(said)
+        assert "set memory: {host: 24MiB, device: 12MiB}" in row.finding
+
+
 @pytest.mark.parametrize(("vendor", "state", "mends"), [("0x10de", "missing", True), ("0x1002", "slower", False)])
 def test_a_torch_for_the_cpu_beside_a_gpu_is_the_wrong_one(
     vendor: str, state: str, mends: bool, none: Any, tmp_path: Path
