@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import re
+import shlex
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -234,12 +235,10 @@ class SwapDirectory(StoreDirectory):
                     f"folders (`infinity checkpoint unpin {self.path} --folder FOLDER` lets one of them go)"
                 )
             raise StoreNotEmptyError(
-                f"{self.path} holds {what}. To go on from it: under infinity run, resume_from_checkpoint= of a "
-                "Trainer, ckpt_path= of Lightning, or `infinity run --resume FOLDER`; else `infinity finetune "
-                "--resume`, or in code infinity.resume or load_pretrained(resume=True)"
-                f"{', with folder= for one of the folders' if pinned else ''}. To begin anew: give this run another "
-                f"directory in nvme.paths, or remove the old one with {remove}. A script whose runs need not go on "
-                "after their end removes the store itself: infinity.close(model, discard=True)."
+                f"{self.path} holds {what}. {ways_on(self.path, folders=bool(pinned) or newest is None)} "
+                f"To begin anew: give this run another directory in nvme.paths, or remove the old one with {remove}. "
+                "A script whose runs need not go on after their end removes the store itself: "
+                "infinity.close(model, discard=True)."
             )
 
     def make_room(self) -> None:
@@ -422,6 +421,28 @@ def generations_in(path: Path) -> dict[int, Path]:
 def pinned_in(path: Path) -> list[Path]:
     """The manifests of pinned generations in a directory, those that no pin names any more among them."""
     return sorted(entry for entry in entries_of(path) if PINNED.fullmatch(entry.name))
+
+
+def ways_on(path: Path, *, folders: bool) -> str:
+    """How to go on from the generations in a directory, for messages.
+
+    Args:
+        path: the directory as a user names it.
+        folders: checkpoint folders may name generations there; else none does.
+    """
+    if folders:
+        return (
+            "To go on from it: under infinity run, resume_from_checkpoint= of a Trainer, ckpt_path= of Lightning, or "
+            "`infinity run --resume FOLDER`; else `infinity finetune --resume`, or in code infinity.resume or "
+            "load_pretrained(resume=True), with folder= for one of the folders."
+        )
+    return (
+        "No checkpoint folder names its generations, so that no script under infinity run can go on from it (a "
+        "smaller save_steps of a Trainer makes folders sooner). `infinity finetune --resume` goes on with a run of its "
+        "own, and code with infinity.resume or load_pretrained(resume=True). "
+        f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states; "
+        "OUT is a model that a script can begin with."
+    )
 
 
 def _pinned_for_messages(path: Path) -> str:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from infinity.errors import ResumeError, StoreNotEmptyError
 from infinity.io import durable
-from infinity.io.directory import HEADER_NAME, SwapDirectory, entries_of, generations_in, pinned_in, remove_store
+from infinity.io.directory import (
+    HEADER_NAME,
+    SwapDirectory,
+    entries_of,
+    generations_in,
+    pinned_in,
+    remove_store,
+    ways_on,
+)
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
 from infinity.io.pins import read_pins, said
@@ -70,12 +78,11 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             if its == count == 1:
                 continue  # the store itself is refused or replaced where it is opened
             if generations_in(entry) or pinned_in(entry):
+                folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
-                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. To go on from it: under "
-                    "infinity run, resume_from_checkpoint= of a Trainer, or `infinity run --resume FOLDER`; else "
-                    "`infinity finetune --resume`, or in code infinity.resume or load_pretrained(resume=True). To "
-                    "begin anew: give this run another directory "
-                    f"in nvme.paths, or remove the old one with `infinity checkpoint remove {path}`."
+                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. "
+                    f"{ways_on(path, folders=folders)} To begin anew: give this run another directory in nvme.paths, "
+                    f"or remove the old one with `infinity checkpoint remove {path}`."
                 )
             if its != count:
                 others.append(entry)

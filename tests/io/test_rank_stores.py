@@ -61,7 +61,7 @@ def test_a_generation_of_another_number_of_ranks_is_in_the_way(tmp_path: Path) -
     left(rank_path(tmp_path, 1, 2), "generations", step=4)
     before = sorted(tmp_path.rglob("*"))
     for count in (1, 2, 3):
-        with pytest.raises(StoreNotEmptyError, match="2 ranks"):
+        with pytest.raises(StoreNotEmptyError, match="2 ranks.*No checkpoint folder names its generations"):
             clear_others([tmp_path], count)
         assert sorted(tmp_path.rglob("*")) == before
 
