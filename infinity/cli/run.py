@@ -9,6 +9,7 @@ import sys
 from types import TracebackType
 
 from infinity.cli.ready import require_ready
+from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.config import load_config
 from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError
@@ -18,7 +19,7 @@ from infinity.runtime.pins import generation_of
 def run(options: argparse.Namespace) -> int:
     """Run the script in this process, as `python SCRIPT ARGS` would; what it raises goes through. The exit code is 2
     where the swap config, its directories, the script or the checkpoint folder cannot be used, or the script asks for
-    what infinity cannot do."""
+    what infinity cannot do; 130 after Ctrl-C, which ends in one line."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
     logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format=f"{who}%(message)s")
@@ -33,10 +34,15 @@ def run(options: argparse.Namespace) -> int:
         require_ready(config)
     except InfinityError as error:
         return _refuse(error, who)
-    from infinity.integrations.launcher import launch
+    with interruptible_imports():
+        from infinity.integrations.launcher import launch
 
     try:
         launch(config, options.script, options.arguments, options.resume)
+    except KeyboardInterrupt:  # a line said what is durable
+        if os.environ.get("INFINITY_DEBUG"):
+            raise
+        return INTERRUPTED
     except Exception as error:
         if isinstance(error, ConfigError) and not os.environ.get("INFINITY_DEBUG"):
             return _refuse(error, who)  # it says what to change, and where

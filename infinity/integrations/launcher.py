@@ -38,14 +38,23 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     """In this context the models that libraries load are offloaded when they are used, and their optimizers are
     infinity's. At its end the models are closed. Args: resume: as launch."""
-    from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy, transformers
-
-    _require_transformers_5()
-    _one_device()
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
-    failed = True
+    failed, stopped = True, False
     try:
+        from infinity.integrations import (
+            accelerate,
+            deepspeed,
+            folders,
+            models,
+            optimizers,
+            ranks,
+            strategy,
+            transformers,
+        )
+
+        _require_transformers_5()
+        _one_device()
         with Patches() as patches:
             optimizers.replace_optimizers(run, patches)
             models.replace_loading(run, patches)
@@ -62,8 +71,11 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     except SystemExit as end:
         failed = end.code not in (None, 0)
         raise
+    except KeyboardInterrupt:
+        stopped = True
+        raise
     finally:
-        run.close(failed=failed)
+        run.close(failed=failed, stopped=stopped)
 
 
 def _leave_hooks_out(patches: Patches) -> None:

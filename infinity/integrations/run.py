@@ -23,10 +23,10 @@ from infinity.coordinator.pinning import agree
 from infinity.durable import rng
 from infinity.errors import ModelError, PeerError, printable
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
+from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
-from infinity.io.rank_stores import counts_in, steps_of
-from infinity.ranks.ranks import rank_and_world, require_ranks_met
+from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.anew import take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
@@ -359,14 +359,15 @@ class Run:
         """The models that are offloaded now."""
         return [model for model in self.alive() if not registry.coordinator_of(model).closed]
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool, stopped: bool = False) -> None:
         """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
-        generations that checkpoint folders need."""
+        generations that checkpoint folders need. Args: stopped: it failed because of Ctrl-C."""
         with ExitStack() as ending:
             ending.callback(self._scratch.close)
-            for model in self.alive():
-                if failed:
-                    ending.callback(_say_what_is_left, self.config)
+            models = self.alive()
+            if stopped or (failed and models):
+                ending.callback(say_what_is_left, self.config, stopped=stopped, began=bool(models))
+            for model in models:
                 ending.callback(close if failed else _close_what_ended_well, model)
             if not failed:
                 for _, run, paths in (each for each in self._stores if each[0]() is None):
@@ -442,25 +443,6 @@ def _close_what_ended_well(model: nn.Module) -> None:
             shlex.quote(str(place)),
         )
     close(model, discard=not folders)
-
-
-def _say_what_is_left(config: SwapConfig) -> None:
-    """After a script that failed and a store that was closed."""
-    rank, ranks = rank_and_world()
-    first = config.nvme.paths[0].expanduser() if config.nvme.paths else None
-    found = steps_of(first, ranks) if first is not None and ranks in counts_in(first) else set()
-    if found and rank == 0:
-        logger.warning(
-            "infinity: the script did not end well. Its states after step %d stay in %s: a run goes on from a "
-            "checkpoint folder, if the script saved one (resume_from_checkpoint of a Trainer, or infinity run --resume "
-            "FOLDER). "
-            "`infinity checkpoint export %s --output FOLDER` writes them, and `infinity checkpoint "
-            "remove %s` lets them go, so that the script can begin anew",
-            max(found),
-            first,
-            first,
-            first,
-        )
 
 
 def _frozen(model: nn.Module) -> bool:

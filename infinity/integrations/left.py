@@ -1,0 +1,61 @@
+"""What a script that failed or was stopped leaves on the disk, and how to go on: one line."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from pathlib import Path
+
+from infinity.config import SwapConfig
+from infinity.errors import ManifestError
+from infinity.io.pins import Pin, read_pins
+from infinity.io.rank_stores import counts_in, rank_path, steps_of
+from infinity.ranks.ranks import rank_and_world
+
+logger = logging.getLogger(__name__)
+
+
+def say_what_is_left(config: SwapConfig, *, stopped: bool, began: bool) -> None:
+    """After a script whose models were closed. Rank 0 speaks.
+
+    Args:
+        stopped: by Ctrl-C; else it failed, and says itself why.
+        began: it had an offloaded model.
+    """
+    rank, ranks = rank_and_world()
+    first = config.nvme.paths[0].expanduser() if config.nvme.paths and began else None
+    found = steps_of(first, ranks) if first is not None and ranks in counts_in(first) else set()
+    if rank != 0 or not (found or stopped):
+        return
+    how = "stopped" if stopped else "the script did not end well"
+    if first is None or not found:
+        logger.warning("infinity: %s; nothing of it is durable, so that it begins anew", how)
+        return
+    logger.warning(
+        "infinity: %s; its states after step %d are durable in %s. %s", how, max(found), first, _ways_on(first, ranks)
+    )
+
+
+def _ways_on(first: Path, ranks: int) -> str:
+    place = shlex.quote(str(first))
+    out = f"`infinity checkpoint export {place} --output OUT` writes them, as a model and its optimizer states"
+    gone = f"`infinity checkpoint remove {place}` lets them go, so that the script can begin anew"
+    pin = _newest(rank_path(first, 0, ranks))
+    if pin is not None:
+        folder = shlex.quote(pin.folder)
+        return (
+            f"Go on from the checkpoint folder {folder} (step {pin.step}): resume_from_checkpoint= of a Trainer, "
+            f"ckpt_path= of Lightning, or `infinity run --resume {folder} CONFIG SCRIPT`. {out}"
+        )
+    return (
+        "No checkpoint folder names them, so that no script can go on from them (a smaller save_steps of a Trainer "
+        f"makes folders sooner). {out}; {gone}"
+    )
+
+
+def _newest(directory: Path) -> Pin | None:
+    try:
+        return max(read_pins(directory), key=lambda pin: pin.step, default=None)
+    except ManifestError as error:
+        logger.warning("%s", error)
+        return None

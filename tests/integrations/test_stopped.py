@@ -1,0 +1,111 @@
+"""A script under `infinity run` that Ctrl-C stops, and what can be done with what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import infinity
+from infinity.cli.main import main
+from tests.integrations.conftest import Launch
+from tests.integrations.training import SAVING, Rows, trainer
+
+Result = subprocess.CompletedProcess[str]
+
+SCRIPT = """
+import os, signal, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+class CtrlC(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+ids = torch.arange(512).reshape(32, 16) % 96
+args = TrainingArguments({out!r}, use_cpu=True, max_steps=6, save_steps={save_steps}, report_to=[], disable_tqdm=True)
+model = AutoModelForCausalLM.from_pretrained({checkpoint!r})
+rows = [{{"input_ids": row, "labels": row}} for row in ids]
+Trainer(model=model, args=args, train_dataset=rows, callbacks=[CtrlC()]).train()
+"""
+
+
+def stopped(checkpoint: Path, directory: Path, *, save_steps: int) -> Result:
+    """In a process of its own, which Ctrl-C reaches after its second step."""
+    swap = {"optimizer": "nvme", "nvme": {"paths": [str(directory / "swap")]}, "memory": {"host": "96MiB"}}
+    (directory / "swap.yaml").write_text(json.dumps(swap | {"commit_every": 1}))
+    script = SCRIPT.format(out=str(directory / "out"), checkpoint=str(checkpoint), save_steps=save_steps)
+    (directory / "train.py").write_text(script)
+    command = [sys.executable, "-m", "infinity.run", str(directory / "swap.yaml"), str(directory / "train.py")]
+    return subprocess.run(command, capture_output=True, text=True, cwd=directory)
+
+
+def test_ctrl_c_ends_in_one_line_that_names_the_folder_to_go_on_from(checkpoint: Path, tmp_path: Path) -> None:
+    ended = stopped(checkpoint, tmp_path, save_steps=1)
+    assert ended.returncode == 128 + signal.SIGINT
+    assert "Traceback" not in ended.stderr
+    folder = tmp_path / "out" / "checkpoint-2"
+    assert re.fullmatch(
+        rf"infinity: stopped; its states after step \d are durable in {tmp_path}/swap\. Go on from the checkpoint "
+        rf"folder {folder} \(step 2\): .*`infinity run --resume {folder} CONFIG SCRIPT`\..*",
+        ended.stderr.splitlines()[-1],
+    )
+
+
+def test_before_the_first_folder_it_says_that_none_names_the_states(checkpoint: Path, tmp_path: Path) -> None:
+    ended = stopped(checkpoint, tmp_path, save_steps=6)
+    assert ended.returncode == 128 + signal.SIGINT
+    line = ended.stderr.splitlines()[-1]
+    for said in (
+        "infinity: stopped; its",
+        "No checkpoint folder names them",
+        "smaller save_steps",
+        "checkpoint export",
+    ):
+        assert said in line
+
+
+def test_a_script_that_is_stopped_before_it_has_a_model_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "swap.yaml").write_text("{}")
+    (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "infinity.run", str(tmp_path / "swap.yaml"), str(tmp_path / "train.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 130
+    assert ended.stderr.splitlines()[-1] == "infinity: stopped; nothing of it is durable, so that it begins anew"
+
+
+class _Stop(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    with contextlib.suppress(KeyboardInterrupt), launch():
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING | {"save_steps": 6})
+        one.add_callback(_Stop())
+        one.train()
+    swap, out = tmp_path / "swap", tmp_path / "copy"
+    with launch(), pytest.raises(infinity.StoreNotEmptyError) as refused:
+        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
+    told = str(refused.value)
+    assert "No checkpoint folder names its generations" in told
+    assert "smaller save_steps" in told
+    assert "resume_from_checkpoint" not in told
+    assert f"`infinity checkpoint export {swap} --output OUT`" in told
+    assert f"`infinity checkpoint remove {swap}`" in told
+    assert main(["checkpoint", "export", str(swap), "--output", str(out)]) == 0
+    assert AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)[1]["missing_keys"] == set()
+    assert main(["checkpoint", "remove", str(swap)]) == 0
+    with launch():
+        trainer(out, rows, tmp_path / "out", **SAVING).train()
