@@ -28,7 +28,7 @@ from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.runtime.offload import close, offload
-from infinity.runtime.statistics import statistics
+from infinity.runtime.statistics import statistics, trained_of
 
 _ALL_LINEAR = "all-linear"
 """What PEFT calls every linear layer but the head."""
@@ -129,7 +129,7 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
     else:
         _freeze(model, options.freeze)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    print(f"trained: {trained:,} of {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    print(f"trained: {trained_of(trained, sum(p.numel() for p in model.parameters()))}", flush=True)
     if options.merge:
         _require_mergeable(model)
     if copy is not None:

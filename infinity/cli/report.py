@@ -15,7 +15,7 @@ from infinity.base.timeline import CAUSES, Cause
 from infinity.cli.evaluation import Evaluated, best_of
 from infinity.cli.meanwhile import Sample
 from infinity.cli.progress import StepFacts
-from infinity.runtime.statistics import Statistics
+from infinity.runtime.statistics import Statistics, trained_of
 from infinity.sizes import format_bytes
 from infinity.units.speculation import Counts
 
@@ -112,7 +112,7 @@ class Report:
     def _trained_row(self) -> list[tuple[str, str]]:
         if self.trained_parameters == self.parameters:
             return []
-        return [("trained", f"{self.trained_parameters:,} of {self.parameters:,} parameters")]
+        return [("trained", trained_of(self.trained_parameters, self.parameters))]
 
     def _evaluation_row(self) -> list[tuple[str, str]]:
         best, finite = best_of(self.evaluations), [each for each in self.evaluations if math.isfinite(each.loss)]

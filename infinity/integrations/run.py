@@ -31,6 +31,7 @@ from infinity.runtime.anew import take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
 from infinity.runtime.offload import close, offload
+from infinity.runtime.statistics import trained_of
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
@@ -454,15 +455,17 @@ def _say(model: nn.Module, *, trained: bool) -> None:
     plan = coordinator.plan
     if not coordinator.leads:
         return
-    what = "trained" if trained else "only evaluated, so it has no states"
+    units = [each.unit for each in coordinator.units]
+    numel = sum(unit.numel for unit in units)
+    part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
+    states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
     logger.warning(
-        "infinity: %s, %s parameters%s, %s: weights %s, optimizer %s, %s of device and %s of host memory",
+        "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
         printable(type(model).__name__),
-        f"{sum(unit.unit.numel for unit in coordinator.units):,}",
+        f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
         f", cut over {coordinator.world} ranks" if coordinator.world > 1 else "",
-        what,
         plan.placement.weights.tier,
-        plan.placement.optimizer.tier if trained else "none",
+        states,
         format_bytes(plan.device_bytes),
         format_bytes(plan.host_bytes),
     )

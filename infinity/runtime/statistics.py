@@ -101,3 +101,8 @@ def statistics(model: nn.Module) -> Statistics:
         device=resources.torch_device.type,
         plan=plan,
     )
+
+
+def trained_of(trained: int, numel: int) -> str:
+    """How much of a model is trained, in words: '1,440,000 of 98,937,600 parameters'."""
+    return f"{trained:,} of {numel:,} parameters"

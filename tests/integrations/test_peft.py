@@ -149,3 +149,18 @@ def test_a_deferred_model_resumes(checkpoint: Path, rows: Rows, tmp_path: Path) 
     again = infinity.resume(infinity.load_pretrained(checkpoint, config, defer=True), config)
     assert all(torch.equal(value, expected[name]) for name, value in weights_of(again).items())
     infinity.close(again)
+
+
+def test_the_line_of_a_model_says_how_much_of_it_is_trained_and_where_it_rests(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with launch():
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), ADAPTERS["LoRA"])
+        every = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+        trainer(model, rows, tmp_path / "out").train()
+    trained, numel = sum(size for size, grad in every if grad), sum(size for size, _ in every)
+    assert trained < numel
+    assert (
+        f"infinity: PeftModelForCausalLM, trained: {trained:,} of {numel:,} parameters: weights rest on nvme, "
+        "optimizer states on nvme; it takes "
+    ) in caplog.text
