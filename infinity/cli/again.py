@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from infinity.cli.command import command
 from infinity.cli.job import Origin, values_of
+from infinity.cli.options import FROZEN_NAMES
 from infinity.config import SwapConfig
+from infinity.files import read_regular
+from infinity.strict import parse_yaml
 
 OPTIONS_NAME = "run.yaml"
 CONFIG_NAME = "swap.yaml"
+_FILE_BYTES_MAX = 1 << 20
 _NOT_AGAIN = ("output", "log_dir")
 """Each run has its own."""
 
@@ -36,3 +41,18 @@ def again(options: argparse.Namespace, *, extended: bool) -> str:
     if extended:
         line += " (this run was begun for another number of steps, so its learning rates were others)"
     return line
+
+
+def form_of(directory: Path) -> tuple[str, Path] | None:
+    """The form in which the frozen weights of a run rested, as its output says, and the file that says it; None where
+    the output says none: it is of another program, of an older version, or of a run that took the weights as they were.
+    """
+    for file in (directory / OPTIONS_NAME, directory / CONFIG_NAME):
+        try:
+            values: Any = parse_yaml(read_regular(file, _FILE_BYTES_MAX).decode())
+        except (OSError, ValueError):
+            continue  # it is only asked for a hint
+        form = values.get("frozen") if isinstance(values, dict) else None
+        if form in FROZEN_NAMES:
+            return str(form), file
+    return None

@@ -398,8 +398,8 @@ def _add_generate(commands: Any) -> None:
         "--frozen",
         type=word,
         choices=FROZEN_NAMES,
-        help="how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: `frozen` "
-        "of the swap config",
+        help="how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: as beside "
+        "the adapters when they were trained, else `frozen` of the swap config",
     )
     parser.add_argument(
         "--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice"

@@ -15,6 +15,7 @@ import torch
 
 from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
+from infinity.cli.again import form_of
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES, say_if_slow
 from infinity.cli.options import option, require_alone
@@ -141,13 +142,27 @@ def _streamer(tokenizer: Any) -> Any:
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
+def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
+    """The form of the base that adapters were trained beside, where their directory says another than the swap config;
+    a line says that it is taken."""
+    found = None if base == name else form_of(Path(name).expanduser())
+    if found is None or found[0] == config.frozen:
+        return None
+    form, file = found
+    _say(
+        f"the adapters were trained beside weights in {form} ({file}), and so the weights rest in {form} here; "
+        "--frozen takes another form"
+    )
+    return form
+
+
 @contextlib.contextmanager
 def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: dict[str, Any]) -> Iterator[Any]:
     """The model, which is not trained and so has no states; its store goes with the block."""
     below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
     made = [path.parent for path in below if not path.parent.exists()]
     nvme = config.nvme.model_copy(update={"paths": below})
-    frozen = options.frozen or config.frozen
+    frozen = options.frozen or _form_of_adapters(base, options.model, config) or config.frozen
     mine = config.model_copy(update={"commit_every": 0, "pins": 0, "nvme": nvme, "frozen": frozen})
     model = load_pretrained(base, mine, dtype=DTYPES[options.dtype], defer=True, **how)
     if base != options.model:

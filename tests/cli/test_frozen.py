@@ -133,3 +133,30 @@ def test_adapters_write_beside_the_base_as_it_rests(job: dict[str, Any], tmp_pat
     assert load_file(tmp_path / "out-a" / ADAPTERS)
     assert generated(tmp_path / "out-a", job["--config"], capsys, *NF4)
     assert "--frozen" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["option", "swap config"])
+def test_adapters_write_beside_the_form_that_they_were_trained_with(
+    by: str, job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    config = job["--config"]
+    assert (run(job, *LORA, *NF4) if by == "option" else run(_job(tmp_path, "a", frozen="nf4"), *LORA)) == 0
+    adapters = tmp_path / "out-a"
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"frozen": "auto"}))
+    made = ["generate", "--model", str(adapters), "--config", str(plain), "--prompt", "a", "--max-tokens", "2"]
+    file = adapters / ("run.yaml" if by == "option" else "swap.yaml")
+    line = f"the adapters were trained beside weights in nf4 ({file}), and so the weights rest in nf4 here; --frozen"
+    capsys.readouterr()
+    assert main(made) == 0
+    taken = capsys.readouterr()
+    assert line in taken.err
+    for form, same in (("nf4", True), ("bf16", False)):
+        assert main([*made, "--frozen", form]) == 0
+        given = capsys.readouterr()
+        assert "were trained beside" not in given.err
+        assert given.out == taken.out or not same
+    (adapters / "run.yaml").write_text("frozen: [")
+    (adapters / "swap.yaml").write_text("frozen: fp4")
+    assert main(made) == 0
+    assert "were trained beside" not in capsys.readouterr().err
