@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
@@ -189,23 +189,31 @@ class SwapConfig(_Section):
     another dtype). Embeddings, head, norms and adapters stay as they are. auto: as the checkpoint has them, be it one
     that bitsandbytes quantized."""
 
-    def require_available(self) -> None:
+    def require_available(self, source: str = "") -> None:
         """Refuse values whose feature this version does not have yet.
+
+        Args:
+            source: where the config was read.
 
         Raises:
             NotAvailableError: names the key and what to write instead.
         """
-        refused = {
-            "optimizer: device": (self.optimizer == "device", "optimizer: host, nvme or auto"),
-            "gradients: device": (self.gradients == "device", "gradients: host, nvme or auto"),
-            f"activations: {self.activations}": (
-                self.activations in ("host", "nvme"),
-                "activations: recompute or keep",
-            ),
-        }
-        for key, (asked, instead) in refused.items():
-            if asked:
-                raise NotAvailableError(f"{key} is not available yet; use {instead}")
+        for key in _NOT_YET:
+            value = getattr(self, key)
+            if value not in (usable := _usable(key)):
+                instead = f"{key}: {', '.join(usable[:-1])} or {usable[-1]}"
+                raise NotAvailableError(
+                    f"{f'{source}: ' if source else ''}{key}: {value} is not available yet; use {instead}"
+                )
+
+
+_NOT_YET = {"optimizer": ("device",), "gradients": ("device",), "activations": ("host", "nvme")}
+"""Values of keys that this version refuses."""
+
+
+def _usable(key: str) -> list[str]:
+    """The words that a key takes in this version."""
+    return [each for each in get_args(SwapConfig.model_fields[key].annotation) if each not in _NOT_YET.get(key, ())]
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> list[str]:
@@ -236,6 +244,9 @@ def _explain_one(item: Any) -> str:
     if item["type"] == "model_type":
         message = f"keys and values belong here: {', '.join(_known_keys(SwapConfig, under=key))}"
     known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
+    if key in _NOT_YET and known:
+        known = _usable(key)
+        message = f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
     word = item["input"][:_KEY_CHARS_MAX] if isinstance(item["input"], str) else ""  # str() of a list may be gigabytes
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -266,7 +277,7 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
         except ValidationError as error:
             raise _explain(error, name) from None
     _require_directories(config.nvme.paths)
-    config.require_available()
+    config.require_available(printable(source) if isinstance(source, str | Path) else "")
     return config
 
 

@@ -54,6 +54,13 @@ def test_a_bare_off_is_a_word(text: str, tmp_path: Path) -> None:
         ("nvme: {queue_dept: 3}", "unknown key 'nvme.queue_dept'; did you mean 'nvme.queue_depth'"),
         ("zzz: 3", "unknown key 'zzz'; known keys: weights"),
         ("weights: disk", "weights: Input should be 'device', 'host', 'nvme' or 'auto'"),
+        ("optimizer: ssd", "swap.yaml: optimizer: Input should be 'host', 'nvme' or 'auto' (given: 'ssd')"),
+        (
+            "activations: recomputed",
+            "Input should be 'auto', 'keep' or 'recompute' (given: 'recomputed'); did you mean",
+        ),
+        ("optimizer: device", "swap.yaml: optimizer: device is not available yet; use optimizer: host, nvme or auto"),
+        ("gradients: device", "swap.yaml: gradients: device is not available yet; use gradients: host, nvme or auto"),
         ("overlap: before_foward", "(given: 'before_foward'); did you mean 'before_forward'?"),
         ("overlap: on", "overlap: Input should be 'auto'"),
         ("memory: {host: lots}", "memory.host: 'lots' is not a size"),
