@@ -66,7 +66,7 @@ class Generations:
         self._pins_max = pins
         self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
         self._pinned: dict[str, list[int]] = {}  # by digest, pinned or perhaps pinned: the copy of each extent
-        self._given_up: list[Path] = []
+        self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and why
         self._retires = False  # whether retire() is due
         self._unsettled: _Unsettled | None = None
 
@@ -246,14 +246,16 @@ class Generations:
             only = agreed.way if agreed else None
             manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, only)
             self._store.write_rebuilt_headers(self._extents)
-            self._keep_with(manifest, found, agreed)
+            chosen = step is not None or digest is not None or agreed is not None  # else the newest that is whole is
+            self._keep_with(manifest, found, agreed, "is newer" if chosen else "is damaged")
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
                 extent.turn_to(copy)
             raise
         self._pinned = pinned
         stays = {pin.manifest_name for pin in staying}
-        self._given_up += [path for path in pinned_in(directory.path) if path.name not in stays]
+        unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
+        self._given_up |= dict.fromkeys(unpinned, "is needed by no checkpoint folder")
         self._unsettled = _Unsettled(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
@@ -309,14 +311,15 @@ class Generations:
                 problem = f"places {record.state} of unit '{record.unit}' at an offset that is not its own"
                 raise ManifestError(path, problem)
 
-    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], agreed: Agreed | None) -> None:
+    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], agreed: Agreed | None, newer: str) -> None:
         """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep` or that another rank
-        lacks, which a crash may have left, are given up."""
+        lacks, which a crash may have left, are given up. Args: newer: why newer ones are."""
         self._kept = {chosen.step: [extent.copy for extent in self._extents]}
-        self._given_up = [path for number, path in found.items() if number > chosen.step]
+        self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, manifest in read_kept(older, self._store.run):
             require_readable(manifest)
+            why = "is older than those that are kept"
             try:
                 if isinstance(manifest, ManifestError):
                     raise manifest
@@ -326,7 +329,8 @@ class Generations:
                     continue
             except ManifestError as error:
                 logger.warning("%s", error)
-            self._given_up.append(found[number])  # its copies were written since, or will be
+                why = "is damaged"
+            self._given_up[found[number]] = why  # its copies were written since, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
@@ -347,11 +351,13 @@ class Generations:
                 self._write_pins(self._unsettled.pins)
             self._unsettled = None
         if self._given_up:
-            for path in self._given_up:
-                logger.warning("the run goes on from generation %s; newer or damaged, %s goes", self.newest, path)
+            for path, why in self._given_up.items():
+                step = int(path.name.partition(".")[0].split("-")[1])
+                gone = f"generation {step} {why} and is removed ({path})"
+                logger.warning("the run goes on from generation %s; %s", self.newest, gone)
                 durable.remove(path)
             durable.sync_directory(self._directory.path)
-            self._given_up = []
+            self._given_up = {}
         self.require_room()
 
     # -- pins ---------------------------------------------------------------------------------------------------------

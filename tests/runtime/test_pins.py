@@ -89,7 +89,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
     run = Run(tmp_path).to(2)
     folder, expected = run.save(), run.bits
     run.to(7).end()
@@ -98,7 +101,20 @@ def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(tm
     assert again.done == 2
     assert same(again.bits, expected)
     assert pinned(again.model) == {folder: 2}
-    again.end()
+    again.to(3).end()
+    assert "the run goes on from generation 2; generation 7 is newer and is removed (" in caplog.text
+    assert "damaged" not in caplog.text
+
+
+def test_a_damaged_generation_that_goes_is_called_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Run(tmp_path, keep=2).to(4).end()
+    newest = generations_in(tmp_path / "swap")[4]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with caplog.at_level(logging.WARNING, "infinity"):
+        again = Run(tmp_path, keep=2, resumes=True)
+        assert again.done == 3
+        again.to(4).end()
+    assert f"the run goes on from generation 3; generation 4 is damaged and is removed ({newest})" in caplog.text
 
 
 def test_pinning_does_not_change_a_bit_of_the_run(tmp_path: Path) -> None:
