@@ -39,6 +39,7 @@ from infinity.strict import parse_json
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 _STATE = ".quant_state.bitsandbytes__"
 _WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
+_ONLY_NF4 = "infinity reads only nf4 of bitsandbytes' 4-bit types."
 _IN_16_BITS = (
     "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its frozen weights rest in 4 or "
     "8 bits."
@@ -71,8 +72,9 @@ def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mappi
     return rest | {"config": without_quantization(config)}
 
 
-def codec_said(path: str, config: Any) -> Codec | None:
-    """The form of a quantized model's weights, as its config says; None where nothing is quantized.
+def codec_said(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
+    """The form of a quantized model's weights, as its config says, and the modules that are left out; None where
+    nothing is quantized.
 
     Raises:
         ModelError: the model is quantized in a way that cannot be read.
@@ -81,9 +83,12 @@ def codec_said(path: str, config: Any) -> Codec | None:
         return None
     _require_bitsandbytes(path, found)
     values = found if isinstance(found, dict) else vars(found)
+    skipped = tuple(values.get("llm_int8_skip_modules") or ())
     if not values.get("load_in_4bit"):
-        return "int8_rows"
-    return "nf4" if values.get("bnb_4bit_use_double_quant") else "nf4_fp32"
+        return "int8_rows", skipped
+    if values.get("bnb_4bit_quant_type", "fp4") != "nf4":  # which is what bitsandbytes takes it for, too
+        raise ModelError(f"'{path}' is quantized as fp4; {_ONLY_NF4} {_IN_16_BITS}")
+    return "nf4" if values.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
 
 
 def _require_bitsandbytes(path: str, quantization: Any) -> None:
@@ -221,10 +226,7 @@ class QuantizedFiles:
         file, state_name = self._files[weight], self._states[weight]
         kind = state_name.partition(_STATE)[2]
         if kind != "nf4":
-            raise ModelError(
-                f"{file}: '{weight}' is quantized as {kind}; infinity reads only nf4 of bitsandbytes' 4-bit types. "
-                f"{_IN_16_BITS}"
-            )
+            raise ModelError(f"{file}: '{weight}' is quantized as {kind}; {_ONLY_NF4} {_IN_16_BITS}")
         state = _State.of(file, weight, self._tensor(state_name))
         if state.shape != tuple(shape):
             turned = " A layer whose weight is stored [in, out], as GPT-2's, was turned." if len(shape) == 2 else ""

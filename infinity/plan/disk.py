@@ -55,7 +55,9 @@ def room_bytes(paths: Sequence[Path]) -> int:
 
 def _free_bytes(paths: Sequence[Path]) -> int:
     """What a file striped evenly over these directories has room for."""
-    free = [(os.stat(there).st_dev, _free_at(path, there)) for path, there in zip(paths, map(nearest, paths), strict=True)]
+    free = [
+        (os.stat(there).st_dev, _free_at(path, there)) for path, there in zip(paths, map(nearest, paths), strict=True)
+    ]
     devices = [device for device, _ in free]
     return min((nbytes // devices.count(device) for device, nbytes in free), default=0) * len(paths)
 

@@ -1,6 +1,7 @@
 """The bytes that a step is expected to move over each link, with what slots save.
 
-The forecast (plan/traffic.py) is what a step moves while no slot outlives a pass: it is never less than what comes.
+The forecast (plan/traffic.py) is what a step moves while no slot outlives a pass, with each weight used once in each
+direction: where none is used more often, as tied ones are, it is never less than what comes.
 Here slots are counted as the units use them (units/room.py): units are fetched ahead as far as there is room, each into
 one piece of it, and the unit with the farthest next use goes first, so that
 
@@ -14,14 +15,14 @@ update is still being written stays where another one would have.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import Placement
 from infinity.plan.problem import Problem, UnitBytes
 from infinity.plan.traffic import gradient_traffic, traffic
-from infinity.plan.visits import Fetched, Walk, in_order
+from infinity.plan.visits import Fetched, Walk, in_order, long_bytes, usual_bytes
 from infinity.state.discover import HookSite
 
 
@@ -66,14 +67,14 @@ class Moved:
 @dataclass(frozen=True)
 class Uses:
     """How often a unit is fetched in a step, for the forward and for the backward passes, and whether its update has to
-    read its weights."""
+    read its weights: a share of the steps, where they are not alike."""
 
-    forwards: int
-    backwards: int
-    update: bool
+    forwards: float
+    backwards: float
+    update: float
 
     @property
-    def fetches(self) -> int:
+    def fetches(self) -> float:
         return self.forwards + self.backwards
 
 
@@ -94,7 +95,8 @@ def expected(
     in_ram = placement.weights.in_ram
     counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     uses = uses_of(problem, placement, budgets, sites, clips=clips)
-    weights = states = gradients = up = down = gathered = exchanged = decoded = 0
+    gradients = down = exchanged = 0
+    weights = states = up = gathered = decoded = 0.0  # of steps that are not alike, the mean
     ranks = max(problem.limits.shares, 1)
     for unit in problem.units:
         used = uses[unit.index]
@@ -102,32 +104,32 @@ def expected(
         fetches = used.fetches - again
         if unit.index not in in_ram:
             weights += fetches * unit.weight
-            states += unit.trained_weight if used.update else 0
+            states += used.update * unit.trained_weight
         if unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
             gradients += gradient_traffic(problem, unit)
-        gathered += (fetches * (ranks - 1) * unit.whole.weight_bytes) // ranks
+        gathered += fetches * (ranks - 1) * unit.whole.weight_bytes / ranks
         exchanged += problem.passes * (ranks - 1) * unit.gradient_native
         decoded += used.fetches * _decoded_bytes(unit)
         if not problem.limits.in_place:
             up += fetches * unit.weight + again * unit.whole.weight_bytes
             down += problem.passes * unit.gradient_native
     return Moved(
-        weights=weights,
-        states=states,
+        weights=round(weights),
+        states=round(states),
         gradients=gradients,
         written=counted.written_bytes - gradients,
         commit_share=counted.commit_share_bytes,
-        up=up,
+        up=round(up),
         down=down,
-        gathered=gathered,
+        gathered=round(gathered),
         exchanged=exchanged,
-        decoded=decoded,
+        decoded=round(decoded),
     )
 
 
-def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> int:
+def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> float:
     """Of a unit's fetches, how many come from the copies that the ranks keep (tiers/gathered.py): all but the first
     after an update."""
     if not problem.secondary_bytes or unit.unit.stays:
@@ -148,14 +150,17 @@ def uses_of(
     speculating = frozenset[int]() if clips and placement.updates.overlap == "auto" else speculates(problem, placement)
     # In a slot that is the device's, or that several ranks fill together, an update leaves nothing that is of use.
     in_place = limits.in_place and not limits.shares
-    void = {unit.index for unit in slotted if unit.trained_weight and (unit.index in speculating or not in_place)}
+    # So it is with encoded weights in RAM, whose slot is a copy.
+    copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
+    stale = speculating | copied if in_place else {unit.index for unit in slotted}
+    void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
     visited = _visited(problem, slotted, sites, budgets.slot_bytes, void)
     reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.shares)
     found = {}
     for unit in problem.units:
         counted = visited.get(unit.index, Fetched())
-        there = reads_slot and (unit.index in speculating or counted.at_end)
-        reads = unit in slotted and unit.trained_weight > 0 and not there
+        there = (1 if unit.index in speculating else counted.at_end) if reads_slot else 0
+        reads = 1 - there if unit in slotted and unit.trained_weight else 0
         found[unit.index] = Uses(counted.forwards, counted.backwards, update=reads)
     return found
 
@@ -175,9 +180,19 @@ def _visited(
     order = in_order(list(sizes), sites)
     first = next((at for at, index in enumerate(order) if index in trained), len(order))
     visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
-    walk = Walk(visits * problem.passes, sizes, room, in_pieces=not problem.limits.shares)
-    once = {unit.index: Fetched(int(unit.index in void), 0, at_end=True) for unit in staying}
+    walk = Walk(visits * problem.passes, sizes, room, _from_top(problem, sizes.values(), slot_bytes))
+    once = {unit.index: Fetched(int(unit.index in void), 0, at_end=1) for unit in staying}
     return walk.steady(void) | once
+
+
+def _from_top(problem: Problem, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
+    """Which slots come from the top of the room, by their bytes (tiers/slots.py)."""
+    if problem.limits.shares:
+        return None
+    usual, long = usual_bytes(sizes), long_bytes(slot_bytes)
+    if problem.limits.in_place:
+        return lambda nbytes: nbytes > long
+    return lambda nbytes: nbytes != usual
 
 
 def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool:
@@ -196,6 +211,7 @@ def speculates(problem: Problem, placement: Placement) -> frozenset[int]:
         if unit.state
         and unit.index not in placement.optimizer.in_ram
         and unit.index in placement.gradients.in_ram
+        and (unit.unit.trained_whole or unit.index not in placement.weights.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)
     )
     return moved | updates.in_ram

@@ -26,8 +26,9 @@ _OVERLAP = {
 @dataclass(frozen=True)
 class Forecast:
     """NVMe traffic of one step, when the step before had as many micro-batches and every moment there is room for is
-    used. What is read is an upper bound: gradients that are still in the window when the next pass adds to them are not
-    read. What a commit writes of the states in RAM is shared out over `commit_every` steps.
+    used. What is read is an upper bound, but for weights that a pass needs more than twice, as tied ones: gradients
+    that are still in the window when the next pass adds to them are not read. What a commit writes of the states in RAM
+    is shared out over `commit_every` steps.
 
     Attributes:
         passes: backward passes before the step, as was planned for.

@@ -7,24 +7,41 @@ used next, as far as there is room; the unit with the farthest next use makes it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.io.arena import Lease, Space
 from infinity.state.discover import HookSite
 
-_STEPS_MAX = 4
-"""Until a step is like the one before."""
+_STEPS_MAX = 16
+"""Until a step is like the one before; where none is, the mean of the last half counts."""
 
 
 @dataclass
 class Fetched:
-    """Fetches of a unit in one step, for forward and for backward; and whether it has a slot when the step's last pass
-    is over."""
+    """Of one unit in one step.
 
-    forwards: int = 0
-    backwards: int = 0
-    at_end: bool = False
+    Attributes:
+        forwards, backwards: how often it is fetched for them.
+        at_end: it has a slot when the step's last pass is over; a share of the steps, where they are not alike.
+    """
+
+    forwards: float = 0
+    backwards: float = 0
+    at_end: float = 0
+
+
+def long_bytes(room: int) -> int:
+    """In host memory longer slots than this come from the top of the room, so that long and short ones do not break up
+    each other's space."""
+    return room // 4
+
+
+def usual_bytes(sizes: Iterable[int]) -> int:
+    """On a device slots of another size than this, which most units have, come from the top."""
+    counts = Counter(sizes)
+    return max(counts, key=lambda nbytes: (counts[nbytes], nbytes), default=0)
 
 
 def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
@@ -46,12 +63,16 @@ class Walk:
         visits: (unit, it is one of a forward), in order.
         sizes: bytes of a slot, by unit.
         room: bytes of all slots together.
-        in_pieces: each slot is one piece of the room: a large unit may find room enough, and no piece that is long
-            enough. Else bytes alone are counted, as several ranks do.
+        from_top: which slots, by their bytes, come from the top of the room. Each slot is one piece of it: a large unit
+            may find room enough, and no piece that is long enough. None: bytes alone are counted, as several ranks do.
     """
 
     def __init__(
-        self, visits: Sequence[tuple[int, bool]], sizes: Mapping[int, int], room: int, *, in_pieces: bool
+        self,
+        visits: Sequence[tuple[int, bool]],
+        sizes: Mapping[int, int],
+        room: int,
+        from_top: Callable[[int], bool] | None,
     ) -> None:
         self._visits = visits
         self._sizes = sizes
@@ -59,27 +80,31 @@ class Walk:
         self._uses: dict[int, list[int]] = {}
         for at, (index, _) in enumerate(visits):
             self._uses.setdefault(index, []).append(at)
-        self._slots = _Slots(room, in_pieces=in_pieces)
+        self._slots = _Slots(room, from_top)
         self._fetched: dict[int, Fetched] = {}
 
     def steady(self, void: Collection[int]) -> dict[int, Fetched]:
         """What a step fetches once it is like the one before. Args: void: units whose slots end with each step."""
-        for _ in range(_STEPS_MAX):
-            before, self._fetched = self._fetched, {index: Fetched() for index in self._sizes}
+        steps: list[dict[int, Fetched]] = []
+        while len(steps) < _STEPS_MAX:
+            self._fetched = {index: Fetched() for index in self._sizes}
             for at, (index, forward) in enumerate(self._visits):
                 if index not in self._slots.there:
                     self._fetch(index, forward, at, index, beyond=-1)
                 self._fetch_ahead(at, index)
             for index in self._slots.there:
-                self._fetched[index].at_end = True
+                self._fetched[index].at_end = 1
             for index in [each for each in self._slots.there if each in void]:
                 self._slots.leave(index)
-            if self._fetched == before:
-                break
-        return self._fetched
+            if steps and self._fetched == steps[-1]:
+                return self._fetched
+            steps.append(self._fetched)
+        return {index: _mean([step[index] for step in steps[_STEPS_MAX // 2 :]]) for index in self._sizes}
 
     def _fetch_ahead(self, at: int, used: int) -> None:
         wanted, left, there = {used}, self._room - self._sizes[used], self._slots.there
+        if len(there) == len(self._sizes):
+            return
         for later in range(at + 1, len(self._visits)):
             index, forward = self._visits[later]
             if index not in wanted:
@@ -112,20 +137,28 @@ class Walk:
         return True
 
 
+def _mean(each: Sequence[Fetched]) -> Fetched:
+    totals = (sum(getattr(one, name) for one in each) for name in ("forwards", "backwards", "at_end"))
+    return Fetched(*(total / len(each) for total in totals))
+
+
 class _Slots:
     """The memory that units are fetched into. Args: as of Walk. Attributes: there: the units that have a slot."""
 
-    def __init__(self, nbytes: int, *, in_pieces: bool) -> None:
-        self._space = Space(None, 0, nbytes) if in_pieces else None
+    def __init__(self, nbytes: int, from_top: Callable[[int], bool] | None) -> None:
+        self._space = None if from_top is None else Space(None, 0, nbytes)
+        self._from_top = from_top
         self._free = nbytes
         self.there: dict[int, tuple[int, Lease | None]] = {}
 
     def try_enter(self, index: int, nbytes: int) -> bool:
         if nbytes > self._free:
             return False
-        lease = None if self._space is None else self._space.try_lease(nbytes)
-        if self._space is not None and lease is None:
-            return False
+        lease = None
+        if self._space is not None and self._from_top is not None:
+            lease = self._space.try_lease(nbytes, from_top=self._from_top(nbytes))
+            if lease is None:
+                return False
         self._free -= nbytes
         self.there[index] = nbytes, lease
         return True

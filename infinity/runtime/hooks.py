@@ -288,14 +288,15 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 
 class SiteLeave(Guard):
-    """After it: the units may go, and each output announces their backward."""
+    """After it: the units may go, and each output announces their backward. What is handed on from the inputs is no
+    output: its gradient comes when the backward of what made it begins."""
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
         self._coordinator = coordinator
         self._units = units
 
     @whole
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not in_backward():
             for index in self._units:
                 self._coordinator.timeline.end("forward", self._coordinator.units[index].name)
@@ -305,8 +306,9 @@ class SiteLeave(Guard):
             return None
         output, leaves = self._without_aliases(output)
         announce = _Announce(self._coordinator, self._units)
+        handed_on = {id(leaf) for leaf in tree_leaves((args, kwargs))} if len(leaves) > 1 else set[int]()
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in handed_on:
                 leaf.register_hook(announce)
         return output
 

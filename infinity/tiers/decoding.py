@@ -13,8 +13,10 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import torch
+from torch import nn
 
 from infinity import _native
 from infinity.io.arena import PinnedArena, Space
@@ -123,12 +125,12 @@ def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, o
             part = codes[at : at + rows].float() * scales[at : at + rows] * ROW_FACTOR
             out.view(codes.shape)[at : at + rows] = part
         return
-    scales = _scales(parts, codec)
     kernel = nf4_kernel(out.device, out.dtype) if codec in ("nf4", "nf4_fp32") else None
     for at in range(0, out.numel(), _DEVICE_NUMEL):
         count = min(_DEVICE_NUMEL, out.numel() - at)
-        of_blocks = scales[at // BLOCK_NUMEL : -(-(at + count) // BLOCK_NUMEL)]
+        of_blocks = _scales(parts, codec, at // BLOCK_NUMEL, -(-(at + count) // BLOCK_NUMEL))
         if kernel is not None:
+            of_blocks = nn.functional.pad(of_blocks, (0, _BEYOND))
             out[at : at + count] = kernel(parts["codes"][at // 2 : -(-(at + count) // 2)], of_blocks, count)
             continue
         values = _values(parts["codes"], codec, at, count)
@@ -138,22 +140,24 @@ def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, o
         into[:whole] = (blocks * of_blocks[: len(blocks), None]).view(-1)
         if whole < count:
             into[whole:] = values[whole:] * of_blocks[-1]
+        del values, blocks  # before the next ones are there
 
 
 ROW_FACTOR = 7.874015718698502e-3
 """1 / 127, as bitsandbytes has it."""
 
 
-def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec) -> torch.Tensor:
-    """fp32, one for each block."""
+def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec, first: int, end: int) -> torch.Tensor:
+    """fp32, one for each of the blocks [first, end)."""
     if codec == "int8":
-        return parts["scales"].view(torch.bfloat16).float()
+        return parts["scales"].view(torch.bfloat16)[first:end].float()
     if codec == "nf4_fp32":
-        return parts["scales"].view(torch.float32)
-    nested = parts["nested_scales"].view(torch.float32)
-    table = scale_map(nested.device)
-    of_groups = nested.repeat_interleave(NESTED_BLOCKS)[: parts["scales"].numel()]
-    return table[parts["scales"].int()] * of_groups + parts["offset"].view(torch.float32)
+        return parts["scales"].view(torch.float32)[first:end]
+    group = first // NESTED_BLOCKS
+    nested = parts["nested_scales"].view(torch.float32)[group : -(-end // NESTED_BLOCKS)]
+    of_groups = nested.repeat_interleave(NESTED_BLOCKS)[first - group * NESTED_BLOCKS : end - group * NESTED_BLOCKS]
+    codes = parts["scales"][first:end].int()
+    return scale_map(nested.device).index_select(0, codes) * of_groups + parts["offset"].view(torch.float32)
 
 
 def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int) -> torch.Tensor:
@@ -162,9 +166,11 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
         return codes[at : at + count].view(torch.int8).float()
     packed = codes[at // 2 : -(-(at + count) // 2)]
     indices = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count]
-    return value_map(codes.device)[indices.int()]
+    return value_map(codes.device).index_select(0, indices.int())
 
 
+_BEYOND = 16
+"""Scales that bitsandbytes' kernel may read behind the last one, for threads that have no element."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Takes the codes of so many elements and the fp32 scales of their blocks, and returns the values."""
 
@@ -202,12 +208,13 @@ def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
 def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a kernel decodes every code, with scales of many sizes and a last block that is not whole, as our own
     operations do."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     blocks = 4096
     count = blocks * BLOCK_NUMEL - 13
-    codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, generator=generator).to(device)
-    exponents = torch.randint(-20, 4, (blocks,), generator=generator)
-    scales = torch.rand(blocks, dtype=torch.float32, generator=generator).mul_(torch.exp2(exponents.float())).to(device)
+    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # whatever the default device is
+    codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, **of).to(device)
+    exponents = torch.randint(-20, 4, (blocks,), **of)
+    scales = torch.rand(blocks, dtype=torch.float32, **of).mul_(torch.exp2(exponents.float())).to(device)
     ours = _values(codes, "nf4", 0, count) * scales.repeat_interleave(BLOCK_NUMEL)[:count]
     return torch.equal(kernel(codes, scales, count), ours.to(dtype))
 

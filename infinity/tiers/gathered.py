@@ -23,6 +23,7 @@ import torch
 
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import Transfer
+from infinity.plan.visits import long_bytes
 from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import Gather, Operation
 from infinity.sizes import format_bytes
@@ -47,7 +48,7 @@ class GatheredSlots:
         self._resources = resources
         self._exchange = exchange
         self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
-        self._long_bytes = resources.arena.free_bytes // 4
+        self._long_bytes = long_bytes(resources.arena.free_bytes)
         self._told = False
         self._copies: dict[int, _Copy] = {}
         near = resources.plan.peers.near

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
+from infinity.plan.visits import long_bytes, usual_bytes
 from infinity.tiers.decoding import Decoding, decode_on_device
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsQueue
@@ -244,7 +244,7 @@ class HostSlots:
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._long_bytes = resources.arena.free_bytes // 4
+        self._long_bytes = long_bytes(resources.arena.free_bytes)
         self._landed: list[_DecodeFetch] = []  # that have memory they were read into
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
@@ -369,8 +369,7 @@ class SlabSlots:
         self._device = device
         units = list(zip(resources.plan.layout.units, resources.units, strict=True))
         self._staying = [homes.weights for unit, homes in units if unit.unit.stays]
-        sizes = Counter(homes.weights.slot_bytes for unit, homes in units if not unit.unit.stays)
-        self._usual_bytes = max(sizes, key=lambda nbytes: (sizes[nbytes], nbytes), default=0)
+        self._usual_bytes = usual_bytes(homes.weights.slot_bytes for unit, homes in units if not unit.unit.stays)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         slab, lease = self._lease(home)

@@ -286,9 +286,11 @@ class Room:
 
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
         """Args: distance: of the fetch that needs room, as for `_start`."""
-        ordered = victims(sorted(self._present), self._trace.next_use, -1 if distance is None else distance)
+        prefetch = distance is not None
+        candidates = (index for index in sorted(self._present) if not (prefetch and index == self._trace.last))
+        ordered = victims(candidates, self._trace.next_use, -1 if distance is None else distance)
         units = (self.units[index] for index in ordered)
-        return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
+        return next((unit for unit in units if self._may_go(unit, prefetch=prefetch)), None)
 
     def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
         """Args: prefetch: that waits for no update, and makes room for what is needed now, not for another prefetch."""

@@ -50,6 +50,12 @@ class Trace:
                 self._position = found + 1
                 return
 
+    @property
+    def last(self) -> int | None:
+        """The unit of the last visit in this iteration, whose next use may be the very next visit: the last block's
+        backward follows its forward, and a visit that is like the one before is not told apart from it."""
+        return self._seen[-1] if self._seen else None
+
     def close(self) -> None:
         """End the iteration: what was seen is the next prediction."""
         if self._seen:

@@ -31,6 +31,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [(("nvme", "nvme"), ("host", "host")), (("host", "host"), ("nvme", "nvme")), (("host", "nvme"), ("nvme", "host"))],

@@ -325,8 +325,8 @@ OF_STORAGE = [
     Mutant(
         "an update that does not speculate leaves its weights in the slot",
         "infinity/plan/expected.py",
-        "unit.index in speculating or not in_place",
-        "True",
+        "unit.trained_weight and unit.index in stale",
+        "unit.trained_weight",
         ("tests/plan/test_expected.py",),
     ),
 ]

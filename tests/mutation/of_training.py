@@ -13,6 +13,20 @@ _IN_RAM = "tests/runtime/test_speculation_in_ram.py"
 
 OF_TRAINING = [
     Mutant(
+        "the unit of the last visit makes room for what is fetched ahead",
+        "infinity/units/room.py",
+        "if not (prefetch and index == self._trace.last))",
+        "if True)",
+        ("tests/plan/test_expected.py", "-k", "a_model_moves"),
+    ),
+    Mutant(
+        "what a module hands on announces its backward",
+        "infinity/runtime/hooks.py",
+        " and id(leaf) not in handed_on:",
+        ":",
+        ("tests/plan/test_expected.py", "-k", "a_model_moves"),
+    ),
+    Mutant(
         "commit_every: auto asks whether the disk has room",
         "infinity/plan/planner.py",
         "    if missing > 0 and not resumes:\n",

@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator.registry import coordinator_of
+from tests.models import ARCHITECTURES, loss_of
 from tests.ranks.workers import run
 
 WIDTH, BLOCKS = 128, 8
@@ -100,6 +101,47 @@ def test_tied_weights_are_fetched_for_each_of_their_uses(slots: int, passes: int
     assert moved.read_bytes == pytest.approx(read, rel=0.06)  # what is being written at that moment stays in its slot
 
 
+@pytest.mark.covering(strength=2)
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5", "tied_llama"])
+@pytest.mark.parametrize("share", [0.55, 0.65, 0.8])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.cpu_only("the device's own copies are counted elsewhere")
+def test_a_model_moves_what_its_plan_expects(name: str, share: float, passes: int, tmp_path: Path) -> None:
+    """Small heads lie in a unit that stays, and are used between the last block's forward and its backward; blocks of
+    t5 hand a tensor on from the first one."""
+    torch.manual_seed(0)
+    model, batch = ARCHITECTURES[name]()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "overlap": "off",
+        "activations": "keep",
+        "memory": {"device": int(2 * share * nbytes), "host": "256MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 0,
+    }
+    infinity.offload(model.train(), config, accumulation_steps=passes)
+    moved = coordinator_of(model).plan.forecast.moved
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for _ in range(passes):
+                loss_of(model, batch).backward()
+            optim.step()
+            optim.zero_grad()
+        infinity.synchronize(model)
+
+    steps(WARMUP)
+    before = infinity.statistics(model)
+    steps(2 * STEPS)
+    after = infinity.statistics(model)
+    infinity.close(model)
+    assert moved.written_bytes * 2 * STEPS == after.written_bytes - before.written_bytes
+    assert moved.read_bytes == pytest.approx((after.read_bytes - before.read_bytes) / (2 * STEPS), rel=0.05)
+
+
 def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[float, float], tuple[float, float]]:
     """What one of two ranks was to move in a step, and what it moved."""
     torch.manual_seed(0)
@@ -123,6 +165,7 @@ def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[f
     return (moved.read_bytes, moved.written_bytes), found
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("gather", ["world", "none"])
 @pytest.mark.parametrize(("slots", "frozen"), [(2, False), (3, True), (6, False), (6, True)])
 @pytest.mark.cpu_only("several ranks compute on the CPU")

@@ -76,6 +76,7 @@ def trained(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer) ->
 BLOCKS = {"gpt2": "base_model.model.transformer.h"}
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("name", MODELS)
@@ -97,6 +98,7 @@ def test_adapters_train_as_on_the_decoded_values_in_memory(
     require_no_leaks(ours)
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("overlap", ["off", "before_forward", "during_backward"])
 @pytest.mark.parametrize("weights", ["host", "nvme", "auto"])

@@ -60,6 +60,8 @@ class RoomMachine(RuleBasedStateMachine):
                 ready = unit.decided is None or unit.decided.reached("weights")
                 if unit.weights.residency is Residency.FETCHING or not ready or trace.next_use(unit.index) <= distance:
                     continue
+                if unit.index == trace.last:
+                    continue
             if best is None or trace.next_use(unit.index) > trace.next_use(best.index):
                 best = unit
         assert chosen is best

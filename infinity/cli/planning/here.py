@@ -24,7 +24,9 @@ from infinity.state.codec import Codec, encode, encoded_bytes
 from infinity.state.frozen import FrozenName
 
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
-_UPDATE_NUMEL = 4 << 20
+_UPDATE_NUMEL, _UPDATE_NUMEL_MAX = 4 << 20, 64 << 20
+_PROBED_BYTES = 24
+"""That measuring takes per parameter: every form of the states at once."""
 _UPDATE_BYTES = 14
 """Of memory per parameter, with fp32 moments: weight, residual, moments, gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
@@ -119,8 +121,10 @@ def _adam(cores: int) -> tuple[dict[str, float], float]:
 
 
 def _update_numel() -> int:
-    """Parameters of which the processor's caches hold no more than a quarter."""
-    return max(4 * last_cache_bytes() // _UPDATE_BYTES >> 20 << 20, _UPDATE_NUMEL)
+    """Parameters of which the processor's caches hold no more than a quarter, as far as that takes an eighth of the RAM
+    at most."""
+    wanted = min(4 * last_cache_bytes() // _UPDATE_BYTES, _UPDATE_NUMEL_MAX)
+    return max(min(wanted, available_host_bytes() // 8 // _PROBED_BYTES) >> 20 << 20, _UPDATE_NUMEL)
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:

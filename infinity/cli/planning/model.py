@@ -72,28 +72,32 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        codec = codec_said(name, config)
+        said = codec_said(name, config)
         config = without_quantization(config)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except Exception as error:  # a model's own code may raise anything
             if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
                 kind = getattr(config, "model_type", "")
-                said = f"{name}: transformers has no causal language model of type {quoted(kind)}"
-                raise ConfigError(said) from error
+                why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
+                raise ConfigError(why) from error
             raise ModelError(f"{name}: transformers cannot make a model of its config: {error}") from error
-    if codec is not None:
-        _rest_encoded(model, codec)
+    if said is not None:
+        _rest_encoded(model, *said)
     return model
 
 
-def _rest_encoded(model: nn.Module, codec: Codec) -> None:
-    """The model's checkpoint has the linear layers of its blocks in this form."""
+def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
+    """The model's checkpoint has the linear layers of its blocks in this form, but for those whose names have one of
+    these in them, as transformers leaves them out."""
+    left_out = {module for name, module in model.named_modules() if any(f".{part}." in f".{name}." for part in skipped)}
 
     def read() -> torch.Tensor:
         raise AssertionError("a plan reads no weights")
 
     for linear in _linears(model):
+        if linear in left_out:
+            continue
         remember(linear.get_parameter("weight"), codec, read)
 
 
@@ -167,6 +171,9 @@ def _attention_width(model: Any, width: int) -> float:
         config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 0
     each = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or (width // heads if heads else 0)
+    rope = getattr(config, "qk_rope_head_dim", None)
+    if rope:  # of latent attention, whose values are narrower than its queries
+        each = (getattr(config, "qk_nope_head_dim", 0) + rope + getattr(config, "v_head_dim", each)) / 2
     queries = getattr(model, "query_width", None) or heads * each or width
     return float(queries) * (2.5 if is_encoder_decoder(model) else 1.0)
 

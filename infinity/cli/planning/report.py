@@ -51,14 +51,10 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
 
 def _with_what(scenario: Scenario, outcome: Outcome) -> str:
     """With what the activations fit."""
-    ways = []
-    if (found := scenario.roomier(outcome)) is not None:
-        ways.append(f"{as_yaml(found[0])} in the swap config")
+    ways = [f"{as_yaml(changes)} in the swap config" for changes in scenario.roomier(outcome)]
     if tokens := scenario.most_tokens(outcome):
         many = f" of {scenario.batch.micro_batches}" if scenario.batch.micro_batches > 1 else ""
         ways.append(f"at most {tokens:,} tokens in a micro-batch{many}")
-    if outcome.plan.placement.activations != "recompute":
-        ways.append("activations: recompute")
     return f"it fits with {', or with '.join(ways)}" if ways else "it fits with a smaller model, or a larger device"
 
 
@@ -131,10 +127,12 @@ def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
     batch, work = scenario.batch, outcome.work
     many = f" × {batch.micro_batches}" if batch.micro_batches > 1 else ""
     fits = scenario.largest_batch(outcome)
+    most = (
+        f"at most {fits} sequences of {batch.length} tokens" if fits else f"not one sequence of {batch.length} tokens"
+    )
     yield (
         f"activations: about {format_bytes(work.peak_bytes)} for {batch.sequences} × {batch.length} tokens{many}, "
-        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: at most {fits} sequences of "
-        f"{batch.length} tokens in a micro-batch"
+        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: {most} in a micro-batch"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -92,6 +93,8 @@ class Scenario:
         try:
             plan = self._plan(config, self._found(config))
         except DeviceRoomError as error:
+            if config is not self.config:  # which is only tried: the model stays as it is
+                return replace(self, model=copy.deepcopy(self.model), config=config).outcome()
             if not self._tile(error, config):
                 raise
             plan = self._plan(config, self._found(config))
@@ -219,22 +222,22 @@ class Scenario:
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
-    def roomier(self, outcome: Outcome) -> tuple[Mapping[str, Any], Outcome] | None:
-        """A larger memory.device with which the activations fit, of those that the device has; None: there is none, or
-        activations are in RAM."""
-        most = int(self.machine.device_bytes * DEVICE_SHARE)
-        for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160):
-            nbytes = outcome.plan.budgets.limits.device * tenths // 10
-            if self._in_ram or nbytes > most:
-                return None
-            changes = {"memory.device": enough_bytes(nbytes)}
-            try:
-                found = self.outcome(with_changes(self.config, changes))
-            except PlanError:
-                continue
-            if found.activations_fit:
-                return changes, found
-        return None
+    def roomier(self, outcome: Outcome) -> Iterator[Mapping[str, Any]]:
+        """Changes of the config with each of which the activations fit: a larger memory.device that the device has, and
+        recomputing them."""
+        most = 0 if self._in_ram else int(self.machine.device_bytes * DEVICE_SHARE)
+        sizes = (outcome.plan.budgets.limits.device * tenths // 10 for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160))
+        larger = ({"memory.device": enough_bytes(nbytes)} for nbytes in sizes if nbytes <= most)
+        recomputed = () if outcome.plan.placement.activations == "recompute" else ({"activations": "recompute"},)
+        for each in (larger, recomputed):
+            fits = (changes for changes in each if self._activations_fit(changes))
+            yield from itertools.islice(fits, 1)
+
+    def _activations_fit(self, changes: Mapping[str, Any]) -> bool:
+        try:
+            return self.outcome(with_changes(self.config, changes)).activations_fit
+        except (PlanError, ConfigError):
+            return False
 
     def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
         """The first change of a plan that does not fit with which it does, activations included: of those that change

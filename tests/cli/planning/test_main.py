@@ -16,7 +16,7 @@ import torch
 
 from infinity.cli.main import main
 from infinity.cli.planning import here
-from infinity.cli.planning.model import Batch
+from infinity.cli.planning.model import Batch, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
 from infinity.errors import PlanError
@@ -77,6 +77,23 @@ def test_a_larger_share_of_the_device_is_named_where_activations_fit_then(capsys
     )
     assert found is not None, second
     said(capsys, *options, "--set", f"memory.device={found[1]}")
+
+
+def test_recomputing_is_only_proposed_where_the_activations_fit_then(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["llama-3-8b", "--machine", "consumer", "--batch-size", "8", "--set", "activations=keep"]
+    few, many = (said(capsys, *options, "--sequence-length", length, code=1) for length in ("512", "4096"))
+    assert "activations: recompute in the swap config" in few.splitlines()[1]
+    assert "activations: recompute" not in many.splitlines()[1]
+
+
+def test_what_is_only_tried_leaves_the_model_as_it_is() -> None:
+    scenario = scenario_of("llama-3-8b", "consumer")
+    adapt(scenario.model, 8)
+    tried = scenario.outcome(with_changes(scenario.config, {"memory.device": "1536MiB", "activations": "recompute"}))
+    assert tried.plan.budgets.limits.device == 1536 << 20
+    assert not scenario.tiled
+    assert replace(scenario, config=tried.config).outcome().plan.layout == tried.plan.layout
+    assert scenario.tiled == {"head": 3}  # which is what the run does
 
 
 def test_a_swap_file_that_the_disks_have_no_room_for_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,21 @@ def test_a_quantized_base_rests_as_it_is_in_its_files(
     assert len(encoded) == (3 if codec else 0)
 
 
+def test_layers_that_the_checkpoint_leaves_out_stay_as_they_are(tmp_path: Path) -> None:
+    given = {**NF4, "llm_int8_skip_modules": ["lm_head", "self_attn", "model.layers.1.mlp"]}
+    model = build(directory(tmp_path, quantization_config=given), torch.bfloat16)
+    adapt(model, 4)
+    groups = [group for unit in discover(model).units for group in unit.groups if group.codec is not None]
+    names = [spec.name for group in groups for spec in group.specs]
+    assert sorted(name.split(".")[2] for name in names) == ["0", "0", "0", "2", "2", "2"]
+    assert not any("self_attn" in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "is quantized by gptq"),
+        ({"quantization_config": {**NF4, "bnb_4bit_quant_type": "fp4"}}, ModelError, "is quantized as fp4"),
         ({"model_type": "t5"}, ConfigError, "transformers has no causal language model of type 't5'"),
         ({"hidden_act": "nothing"}, ModelError, "transformers cannot make a model of its config"),
     ],
@@ -83,6 +94,18 @@ def test_attention_is_as_wide_as_its_queries() -> None:
     qwen = PRESETS["qwen3-32b"]
     assert (qwen.hidden, qwen.query_width) == (5120, 8192)
     assert attention(skeleton(qwen, torch.bfloat16)) == 2 * qwen.layers * 8192
+
+
+def test_latent_attention_has_narrower_values_than_queries() -> None:
+    given = {
+        "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256,
+        "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
+    assert attention(model) == 2 * 3 * 4 * (16 + 32 + 32) / 2
 
 
 def test_an_encoder_sees_all_tokens_and_a_decoder_those_of_the_encoder_too() -> None:
