@@ -38,7 +38,10 @@ def say_what_is_left(config: SwapConfig, *, stopped: bool, began: bool) -> None:
 
 def _ways_on(first: Path, ranks: int) -> str:
     place = shlex.quote(str(first))
-    out = f"`infinity checkpoint export {place} --output OUT` writes them, as a model and its optimizer states"
+    out = (
+        f"`infinity checkpoint export {place} --output OUT` writes them, as a model (one of adapters has PEFT's "
+        "names, which no from_pretrained reads) and its optimizer states"
+    )
     gone = f"`infinity checkpoint remove {place}` lets them go, so that the script can begin anew"
     pin = _newest(rank_path(first, 0, ranks))
     if pin is not None:

@@ -440,8 +440,8 @@ def ways_on(path: Path, *, folders: bool) -> str:
         "No checkpoint folder names its generations, so that no script under infinity run can go on from it (a "
         "smaller save_steps of a Trainer makes folders sooner). `infinity finetune --resume` goes on with a run of its "
         "own, and code with infinity.resume or load_pretrained(resume=True). "
-        f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states; "
-        "OUT is a model that a script can begin with."
+        f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states: "
+        "OUT is a model that a script can begin with (of adapters it has PEFT's names, which no from_pretrained reads)."
     )
 
 
