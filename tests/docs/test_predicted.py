@@ -8,9 +8,10 @@ from types import ModuleType
 
 import pytest
 
+from infinity.cli.main import main
 from infinity.cli.planning.presets import PRESETS
 from tests import sampling
-from tests.docs.pages import tool
+from tests.docs.pages import ROOT, tool
 
 ROWS_DRAWN = 6
 
@@ -35,3 +36,13 @@ def test_the_page_says_what_plans_say(predicted: ModuleType) -> None:
     for title, preset, cells in chosen:
         expected = [predicted.cell(preset, name, predicted.FORMS[title]) for name in predicted.ON]
         assert cells == expected, f"{preset}, {title}: run `make docs`"
+
+
+def test_the_report_on_the_page_of_the_plan_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for what stands in brackets behind a rate."""
+    page = (ROOT / "docs/plan.md").read_text()
+    found = re.search(r"^What `infinity (plan [^`]*)` prints:\n\n```text\n(.*?)```", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    assert main(found[1].split()) == 0
+    without = re.compile(r"\((?:…|bench/results[^)]*)\)")
+    assert without.sub("", capsys.readouterr().out) == without.sub("", found[2])
