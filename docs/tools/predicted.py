@@ -35,8 +35,8 @@ HEAD = f"""\
 **Nothing here was measured.** These are the predictions of `infinity plan`, with rates from data sheets;
 `infinity plan --model PRESET --machine MACHINE --batch-size {SEQUENCES} --sequence-length {LENGTH}` prints a cell of
 the first table as a whole report, with every rate and where it comes from; `--set moments=int8`, and `--lora 16
---frozen nf4` (with `--ranks 1` on several GPUs), print those of the others. How near predictions come to what was measured on a machine that is here:
-[infinity plan](../plan.md).
+--frozen nf4` (with `--ranks 1` on several GPUs), print those of the others. How near predictions come to what was
+measured on a machine that is here: [infinity plan](../plan.md).
 
 A cell has the time of one step of {SEQUENCES * LENGTH:,} tokens for each GPU, what it is bound by, and the terabytes
 that 1,000 steps write to all drives. `weights` and `optimizer` are `auto`; activations are recomputed. A step with more
