@@ -368,7 +368,7 @@ def test_after_a_script_that_failed_its_states_are_named_with_what_to_do(
 
     with pytest.raises(AttributeError), launch():
         script()
-    assert "Its states after step 1 stay in" in caplog.text
+    assert "its states after step 1 are durable in" in caplog.text
     assert "infinity checkpoint export" in caplog.text
 
 

@@ -153,7 +153,7 @@ def test_weights_come_from_all_ranks_once_a_step(tmp_path: Path, gather: str, ma
         for each in counts[1:-1]:  # what is fetched ahead of the next step counts for the step before
             for block in range(DEPTH):
                 assert each[f"unit 'blocks.{block}'", False] == 1
-            assert sum(n for (_, again), n in each.items() if again) >= 2 * DEPTH
+            assert sum(n for (_, again), n in each.items() if again) >= DEPTH
 
 
 def kept(folder: str, config: dict[str, Any], machines: str) -> tuple[int, int, int, int]:
