@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.nn import functional
@@ -33,12 +33,15 @@ _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
 _HEAD_WIDTH = 64
+_LOOK_S, _BUSY_PERCENT = 0.1, 25
 
 
-def _busy(cores: int) -> str:
-    """What is to be said of rates that are measured while others compute, too."""
-    load = os.getloadavg()[0]
-    return f", beside other work (load {load:.1f} on {cores} cores): they may be too low" if load > cores / 2 else ""
+def _busy() -> str:
+    """What is to be said of rates that are measured while others compute, too. This process must not compute now."""
+    busy = psutil.cpu_percent(interval=_LOOK_S)
+    return (
+        f", while other work took {busy:.0f} % of the processors: they may be too low" if busy > _BUSY_PERCENT else ""
+    )
 
 
 def machine_here(
@@ -58,7 +61,7 @@ def machine_here(
         frozen: the form whose decoding is measured.
     """
     cores = usable_cores()
-    busy = _busy(cores)
+    busy = _busy()
     sources: dict[str, str] = {}
     read, write, mixed = _disks(paths, sources)
     adam, dram = _adam(cores)

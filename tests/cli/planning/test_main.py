@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -124,9 +124,10 @@ def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str
 
 
 def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
-    assert here._busy(2) == ", beside other work (load 3.0 on 2 cores): they may be too low"
-    assert here._busy(8) == ""
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 60.0)
+    assert here._busy() == ", while other work took 60 % of the processors: they may be too low"
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 10.0)
+    assert here._busy() == ""
 
 
 def test_a_change_that_fits_leaves_room_for_activations() -> None:
