@@ -19,6 +19,7 @@ LINKS = {
     "between": "between devices",
 }
 _DAY_S = 86400
+_DAYS_SHOWN = 10 * 365
 
 
 def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> str:
@@ -45,7 +46,8 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     if machine.endurance_bytes:
         days = machine.endurance_bytes / (written / prediction.seconds) / _DAY_S
         share = written * 1000 / machine.endurance_bytes
-        wear += f", {share:.2%} of what the drives endure (worn out after {days:,.0f} days of training)"
+        worn = f" (worn out after {days:,.0f} days of training)" if days < _DAYS_SHOWN else ""
+        wear += f", {share:.2%} of what the drives endure{worn}"
     return line + wear
 
 
@@ -94,7 +96,7 @@ def _times(scenario: Scenario, outcome: Outcome, steps: int | None) -> Iterator[
     for name, seconds in sorted(prediction.busy.items(), key=lambda each: -each[1]):
         yield f"  {LINKS[name]:<18}{duration(seconds):>10}{_of_compute(name, outcome)}"
     needed = compute_tokens(outcome)
-    if needed is not None:
+    if needed is not None and needed >= 1:
         yield f"  computing is the bound from {needed:,.0f} tokens per step on; this step has {outcome.work.tokens:,}"
     if steps is not None:
         yield f"  {steps:,} steps: {duration(steps * prediction.seconds)}"
