@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from infinity.base.interrupt import whole
 from infinity.coordinator import registry
@@ -288,8 +289,8 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 
 class SiteLeave(Guard):
-    """After it: the units may go, and each output announces their backward. What is handed on from the inputs is no
-    output: its gradient comes when the backward of what made it begins."""
+    """After it: the units may go, and each output announces their backward. What is handed on from the inputs as it was
+    announces the backward of what made it, and of nothing else."""
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
         self._coordinator = coordinator
@@ -306,10 +307,15 @@ class SiteLeave(Guard):
             return None
         output, leaves = self._without_aliases(output)
         announce = _Announce(self._coordinator, self._units)
-        handed_on = {id(leaf) for leaf in tree_leaves((args, kwargs))} if len(leaves) > 1 else set[int]()
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))} if len(leaves) > 1 else set[int]()
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in handed_on:
-                leaf.register_hook(announce)
+            if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
+                continue
+            version = -1 if leaf.is_inference() else leaf._version  # which inference does not count
+            if id(leaf) in given and _announcing.get(leaf) == version:
+                continue
+            leaf.register_hook(announce)
+            _announcing[leaf] = version
         return output
 
     def _without_aliases(self, output: Any) -> tuple[Any, list[Any]]:
@@ -333,6 +339,10 @@ class SiteLeave(Guard):
             output = tree_map(lambda leaf: leaf.clone() if aliases(leaf) else leaf, output)
             leaves = tree_leaves(output)
         return output, leaves
+
+
+_announcing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Outputs that announce a backward, and their versions then: what is changed in place has another backward."""
 
 
 class _Announce:

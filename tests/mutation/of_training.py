@@ -20,10 +20,17 @@ OF_TRAINING = [
         ("tests/plan/test_expected.py", "-k", "a_model_moves"),
     ),
     Mutant(
+        "what a module changes in place is handed on",
+        "infinity/runtime/hooks.py",
+        " and _announcing.get(leaf) == version:",
+        ":",
+        ("tests/runtime/test_announcing.py",),
+    ),
+    Mutant(
         "what a module hands on announces its backward",
         "infinity/runtime/hooks.py",
-        " and id(leaf) not in handed_on:",
-        ":",
+        "if id(leaf) in given and _announcing.get(leaf) == version:",
+        "if False:",
         ("tests/plan/test_expected.py", "-k", "a_model_moves"),
     ),
     Mutant(
