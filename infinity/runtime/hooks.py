@@ -311,7 +311,8 @@ class SiteLeave(Guard):
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
                 continue
-            version = -1 if leaf.is_inference() else leaf._version  # which inference does not count
+            with torch._C.DisableTorchFunctionSubclass():  # a class of tensors may refuse what it does not know
+                version = -1 if leaf.is_inference() else leaf._version  # which inference does not count
             if id(leaf) in given and _announcing.get(leaf) == version:
                 continue
             leaf.register_hook(announce)
