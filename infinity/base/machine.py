@@ -23,6 +23,11 @@ def available_host_bytes(root: Path = _ROOT) -> int:
     return min([int(psutil.virtual_memory().available), *left])
 
 
+def budgets_in_ram(left: int) -> dict[str, str]:
+    """memory.host and memory.device that fit together, where the CPU computes. Args: left: RAM that can be taken."""
+    return {"host": f"{left // 2 >> 20}MiB", "device": f"{left // 4 >> 20}MiB"}
+
+
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 

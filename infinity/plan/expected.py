@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import Placement
 from infinity.plan.problem import Problem, UnitBytes
+from infinity.plan.speculation import may_speculate
 from infinity.plan.traffic import gradient_traffic, traffic
 from infinity.plan.visits import Fetched, Walk, in_order, long_bytes, usual_bytes
 from infinity.state.discover import HookSite
@@ -211,7 +212,7 @@ def speculates(problem: Problem, placement: Placement) -> frozenset[int]:
         if unit.state
         and unit.index not in placement.optimizer.in_ram
         and unit.index in placement.gradients.in_ram
-        and (unit.unit.trained_whole or unit.index not in placement.weights.in_ram)
+        and may_speculate(unit, placement.weights.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)
     )
     return moved | updates.in_ram

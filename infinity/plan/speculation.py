@@ -14,7 +14,7 @@ out of RAM by them. Where these bytes are short, the units that get them lie eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
@@ -52,7 +52,7 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
-    moved = [unit for unit in moved if _able(unit, placed)]
+    moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram)]
     if not moved:
         return _none("weights rest in RAM beside frozen ones")
     reason, spare, checksums = "", frozenset[int](), 0
@@ -130,7 +130,7 @@ def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> 
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
     resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
-    resting = [unit for unit in resting if _able(unit, placed)]
+    resting = [unit for unit in resting if may_speculate(unit, placed.weights.in_ram)]
     return [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
 
 
@@ -139,10 +139,10 @@ def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement
     return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
 
 
-def _able(unit: UnitBytes, placed: Placed) -> bool:
+def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int]) -> bool:
     """Whether the update of a unit can speculate. Its new weights come to rest in other memory than the old ones, and
     where a part of the unit is frozen nothing would bring that part there."""
-    return unit.unit.trained_whole or unit.index not in placed.weights.in_ram
+    return unit.unit.trained_whole or unit.index not in weights_in_ram
 
 
 def _none(reason: str) -> Reserved:
@@ -178,7 +178,7 @@ def shadow_wanted(problem: Problem, placed: Placed) -> int:
     config = problem.config
     if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer.tier != "nvme":
         return 0
-    moved = [unit for unit in _moved(problem, placed) if _able(unit, placed)]
+    moved = [unit for unit in _moved(problem, placed) if may_speculate(unit, placed.weights.in_ram)]
     weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 

@@ -14,7 +14,7 @@ import torch
 from infinity import _native
 from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator, DeviceFacts
-from infinity.base.machine import available_host_bytes
+from infinity.base.machine import available_host_bytes, budgets_in_ram
 from infinity.cli.doctor.mends import pip_install, restarted
 from infinity.cli.doctor.rows import Found
 from infinity.config import SwapConfig
@@ -91,11 +91,13 @@ class Gpus:
         host, device = memory.host or 0, memory.device or 0
         if not device or host + device <= left:
             return []
+        fitting = budgets_in_ram(left)
         budgets = f"memory.device is {format_bytes(device)}"
         budgets += f" and memory.host {format_bytes(host)}, together {format_bytes(host + device)}" if host else ""
         said = (
             f"{budgets}, and without a GPU that is RAM, of which {format_bytes(left)} can be taken now: set memory: "
-            f"{{host: {_mib(left / 2)}, device: {_mib(left / 4)}}}, or leave `memory` out, which takes what there is"
+            f"{{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out, "
+            "which takes what there is"
         )
         return [Found("missing", said, name="memory.device")]
 
@@ -231,7 +233,3 @@ def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
         device.synchronize(ended)
         rates.append(_COPIES * _COPIED_BYTES / max(device.seconds(began, ended), 1e-9))
     return Copies(refused, rates[0], rates[1], link)
-
-
-def _mib(nbytes: float) -> str:
-    return f"{int(nbytes) >> 20}MiB"

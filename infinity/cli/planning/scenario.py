@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from infinity.base.machine import budgets_in_ram
 from infinity.cli.planning.model import Batch, work_of
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
@@ -260,8 +261,8 @@ class Scenario:
         if (given.host or 0) + ((given.device or 0) if self._in_ram else 0) <= there:
             return {}
         if not self._in_ram:
-            return {"memory.host": _mib(there * HOST_SHARE)}
-        return {"memory.host": _mib(there / 2), "memory.device": _mib(there / 4)}
+            return {"memory.host": f"{int(there * HOST_SHARE) >> 20}MiB"}
+        return {f"memory.{name}": nbytes for name, nbytes in budgets_in_ram(there).items()}
 
     def _changes_to_fit(self) -> Iterator[Mapping[str, Any]]:
         paths = {} if self.config.nvme.paths else {"nvme.paths": ["/a/directory/on/an/ssd"]}
@@ -319,10 +320,6 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
             kept.append(each)
     return kept
-
-
-def _mib(nbytes: float) -> str:
-    return f"{int(nbytes) >> 20}MiB"
 
 
 def as_yaml(changes: Mapping[str, Any]) -> str:
