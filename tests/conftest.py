@@ -33,7 +33,7 @@ logging.getLogger("infinity").setLevel(logging.ERROR)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["pytester", "tests.sampling", "tests.devices"]
+pytest_plugins = ["pytester", "tests.sampling", "tests.devices", "tests.costs"]
 
 Offload = Callable[..., Any]
 

@@ -3,12 +3,14 @@
 A test takes part by its kind: it is in one of `FOLDERS` and asks for a fixture of `OFFLOADING`. It needs no code of its
 own for that. What is about host memory alone, or measures something, has the mark `cpu_only("why")`.
 
-The cases on the simulated device have the mark `simulated`. `make test` runs one of every file, so that each policy has
-some; INFINITY_TESTS=0.1 a tenth of the others as well, and `make device-test` all.
+The cases on the simulated device have the mark `simulated`. `make test` makes those of one function of every file under
+one policy, and runs one of them; the files share the policies evenly. All cases are made where `-m simulated`, a node or
+`-k` asks for them: INFINITY_TESTS=0.1 runs a tenth of these, and `make device-test` all.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,7 @@ DEVICES: dict[str, Policy | None] = {
     "sim_eager": EAGER,
     "sim_random": random_policy(sampling.SEED),
 }
+SIMULATED = [name for name, policy in DEVICES.items() if policy is not None]
 FOLDERS = ("runtime", "optim", "checkpoint", "integrations")
 OFFLOADING = {"offload", "swap_config", "launch", "deferred", "tmp_path"}
 """Fixtures of tests that offload models, or have a directory for a store."""
@@ -33,12 +36,35 @@ _PARAMETER = "computes_on"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if _takes_part(metafunc):
-        cases = [
-            pytest.param(policy, id=name, marks=() if policy is None else pytest.mark.simulated)
-            for name, policy in DEVICES.items()
-        ]
-        metafunc.parametrize(_PARAMETER, cases, indirect=True)
+    if not _takes_part(metafunc):
+        return
+    path = metafunc.definition.path
+    names = list(DEVICES) if _wants_all(metafunc.config) else ["cpu"]
+    first = metafunc.config.stash.setdefault(_FIRST, {})
+    if metafunc.definition.get_closest_marker("long") is None and first.setdefault(path, metafunc.function) is (
+        metafunc.function
+    ):
+        names += [_policy_of(path)] * (len(names) == 1)
+    cases = [
+        pytest.param(DEVICES[name], id=name, marks=() if name == "cpu" else pytest.mark.simulated) for name in names
+    ]
+    metafunc.parametrize(_PARAMETER, cases, indirect=True)
+
+
+_FIRST = pytest.StashKey[dict[Path, object]]()
+"""Of each file the first function that takes part and is not `long`."""
+
+
+def _wants_all(config: pytest.Config) -> bool:
+    """Whether more cases on the simulated device are asked for than those that `make test` runs."""
+    option = config.option
+    marked = "simulated" in option.markexpr and "not simulated" not in option.markexpr
+    return marked or any(name in text for text in (*config.args, option.keyword) for name in SIMULATED)
+
+
+def _policy_of(path: Path) -> str:
+    """The policy under which `make test` runs a case of a file."""
+    return SIMULATED[zlib.crc32(str(path.relative_to(_ROOT)).encode()) % len(SIMULATED)]
 
 
 def _takes_part(metafunc: pytest.Metafunc) -> bool:
@@ -65,12 +91,20 @@ def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the sample of other parameters is drawn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases on the simulated device one of every file that is not `long`, and a share of the others."""
+    """Of the cases on the simulated device the sample, and a share of the others."""
     simulated = [item for item in items if item.get_closest_marker("simulated")]
-    long = [item for item in simulated if item.get_closest_marker("long")]
-    others = [item for item in simulated if not item.get_closest_marker("long")]
-    axes = [{"file": str(item.path), "policy": str(item.callspec.params[_PARAMETER])} for item in others]  # type: ignore[attr-defined]
-    left_out = set(simulated) - set(sampling.drawn(others, axes, strength=1)) - set(sampling.some(long))
-    if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+    if sampling.SHARE == 1 or not simulated:
+        return
+    sample = _sample(config, simulated)
+    chosen = set(sampling.some([item for item in simulated if item not in sample]))
+    sampling.leave_out(config, items, set(simulated) - chosen - (set() if sampling.SAMPLE_IS_DONE else sample))
+
+
+def _sample(config: pytest.Config, simulated: list[pytest.Item]) -> set[pytest.Item]:
+    """One case of every file."""
+    of_files: dict[Path, list[pytest.Item]] = {}
+    for item in simulated:
+        policy = DEVICES[_policy_of(item.path)]
+        if item.function is config.stash[_FIRST].get(item.path) and item.callspec.params[_PARAMETER] is policy:  # type: ignore[attr-defined]
+            of_files.setdefault(item.path, []).append(item)
+    return {cases[zlib.crc32(path.name.encode()) % len(cases)] for path, cases in of_files.items()}

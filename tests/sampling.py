@@ -1,10 +1,13 @@
 """How much of what could be tested is tested: a sample, a share, or all of it. INFINITY_TESTS says which.
 
-| INFINITY_TESTS | cases of a test with the mark `covering`           | runs, kills, images, examples (`number`)      |
-|----------------|----------------------------------------------------|-----------------------------------------------|
-| not set        | a few, in which every two values meet (`covering`) | a few                                         |
-| 0.1            | those, and a tenth of the others                   | a tenth of the whole number, at least a few   |
-| all            | all                                                | the whole number                              |
+| INFINITY_TESTS | cases with the mark `covering`         | tests with the mark `long` | runs, examples (`number`)          |
+|----------------|----------------------------------------|----------------------------|------------------------------------|
+| not set        | a few, in which every two values meet  | those that are `kept`      | a few                              |
+| 0.1            | those, and a tenth of the others       | those, and a tenth of others | a tenth of all, at least a few   |
+| all            | all                                    | all                        | all                                |
+
+`long` is for tests of more than 2 s of processor time (tests/costs.py); `long(kept="why")` is for one that `make test`
+runs all the same, because no faster test finds the same fault.
 
 What is drawn is drawn with INFINITY_SEED, which `make test-all` and .ci/run print. With INFINITY_SAMPLE=done a share of
 the cases is without the few that run where INFINITY_TESTS is not set: .ci/run has run these before.
@@ -95,7 +98,8 @@ def _axis(pair: tuple[str, Hashable]) -> str:
 
 @pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with the mark `covering(strength=2)` runs with some of its parameters, every other one with all."""
+    """A test with the mark `covering(strength=2)` runs with some of its parameters, and of those with `long` a share
+    runs; every other one runs with all its parameters."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
         item
@@ -106,12 +110,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ]
     for item in marked:
         functions.setdefault((str(item.path), item.originalname), []).append(item)
-    left_out: set[pytest.Item] = set()
+    left_out = _long_left_out(items)
     for cases in functions.values():
         mark = cases[0].get_closest_marker("covering")
         values = [{axis: repr(value) for axis, value in case.callspec.params.items()} for case in cases]
         chosen = drawn(cases, values, *mark.args, **mark.kwargs)
         left_out |= set(cases) - set(chosen)
+    leave_out(config, items, left_out)
+
+
+def _long_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests with the mark `long` that do not run."""
+    if SHARE == 1:
+        return set()
+    long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("simulated")]
+    kept = {item for item in long if is_kept(item)}
+    chosen = set(some([item for item in long if item not in kept]))
+    return set(long) - chosen - (set() if SAMPLE_IS_DONE else kept)
+
+
+def is_kept(item: pytest.Item) -> bool:
+    """Whether a test with the mark `long` is one of those that `make test` runs."""
+    return any("kept" in mark.kwargs for mark in item.iter_markers("long"))
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
+    """Take some of the collected items away, and tell pytest."""
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

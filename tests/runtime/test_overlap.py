@@ -163,7 +163,7 @@ def combinations() -> list[Combination]:
     return sampling.drawn(every, every, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
 
 
-@pytest.mark.long
+@pytest.mark.long(kept="overlap, clipping, accumulation, commits and placement meet nowhere else")
 @pytest.mark.parametrize("combination", combinations(), ids=_id, indirect=True)
 def test_every_overlap_ends_in_the_same_bits(combination: Combination, tmp_path: Path, computes_on: Any) -> None:
     combination = dict(combination)  # it is the same object on each device

@@ -1,0 +1,209 @@
+"""What tests cost: processor time, and processes that are started. `make test` keeps it in build/costs.json, and
+`python -m tests.costs build/costs.json` says which limits it exceeds (.ci/run).
+
+[Note: the processor time of a test]
+It is that of the test's process and of all processes that the test started and that have ended: the kernel adds up
+those of a process's children, and the fork server (tests/processes.py) is a child with children of its own. It counts
+from the end of the test before, so fixtures are part of it. A fixture of a module or of the session, and the import of a
+library, are paid by the test that needs them first.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.forkserver
+import multiprocessing.util
+import os
+import resource
+import sys
+from collections.abc import Callable, Generator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+SLOW_S = 2.0
+"""Processor time of a test's own call from which on it must have the mark `long`, where the whole takes `WHOLE_S`."""
+WHOLE_S = 600.0
+"""Processor time of `make test` on a machine whose processors are neither fast nor busy. Where it takes longer, the
+machine is slower, and `SLOW_S` is longer in the same proportion."""
+LONG = 60
+"""How many tests with the mark `long` may be part of `make test`."""
+PROCESSES = 600
+"""How many processes its tests may start."""
+
+
+@dataclass
+class Cost:
+    """Attributes:
+    call_s: processor time of the test itself, without its fixtures.
+    processor_s: processor time with its fixtures.
+    processes: how many it started, with its fixtures.
+    long: it has the mark `long`.
+    """
+
+    call_s: float = 0.0
+    processor_s: float = 0.0
+    processes: int = 0
+    long: bool = False
+
+
+# ------------------------------------------------------------------------------------------ in the process of a test
+
+_started = 0
+_TICKS = os.sysconf("SC_CLK_TCK")
+_STARTING = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+_server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+    global _started
+    _started += event in _STARTING
+
+
+def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
+    """A way to start a process of which Python's audit hooks do not hear."""
+
+    def counted(*arguments: Any) -> Any:
+        global _started
+        _started += 1
+        return start(*arguments)
+
+    return counted
+
+
+sys.addaudithook(_hear)
+_server.connect_to_new_process = _counting(_server.connect_to_new_process)
+multiprocessing.util.spawnv_passfds = _counting(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
+
+
+def _processor_s() -> float:
+    """Processor time of this process and of those that it started and that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    try:
+        stat = Path(f"/proc/{_server._forkserver_pid}/stat").read_text()
+    except FileNotFoundError:  # there is none
+        return total
+    return total + sum(int(each) for each in stat.rpartition(")")[2].split()[11:15]) / _TICKS
+
+
+_seen = pytest.StashKey[tuple[float, int]]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[_seen] = _processor_s(), _started
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    seconds, processes = item.stash[_seen]
+    item.stash[_seen] = now = _processor_s(), _started
+    long = item.get_closest_marker("long") is not None
+    report.user_properties = [(__name__, [report.when, now[0] - seconds, now[1] - processes, long])]
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[__name__] = _processor_s()
+
+
+# ------------------------------------------------------------------------------------------------- of the whole run
+
+
+@dataclass
+class Costs:
+    """Of a whole run of pytest, over all its workers."""
+
+    tests: dict[str, Cost] = field(default_factory=dict)
+    processor_s: float = 0.0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == __name__:
+                self._add(report.nodeid, *value)  # type: ignore[misc]
+
+    def _add(self, nodeid: str, when: str, seconds: float, processes: int, long: bool) -> None:
+        cost = self.tests.setdefault(nodeid, Cost(long=long))
+        cost.processor_s += seconds
+        cost.processes += processes
+        if when == "call":
+            cost.call_s = seconds
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.processor_s += getattr(node, "workeroutput", {}).get(__name__, 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        self.processor_s += _processor_s()
+        terminalreporter.write_line(self.summary())
+        path = Path(os.environ["INFINITY_COSTS"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Costs:
+        written = json.loads(path.read_text())
+        return cls({name: Cost(**cost) for name, cost in written["tests"].items()}, written["processor_s"])
+
+    @property
+    def slow_s(self) -> float:
+        return SLOW_S * max(1.0, self.processor_s / WHOLE_S)
+
+    def slow(self) -> list[str]:
+        """The tests without the mark `long` that take too long."""
+        return [name for name, cost in self.tests.items() if cost.call_s > self.slow_s and not cost.long]
+
+    def summary(self) -> str:
+        minutes, seconds = divmod(round(self.processor_s), 60)
+        processes, long = self._processes(), self._long()
+        return (
+            f"{minutes}:{seconds:02} of processor time for {len(self.tests)} tests, of which {long} are long; "
+            f"{processes} processes were started"
+        )
+
+    def _processes(self) -> int:
+        return sum(cost.processes for cost in self.tests.values())
+
+    def _long(self) -> int:
+        return sum(cost.long for cost in self.tests.values())
+
+    def exceeded(self) -> list[str]:
+        """A line for each limit that is exceeded."""
+        slow = [f"  {self.tests[name].call_s:.1f} s  {name}" for name in self.slow()]
+        found = [
+            (
+                bool(slow),
+                f"{len(slow)} tests take more than {self.slow_s:.1f} s of processor time. Make each of them faster, or "
+                "mark it `long` and give `make test` a faster one that finds the same fault:\n" + "\n".join(slow),
+            ),
+            (
+                self._long() > LONG,
+                f"{self._long()} tests are marked `long(kept=…)`; at most {LONG} may be. Keep one for each kind of "
+                "fault.",
+            ),
+            (
+                self._processes() > PROCESSES,
+                f"the tests start {self._processes()} processes; they may start {PROCESSES}. Call main() instead.",
+            ),
+        ]
+        return [line for is_exceeded, line in found if is_exceeded]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "INFINITY_COSTS" in os.environ and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Costs())
+
+
+if __name__ == "__main__":
+    costs = Costs.read(Path(sys.argv[1]))
+    print(costs.summary())
+    for line in costs.exceeded():
+        print(line, file=sys.stderr)
+    sys.exit(bool(costs.exceeded()))
