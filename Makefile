@@ -12,13 +12,16 @@ SEED   ?= 0
 WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600 -m "not gpu and not simulated"
 MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
             grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|tests/hostile/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
+# Their long tests are part of the long forms below that name them.
+APART   = tests/crash tests/stress tests/fuzz tests/hostile tests/docs tests/sim $(UNCHANGED) tests/runtime/test_corruption.py \
+          tests/runtime/test_overlap.py tests/runtime/test_faults.py
 
 UNCHANGED  = tests/unchanged tests/integrations tests/checkpoint/test_adapters.py
 NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon \
+  long-test docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon \
   wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
 
 # A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
@@ -39,12 +42,12 @@ demo: bootstrap
 
 # A sample of all tests, in minutes. For a debugger call pytest with -n 0: all tests run in one process.
 test: bootstrap
-	$(PYTEST) --durations=20
+	INFINITY_COSTS=build/costs.json $(PYTEST)
 
 # Everything that `make test` has a sample of (tests/sampling.py), in hours. SHARE=0.1 takes the sample and a tenth of the
 # rest. SEED=… determines what is drawn.
-test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test docs-test unchanged-test \
-  schedule-test device-test imitation-test mutation-test sanitize
+test-all: crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test long-test \
+  docs-test unchanged-test schedule-test device-test imitation-test mutation-test sanitize
 
 # Kills at 500 random instants and at every named point of every setup, 1000 disk images that a power cut could leave, 200
 # sequences of pins, 200 of a Trainer that rotates its checkpoint folders, and 1000 corruptions.
@@ -75,7 +78,11 @@ faults-test: bootstrap
 
 # Every combination of the other tests' parameters.
 matrix-test: bootstrap
-	$(WHOLE) $(MATRIX)
+	$(WHOLE) -m "not gpu and not simulated and not long" $(MATRIX)
+
+# The other tests of more than 2 s of processor time, of which `make test` has a few.
+long-test: bootstrap
+	$(WHOLE) -m "not gpu and not simulated and long" $(APART:%=--ignore=%) tests
 
 # The scripts of examples/unchanged in fp32 and bf16.
 unchanged-test: bootstrap

@@ -3,9 +3,9 @@
 
 [Note: the processor time of a test]
 It is that of the test's process and of all processes that the test started and that have ended: the kernel adds up
-those of a process's children, and the fork server (tests/processes.py) is a child with children of its own. It counts
-from the end of the test before, so fixtures are part of it. A fixture of a module or of the session, and the import of a
-library, are paid by the test that needs them first.
+those of a process's children, and the fork server (tests/processes.py) is a child with children of its own. It
+includes the test's fixtures. The test that first needs a fixture of the module or of the session, or a library, pays
+for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 
 SLOW_S = 2.0
 """Processor time of a test's own call from which on it must have the mark `long`, where the whole takes `WHOLE_S`."""

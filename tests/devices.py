@@ -3,9 +3,9 @@
 A test takes part by its kind: it is in one of `FOLDERS` and asks for a fixture of `OFFLOADING`. It needs no code of its
 own for that. What is about host memory alone, or measures something, has the mark `cpu_only("why")`.
 
-The cases on the simulated device have the mark `simulated`. `make test` makes those of one function of every file under
-one policy, and runs one of them; the files share the policies evenly. All cases are made where `-m simulated`, a node or
-`-k` asks for them: INFINITY_TESTS=0.1 runs a tenth of these, and `make device-test` all.
+The cases on the simulated device have the mark `simulated`. `make test` makes those of one function of every file,
+under one policy, and runs one of them; the files share the policies evenly. All cases are made where `-m simulated`,
+the name of a test or `-k` asks for them: INFINITY_TESTS=0.1 runs a tenth of these, and `make device-test` all.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """How much of what could be tested is tested: a sample, a share, or all of it. INFINITY_TESTS says which.
 
-| INFINITY_TESTS | cases with the mark `covering`         | tests with the mark `long` | runs, examples (`number`)          |
-|----------------|----------------------------------------|----------------------------|------------------------------------|
-| not set        | a few, in which every two values meet  | those that are `kept`      | a few                              |
-| 0.1            | those, and a tenth of the others       | those, and a tenth of others | a tenth of all, at least a few   |
-| all            | all                                    | all                        | all                                |
+| INFINITY_TESTS | cases with the mark `covering`        | tests with the mark `long` | runs, examples (`number`)      |
+|----------------|---------------------------------------|----------------------------|--------------------------------|
+| not set        | a few, in which every two values meet | those that are `kept`      | a few                          |
+| 0.1            | those, and a tenth of the others      | and a tenth of the others  | a tenth of all, at least a few |
+| all            | all                                   | all                        | all                            |
 
 `long` is for tests of more than 2 s of processor time (tests/costs.py); `long(kept="why")` is for one that `make test`
 runs all the same, because no faster test finds the same fault.
