@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import infinity
@@ -61,6 +60,8 @@ def load(checkpoint: Path, tmp_path: Path, swap_config: Callable[..., dict[str, 
 
 
 def adapted(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
 
@@ -163,6 +164,8 @@ def test_it_can_be_changed_twice_and_called_in_between(load: Load, plain: tuple[
 def test_the_store_is_removed_and_made_anew_and_adapters_are_saved(
     load: Load, plain: tuple[Any, Batch], tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     model, _ = load("swap", commit_every=1)
     before = (tmp_path / "swap" / SWAP_NAME).stat()
     ours = adapted(model)

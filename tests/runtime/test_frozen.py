@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import infinity
@@ -32,6 +31,8 @@ STEPS = 3
 
 
 def with_adapters(model: nn.Module) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(3)
     return get_peft_model(
         model,
