@@ -4,13 +4,14 @@ run (docs/crash-safety.md)."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import cycle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests import sampling
 from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup
 from tests.crash.lives import Campaign, Reference, run_life
 
-KILLS = sampling.number(20, 500, "INFINITY_CRASH_KILLS")
+KILLS = sampling.number(4, 500, "INFINITY_CRASH_KILLS")
 SEED = sampling.seed("INFINITY_CRASH_SEED")
 PART = 50  # kills in a test, so that several processes share them
 
@@ -55,6 +56,36 @@ def campaign(tmp_path: Path, references: Callable[[Setup], Reference]) -> Iterat
     assert not made.lost, "\n\n".join(made.lost[:5])
 
 
+@dataclass(frozen=True)
+class Points:
+    """Where to kill a setup.
+
+    Attributes:
+        axes: of each point; `make test` tries every value of an axis, and of `strength` axes together, in some setup.
+    """
+
+    points: Sequence[Kill]
+    axes: Sequence[dict[str, Any]]
+    strength: int = 1
+
+    def walk(self, number: int) -> list[Kill]:
+        """Where `make test` kills the setup of this number, in one life after the other: all setups share the points
+        that cover the axes."""
+        return [self.points[index] for index in self._sample()[number :: len(SETUPS)]]
+
+    def others(self, number: int) -> list[Kill]:
+        """Where the long forms kill it besides, once in each run: `make crash-test` at all points."""
+        if KILLS >= 500:
+            return list(self.points)
+        sample = self._sample()
+        left = [(each, index) for each in range(len(SETUPS)) for index in range(len(self.points))]
+        left = [(each, index) for each, index in left if index not in sample[each :: len(SETUPS)]]
+        return [self.points[index] for each, index in sampling.some(left) if each == number]
+
+    def _sample(self) -> list[int]:
+        return sampling.covering(self.axes, self.strength)
+
+
 def acts(file: str, *numbers: int, names: tuple[str, ...]) -> list[AtAct]:
     return [AtAct(f"{when} {name}", file, nth) for nth in numbers for name in names for when in ("begin", "end")]
 
@@ -63,70 +94,96 @@ WRITTEN_ASIDE = ("create", "write", "fsync", "rename")
 ACTS = [
     *acts("header", 0, names=("unlink", *WRITTEN_ASIDE)),
     *acts("swap", 0, names=("unlink",)),
+    *acts("directory", 0, 1, 2, 3, 4, names=("fsync directory",)),  # with the header, those above, two manifests
     *acts("manifest", 0, 1, names=WRITTEN_ASIDE),
     *acts("manifest", 0, 1, names=("unlink",)),
-    *acts("directory", 0, 1, 2, 3, 4, names=("fsync directory",)),  # with the header, those above, two manifests
 ]
+"""In a walk, the first ones come where no generation is there yet."""
+KINDS: tuple[Literal["kill", "kill_after"], ...] = ("kill", "kill_after")
 
 
-def operations(reference: Reference) -> list[AtOperation]:
-    """Before and after: a write of each state in the first and the last unit; a step's first and last write; syncs."""
-    points = [
-        AtOperation(kind, "write", index, *reference.extent(state, unit))
-        for state in ("weight", "residual", "exp_avg", "exp_avg_sq")
-        for unit, index in ((0, 0), (-1, 1))
-        for kind in ("kill", "kill_after")
-    ]
-    for commit in (0, 1):
-        first, last = reference.writes_of(commit)
-        for index in (first, last):
-            points += [AtOperation(kind, "write", index) for kind in ("kill", "kill_after")]
-        points += [AtOperation(kind, "sync", commit) for kind in ("kill", "kill_after")]
-    return points
+def on_small_files() -> Points:
+    return Points(ACTS, [{"act": (point.moment, point.file), "nth": point.nth} for point in ACTS])
 
 
-def every(points: list[Kill]) -> list[tuple[Setup, Kill]]:
-    """Each point with one setup, in turn; with all of them when there is time (make crash-test)."""
-    whole = [(setup, point) for setup in SETUPS for point in points]
-    if KILLS >= 500:
-        return whole
-    once = list(zip(cycle(SETUPS), points, strict=False))
-    return once + sampling.some([each for each in whole if each not in once])
+def on_writes_and_syncs(reference: Reference) -> Points:
+    """Before and after a write of each state in the first and the last unit, and before and after each sync."""
+    states, units = ("weight", "residual", "exp_avg", "exp_avg_sq"), {0: 0, -1: 1}
+    writes, syncs = list(itertools.product(states, units, KINDS)), list(itertools.product((0, 1), KINDS))
+    points = [AtOperation(kind, "write", units[unit], *reference.extent(state, unit)) for state, unit, kind in writes]
+    points += [AtOperation(kind, "sync", commit) for commit, kind in syncs]
+    axes: list[dict[str, Any]] = [{"state": state, "unit": unit, "kind": kind} for state, unit, kind in writes]
+    axes += [{"sync": commit, "kind": kind} for commit, kind in syncs]
+    return Points(points, axes, strength=2)
 
 
-def test_killed_at_each_act_on_a_small_file(campaign: Campaign) -> None:
-    for setup, point in every(list(ACTS)):
-        campaign.run(setup, [point])
-    assert campaign.kills >= 40
+def on_steps(reference: Reference) -> Points:
+    """Before and after a step's first and last write."""
+    cases = list(itertools.product((0, 1), (0, 1), KINDS))
+    points = [AtOperation(kind, "write", reference.writes_of(commit)[last]) for commit, last, kind in cases]
+    return Points(points, [{"commit": commit, "last": last, "kind": kind} for commit, last, kind in cases], strength=2)
 
 
-def test_killed_before_and_after_each_kind_of_write_and_sync(
-    campaign: Campaign, references: Callable[[Setup], Reference]
-) -> None:
-    points = {setup: operations(references(setup)) for setup in SETUPS}
-    for setup, index in every(list(range(len(points[SETUPS[0]])))):
-        campaign.run(setup, [points[setup][index]])
-    assert campaign.kills >= 28
-    assert campaign.unreached <= 4  # before and after the last write of a run, in the two setups that commit it last
-
-
-def test_killed_while_it_resumes_and_in_its_first_step_then(campaign: Campaign) -> None:
-    first = AtAct("end fsync", "manifest", 2)  # two generations are there, and a third aside
-    second = [
+def in_a_resume() -> Points:
+    points: list[Kill] = [
         *acts("manifest", 0, names=("unlink",)),  # of what was left aside
-        *[AtOperation(kind, "read", index) for kind in ("kill", "kill_after") for index in (0, 3, 9)],
-        *[AtOperation(kind, "write", 0) for kind in ("kill", "kill_after")],
+        *[AtOperation(kind, "read", index) for index in (0, 3, 9) for kind in KINDS],
+        *[AtOperation(kind, "write", 0) for kind in KINDS],
         *acts("manifest", 0, names=("rename",)),
     ]
-    for setup, point in every(second):
+    axes = [
+        {"act": point.moment}
+        if isinstance(point, AtAct)
+        else {"act": (point.kind, point.operation), "index": point.index}
+        for point in points
+    ]
+    return Points(points, axes)
+
+
+@pytest.mark.parametrize("number", range(len(SETUPS)))
+def test_killed_at_each_act_on_a_small_file(number: int, campaign: Campaign) -> None:
+    points, setup = on_small_files(), SETUPS[number]
+    walk, others = points.walk(number), points.others(number)
+    campaign.run(setup, walk)
+    for point in others:
+        campaign.run(setup, [point])
+    assert len(walk) >= 3
+    assert campaign.kills == len(walk) + len(others)
+
+
+@pytest.mark.parametrize("number", range(len(SETUPS)))
+def test_killed_before_and_after_each_kind_of_write_and_sync(
+    number: int, campaign: Campaign, references: Callable[[Setup], Reference]
+) -> None:
+    setup = SETUPS[number]
+    reference = references(setup)
+    counted = on_writes_and_syncs(reference)
+    steps = on_steps(reference)  # by their number in a whole run: none of them comes in a life that resumes
+    walk, alone = counted.walk(number), [*counted.others(number), *steps.walk(number), *steps.others(number)]
+    campaign.run(setup, walk)
+    for point in alone:
+        campaign.run(setup, [point])
+    assert walk
+    assert campaign.kills == len(walk) + len(alone) - campaign.unreached
+    assert campaign.unreached <= 2  # before and after the last write of a run, in the setups that commit it last
+
+
+@pytest.mark.parametrize("number", range(len(SETUPS)))
+def test_killed_while_it_resumes_and_in_its_first_step_then(number: int, campaign: Campaign) -> None:
+    first = AtAct("end fsync", "manifest", 2)  # two generations are there, and a third aside
+    points, setup = in_a_resume(), SETUPS[number]
+    campaign.run(setup, [first, *points.walk(number)])
+    for point in points.others(number):
         campaign.run(setup, [first, point, point])
 
 
 def test_killed_where_a_damaged_generation_is_given_up(campaign: Campaign) -> None:
     """The one before it is taken, and what names the damaged one goes first."""
-    setup = Setup(keep=2)
-    for point in acts("manifest", 0, names=("unlink",)) + acts("directory", 0, names=("fsync directory",)):
-        campaign.run(setup, [AtAct("begin create", "manifest", 3), point], damage=damage_the_newest)
+    setup, first = Setup(keep=2), AtAct("begin create", "manifest", 3)
+    before, after = acts("manifest", 0, names=("unlink",))
+    syncing, synced = acts("directory", 0, names=("fsync directory",))
+    for points in [[before, syncing], [after]] if KILLS < 500 else [[before], [after], [syncing], [synced]]:
+        campaign.run(setup, [first, *points], damage=damage_the_newest)
 
 
 def damage_the_newest(directory: Path) -> int:
