@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningConfig, VBLoRAConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.errors import InfinityError, ModelError, ReleasedParameterError
 from tests.models import Batch, llama
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 Offload = Callable[..., Any]
 
@@ -32,12 +35,29 @@ BATCH: Batch = llama()[1]
 
 def lora(**options: Any) -> LoraConfig:
     """Adapters that change the logits from the beginning."""
+    from peft import LoraConfig
+
     return LoraConfig(
         **{"target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"} | options
     )
 
 
+def prompt_tuning() -> Any:
+    from peft import PromptTuningConfig
+
+    return PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+
+
+def loaded(adapters: Path) -> Any:
+    """By peft alone, with the base that they name."""
+    from peft import AutoPeftModelForCausalLM
+
+    return AutoPeftModelForCausalLM.from_pretrained(adapters)
+
+
 def on(base: Path, config: Any) -> Any:
+    from peft import get_peft_model
+
     return get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
 
 
@@ -52,24 +72,26 @@ def step(model: Any) -> None:
     optimizer.step()
 
 
-CONFIGS = {
-    "lora": lora(),
-    "dora": lora(use_dora=True),
-    "with a head": lora(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]),
-    "on the embeddings": lora(target_modules=["embed_tokens", "q_proj"]),
-    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "lora": lora,
+    "dora": partial(lora, use_dora=True),
+    "with a head": partial(lora, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]),
+    "on the embeddings": partial(lora, target_modules=["embed_tokens", "q_proj"]),
+    "prompt tuning": prompt_tuning,
 }
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_peft_loads_trained_adapters_to_the_same_logits(
-    config: Any, base: Path, offload: Offload, tmp_path: Path
+    config: Callable[[], Any], base: Path, offload: Offload, tmp_path: Path
 ) -> None:
-    model = offload(on(base, config))
+    from peft import PeftModel
+
+    model = offload(on(base, config()))
     step(model)
     infinity.save_pretrained(model, tmp_path / "adapters")
     expected = logits(model)
-    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")), expected)
+    assert torch.equal(logits(loaded(tmp_path / "adapters")), expected)
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(PeftModel.from_pretrained(plain, tmp_path / "adapters")), expected)
 
@@ -88,7 +110,7 @@ def test_adapters_in_a_model_that_alone_is_offloaded_are_saved(base: Path, offlo
     model = on(base, lora())
     offload(model.base_model.model)
     infinity.save_pretrained(model, tmp_path / "adapters")
-    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")), logits(model))
+    assert torch.equal(logits(loaded(tmp_path / "adapters")), logits(model))
 
 
 def test_weights_of_the_base_stay_in_the_store(base: Path, offload: Offload, tmp_path: Path) -> None:
@@ -102,6 +124,8 @@ def test_weights_of_the_base_stay_in_the_store(base: Path, offload: Offload, tmp
 def test_what_peft_computes_of_weights_is_not_written_as_a_placeholder(
     base: Path, offload: Offload, tmp_path: Path
 ) -> None:
+    from peft import VBLoRAConfig
+
     computed = VBLoRAConfig(
         target_modules=["q_proj"], num_vectors=8, vector_length=16, save_only_topk_weights=True, task_type="CAUSAL_LM"
     )
@@ -110,8 +134,7 @@ def test_what_peft_computes_of_weights_is_not_written_as_a_placeholder(
         infinity.save_pretrained(model, tmp_path / "adapters")
     with infinity.gathered(model):
         model.save_pretrained(tmp_path / "adapters")
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters")
-    torch.testing.assert_close(logits(loaded), logits(model))  # it stores logarithms
+    torch.testing.assert_close(logits(loaded(tmp_path / "adapters")), logits(model))  # it stores logarithms
 
 
 def test_every_adapter_is_saved_and_a_later_save_replaces_it(base: Path, offload: Offload, tmp_path: Path) -> None:
@@ -125,12 +148,14 @@ def test_every_adapter_is_saved_and_a_later_save_replaces_it(base: Path, offload
     assert (tmp_path / "adapters" / "notes").read_text() == "of the user"
     for directory, name in ((tmp_path / "adapters", "default"), (tmp_path / "adapters" / "other", "other")):
         model.set_adapter(name)
-        assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(directory)), logits(model)), name
+        assert torch.equal(logits(loaded(directory)), logits(model)), name
 
 
 def test_a_failing_save_leaves_the_earlier_one(
     base: Path, offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from peft import LoraConfig
+
     model = offload(on(base, lora()))
     infinity.save_pretrained(model, tmp_path / "adapters")
     before = {path: path.read_bytes() for path in (tmp_path / "adapters").iterdir()}

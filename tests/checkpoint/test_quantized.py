@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -23,8 +22,6 @@ from tests.checkpoint.quantized import QUANTIZATIONS, decoded_by_bitsandbytes, p
 from tests.conftest import weights_of
 from tests.models import gpt2, llama, loss_of, mixtral, tied_llama
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
-
 CODECS = ("nf4", "nf4_fp32", "int8_rows")
 LAYER = "model.layers.1.mlp.up_proj.weight"
 STEPS = 3
@@ -36,6 +33,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base")
     llama()[0].bfloat16().save_pretrained(path)
     return path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes")
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +89,19 @@ def with_state(tensors: dict[str, torch.Tensor], name: str, **values: Any) -> No
 
 def quantized_as(tensors: dict[str, torch.Tensor], name: str, values: torch.Tensor, **options: Any) -> torch.Tensor:
     """Quantize a weight as bitsandbytes does with these options, in place. Returns what it decodes to."""
+    from bitsandbytes import functional
+
     for key in [key for key in tensors if key.startswith(name)]:
         del tensors[key]
-    codes, state = bitsandbytes.functional.quantize_4bit(values, quant_type="nf4", **options)
+    codes, state = functional.quantize_4bit(values, quant_type="nf4", **options)
     tensors |= {name: codes} | {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
-    decoded: torch.Tensor = bitsandbytes.functional.dequantize_4bit(codes, state)
+    decoded: torch.Tensor = functional.dequantize_4bit(codes, state)
     return decoded
 
 
 def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(3)
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
     return get_peft_model(model, lora)
@@ -252,6 +258,7 @@ def test_adapters_train_as_on_the_decoded_weights(
         assert torch.equal(value, plain_weights[name]), name
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("frozen", ["nf4", "int8"])
 @pytest.mark.parametrize("kind", CODECS)
 def test_a_form_that_is_said_outright_is_the_one_that_weights_rest_in(
@@ -301,6 +308,8 @@ def test_what_is_saved_is_not_called_quantized(
 def test_saved_adapters_name_the_quantized_base(
     checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     model = offloaded(with_adapters(deferred(checkpoints["nf4"])))
     batch = llama()[1]
     model.eval()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -90,6 +89,8 @@ def test_a_copy_is_trained_by_its_own_optimizer(
     def script() -> list[float]:
         model = load(checkpoint)
         if adapted:
+            from peft import LoraConfig, get_peft_model
+
             model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
         copied = copy.deepcopy(model)
         optim = torch.optim.AdamW(copied.parameters(), lr=1e-2)

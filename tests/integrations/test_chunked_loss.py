@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import infinity
@@ -154,6 +153,8 @@ def test_the_head_of_an_offloaded_model_is_announced_before_its_backward(offload
 
 
 def test_adapters_around_a_model_and_a_frozen_head(offload: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(0)
     base = models.llama()[0]
     plain = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
@@ -138,6 +137,8 @@ def test_weights_that_were_in_memory_are_there_again(checkpoint: Path, launch: L
 
 
 def test_adapters_are_attached_after_an_evaluation(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
+    from peft import LoraConfig, get_peft_model
+
     def script() -> list[float]:
         model = load(checkpoint)
         before = evaluate(model, ids)

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
 
 import infinity
 from infinity.coordinator import registry
-from infinity.integrations.lightning import InfinityStrategy
 from infinity.integrations.strategy import _pins_of
 from infinity.optim.adamw import AdamW
 from infinity.runtime.pins import pinned
@@ -26,37 +22,39 @@ from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
 from tests.models import gpt2
 
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
 Rows = list[dict[str, torch.Tensor]]
 
 
-class Language(pl.LightningModule):
+@pytest.fixture(autouse=True, scope="module")
+def _imported() -> None:
+    """Once, before `launch` changes anything."""
+    import lightning.pytorch  # noqa: F401
+
+
+def made(name: str, *arguments: Any, **options: Any) -> Any:
+    """A module of lightning_modules."""
+    from tests.integrations import lightning_modules
+
+    return getattr(lightning_modules, name)(*arguments, **options)
+
+
+def language(source: Path | nn.Module) -> Any:
     """Fine-tunes a model that it loads, or that it is given."""
+    return made("Language", source)
 
-    def __init__(self, source: Path | nn.Module) -> None:
-        super().__init__()
-        loads = isinstance(source, Path)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto") if loads else source
-        self.model.train()
-        self.losses: list[float] = []
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.model(**batch).loss
-        self.losses.append(float(loss))
-        return loss
+def strategy(swap: dict[str, Any]) -> Any:
+    from infinity.integrations.lightning import InfinityStrategy
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        self.log("val", self.model(**batch).loss)
-
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        return self.model(**batch).logits
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+    return InfinityStrategy(swap)
 
 
 def trainer(directory: Path, **options: Any) -> pl.Trainer:
+    import lightning.pytorch as pl
+
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "max_steps": 6,
@@ -74,6 +72,8 @@ def loader(rows: Rows) -> DataLoader[Any]:
 
 
 def saving(directory: Path, **options: Any) -> dict[str, Any]:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
     return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(directory, **(given | options))]}
 
@@ -93,7 +93,7 @@ def test_losses_are_those_of_the_plain_script(
     found = []
     for context in (nullcontext(), launch()):
         with context as run:
-            module = Language(checkpoint)
+            module = language(checkpoint)
             options = WAYS[way] if run is not None else {k: v for k, v in WAYS[way].items() if k != "strategy"}
             one = trainer(tmp_path, **options)
             one.fit(module, loader(rows), loader(rows[:8]))
@@ -112,9 +112,9 @@ def test_lower_precision_is_near_the_plain_script(
     found = []
     for context in (nullcontext(), launch() if launched else nullcontext()):
         with context:
-            module = Language(checkpoint)
-            strategy = InfinityStrategy(swap) if found and not launched else "auto"
-            one = trainer(tmp_path, precision=precision, strategy=strategy, gradient_clip_val=0.5)
+            module = language(checkpoint)
+            chosen = strategy(swap) if found and not launched else "auto"
+            one = trainer(tmp_path, precision=precision, strategy=chosen, gradient_clip_val=0.5)
             one.fit(module, loader(rows))
             found.append(module.losses)
             if len(found) == 2:
@@ -123,23 +123,18 @@ def test_lower_precision_is_near_the_plain_script(
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
 
 
-class InHalf(Language):
-    """Plain AdamW has its eps and its moments in fp16, where they are 0."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
-
-
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 def test_fp16_is_near_the_plain_script(
     precision: str, checkpoint: Path, rows: Rows, tmp_path: Path, swap: dict[str, Any]
 ) -> None:
     """With scaled losses where it is mixed. (Given by its name, Lightning takes bf16 for it on a CPU.)"""
+    from lightning.pytorch.plugins import MixedPrecision
+
     found = []
-    for strategy in ("auto", InfinityStrategy(swap)):
-        module = InHalf(checkpoint)
+    for chosen in ("auto", strategy(swap)):
+        module = made("InHalf", checkpoint)
         mixed = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
-        one = trainer(tmp_path, strategy=strategy, **(mixed if precision == "16-mixed" else {"precision": precision}))
+        one = trainer(tmp_path, strategy=chosen, **(mixed if precision == "16-mixed" else {"precision": precision}))
         one.fit(module, loader(rows[:2] * 16))
         assert one.precision_plugin.precision == precision
         found.append(module.losses)
@@ -160,35 +155,12 @@ def swap(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-class Small(pl.LightningModule):
-    """Parameters of its own, in layers that its step calls one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96)
-        self.scale = nn.Parameter(torch.ones(32))
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        logits = self.head(torch.tanh(self.embed(batch["input_ids"]) * self.scale))
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        self.losses.append(float(loss))
-        return loss
-
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
-        return self.head(self.embed(batch["input_ids"]) * self.scale)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
 def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
     rows: Rows, swap: dict[str, Any], tmp_path: Path
 ) -> None:
-    modules, logits = [Small(), Small()], []
-    for module, strategy in zip(modules, ("auto", InfinityStrategy(swap)), strict=True):
-        one = trainer(tmp_path, strategy=strategy)
+    modules, logits = [made("Small"), made("Small")], []
+    for module, chosen in zip(modules, ("auto", strategy(swap)), strict=True):
+        one = trainer(tmp_path, strategy=chosen)
         one.fit(module, loader(rows))
         logits.append(torch.cat(one.predict(module, loader(rows[:8]))))
     assert registry.is_offloaded(modules[1])
@@ -198,12 +170,8 @@ def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
 
 
 def test_infinitys_own_optimizers_work(rows: Rows, swap: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
-    class Lion(Language):
-        def configure_optimizers(self) -> Any:
-            return infinity.Lion(self.parameters(), lr=1e-4)
-
-    module = Lion(checkpoint)
-    trainer(tmp_path, strategy=InfinityStrategy(swap)).fit(module, loader(rows))
+    module = made("Lion", checkpoint)
+    trainer(tmp_path, strategy=strategy(swap)).fit(module, loader(rows))
     assert module.losses[-1] < module.losses[0]
     infinity.close(module.model)
 
@@ -214,7 +182,7 @@ def test_pytorch_lightning_is_the_same(rows: Rows, launch: Launch, tmp_path: Pat
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.small = Small()
+            self.small = made("Small")
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
             return self.small.training_step(batch, index)
@@ -237,7 +205,7 @@ def test_validating_and_predicting_before_training(
     found = []
     for context in (nullcontext(), launch()):
         with context:
-            module, one = Language(checkpoint), trainer(tmp_path)
+            module, one = language(checkpoint), trainer(tmp_path)
             before = one.validate(module, loader(rows[:8]), verbose=False)[0]["val"]
             logits = torch.cat(one.predict(module, loader(rows[:8])))
             one.fit(module, loader(rows))
@@ -257,9 +225,9 @@ def test_fit_goes_on_from_a_checkpoint_to_the_bits_of_the_uninterrupted_run(
     for ckpt_path in (None, str(tmp_path / "step=4.ckpt")):
         with launch() if launched else nullcontext():
             torch.manual_seed(1)
-            module = Language(tmp_path / "model")
-            strategy = "auto" if launched else InfinityStrategy(swap)
-            one = trainer(tmp_path, strategy=strategy, **saving(tmp_path, every_n_train_steps=4))
+            module = language(tmp_path / "model")
+            chosen = "auto" if launched else strategy(swap)
+            one = trainer(tmp_path, strategy=chosen, **saving(tmp_path, every_n_train_steps=4))
             one.fit(module, DataLoader(rows[:16], batch_size=4, shuffle=True), ckpt_path=ckpt_path)  # type: ignore[arg-type]
             assert one.global_step == 6
             ends.append((module.losses[-2:], weights_of(module.model)))
@@ -271,7 +239,7 @@ def test_fit_goes_on_from_a_checkpoint_to_the_bits_of_the_uninterrupted_run(
 
 def test_old_checkpoints_let_their_generations_go(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         trainer(tmp_path, **saving(tmp_path, save_top_k=2, monitor="step", mode="max", save_last="link")).fit(
             module, loader(rows)
         )
@@ -279,10 +247,10 @@ def test_old_checkpoints_let_their_generations_go(checkpoint: Path, rows: Rows, 
         assert pinned(module.model) == folders
         assert set(tmp_path.glob("*.infinity")) == set(folders)
         expected = weights_of(module.model)
-    again = Language.load_from_checkpoint(tmp_path / "step=6.ckpt", source=checkpoint, weights_only=False)
+    again = type(module).load_from_checkpoint(tmp_path / "step=6.ckpt", source=checkpoint, weights_only=False)
     assert all(torch.equal(again.model.get_parameter(name), value) for name, value in expected.items())
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         options = saving(tmp_path, save_top_k=2, monitor="step", mode="max", save_last="link")
         trainer(tmp_path, max_steps=8, **options).fit(module, loader(rows), ckpt_path=tmp_path / "last.ckpt")
         assert len(module.losses) == 2
@@ -295,9 +263,9 @@ def test_fit_goes_on_with_more_files_kept_in_the_room_that_the_store_has(
         return saving(tmp_path, save_top_k=kept, monitor="step", mode="max")
 
     with launch():
-        trainer(tmp_path, max_steps=4, **options(1)).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path, max_steps=4, **options(1)).fit(language(checkpoint), loader(rows))
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         trainer(tmp_path, max_steps=8, **options(3)).fit(module, loader(rows), ckpt_path=tmp_path / "step=4.ckpt")
         assert pinned(module.model) == {tmp_path / f"step={step}.ckpt.infinity": step for step in (6, 8)}
     assert (tmp_path / "step=4.ckpt.infinity" / "portable").is_dir()
@@ -307,12 +275,12 @@ def test_of_checkpoints_that_are_all_kept_older_ones_hold_a_copy(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         trainer(tmp_path, **saving(tmp_path)).fit(module, loader(rows[:8]))
         expected = weights_of(module.model)
     assert (tmp_path / "step=2.ckpt.infinity" / "portable").is_dir()
     with launch(nvme={"paths": [str(tmp_path / "other")]}):
-        module = Language(checkpoint)
+        module = language(checkpoint)
         trainer(tmp_path).fit(module, loader(rows[:8]), ckpt_path=tmp_path / "step=2.ckpt")
         assert all(torch.equal(value, expected[name]) for name, value in weights_of(module.model).items())
 
@@ -321,7 +289,7 @@ def test_the_best_checkpoint_can_be_validated_after_training(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         options = saving(tmp_path, monitor="val", mode="max", save_top_k=1, every_n_train_steps=None)
         one = trainer(tmp_path, val_check_interval=2, **options)
         one.fit(module, loader(rows), loader(rows[:8]))
@@ -338,7 +306,7 @@ def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
     ends = []
     for ckpt_path in (None, tmp_path / "step=4.ckpt"):
         with launch():
-            module = Language(checkpoint)
+            module = language(checkpoint)
             trainer(tmp_path, **saving(tmp_path, save_top_k=-1, every_n_train_steps=2)).fit(
                 module, loader(rows[:16]), ckpt_path=ckpt_path
             )
@@ -346,7 +314,7 @@ def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
         assert not torch.load(tmp_path / "step=6.ckpt", weights_only=False)["state_dict"]
     assert ends[1] == ends[0]
     with pytest.raises(infinity.ResumeError, match="holds no weights"), launch(nvme={"paths": [str(tmp_path / "b")]}):
-        trainer(tmp_path).validate(Language(checkpoint), loader(rows[:16]), ckpt_path=ckpt_path)
+        trainer(tmp_path).validate(language(checkpoint), loader(rows[:16]), ckpt_path=ckpt_path)
 
 
 @pytest.mark.parametrize(
@@ -363,15 +331,19 @@ def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
     ids=str,
 )
 def test_there_is_room_for_as_many_generations_as_files_are_kept(options: dict[str, Any], pins: int) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     assert _pins_of(ModelCheckpoint(**options)) == pins
 
 
 def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EarlyStopping
+
     with launch():
         one = trainer(
             tmp_path, max_steps=20, val_check_interval=2, callbacks=[EarlyStopping("val", 1.0, 1, mode="min")]
         )
-        one.fit(Language(checkpoint), loader(rows), loader(rows[:8]))
+        one.fit(language(checkpoint), loader(rows), loader(rows[:8]))
         assert one.global_step < 8
 
 
@@ -380,23 +352,33 @@ def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
 ) -> None:
     caplog.set_level(logging.WARNING, "infinity")
     with launch():
-        trainer(tmp_path).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path).fit(language(checkpoint), loader(rows))
     assert not list((tmp_path / "swap").glob("*.infinity*"))
     with launch():
-        trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path, **saving(tmp_path)).fit(language(checkpoint), loader(rows))
     assert list((tmp_path / "swap").glob("generation-*.infinity"))
     assert "names of the states" not in caplog.text
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "clipping by value": ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "algorithm='norm'"),
-    "another strategy": ({"strategy": "ddp"}, r"leave strategy= out"),
-    "several devices": ({"devices": 2}, r"devices=1"),
-    "several machines": ({"num_nodes": 2}, "num_nodes=2"),
-    "double": ({"precision": "64-true"}, "bf16-mixed"),
-    "fp16 and clipping": ({"plugins": MixedPrecision("16-mixed", "cpu"), "gradient_clip_val": 1.0}, "bf16-mixed"),
+
+def fp16_and_clipping() -> dict[str, Any]:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    return {"plugins": MixedPrecision("16-mixed", "cpu"), "gradient_clip_val": 1.0}
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "clipping by value": (
+        lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+        "algorithm='norm'",
+    ),
+    "another strategy": (lambda: {"strategy": "ddp"}, r"leave strategy= out"),
+    "several devices": (lambda: {"devices": 2}, r"devices=1"),
+    "several machines": (lambda: {"num_nodes": 2}, "num_nodes=2"),
+    "double": (lambda: {"precision": "64-true"}, "bf16-mixed"),
+    "fp16 and clipping": (fp16_and_clipping, "bf16-mixed"),
 }
 
 
@@ -406,20 +388,20 @@ def test_what_cannot_work_names_the_fix(
 ) -> None:
     options, fix = REFUSED[what]
     with launch(), pytest.raises(infinity.ConfigError, match=fix):
-        trainer(tmp_path, **options).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path, **options()).fit(language(checkpoint), loader(rows))
 
 
 def test_a_plain_checkpoint_is_refused(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
-    trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+    trainer(tmp_path, **saving(tmp_path)).fit(language(checkpoint), loader(rows))
     with launch(), pytest.raises(infinity.ResumeError, match=r"step=6\.ckpt\.infinity.*infinity\.json"):
-        trainer(tmp_path).fit(Language(checkpoint), loader(rows), ckpt_path=tmp_path / "step=6.ckpt")
+        trainer(tmp_path).fit(language(checkpoint), loader(rows), ckpt_path=tmp_path / "step=6.ckpt")
 
 
 def test_going_back_in_the_same_process_is_refused(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
     with launch():
-        module = Language(checkpoint)
+        module = language(checkpoint)
         trainer(tmp_path, **saving(tmp_path)).fit(module, loader(rows))
         with pytest.raises(infinity.ModelError, match="Resume in a new process"):
             trainer(tmp_path).fit(module, loader(rows), ckpt_path=tmp_path / "step=4.ckpt")
@@ -427,40 +409,14 @@ def test_going_back_in_the_same_process_is_refused(
 
 def test_the_launchers_resume_names_ckpt_path(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
-        trainer(tmp_path, **saving(tmp_path)).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path, **saving(tmp_path)).fit(language(checkpoint), loader(rows))
     with launch(resume=tmp_path / "step=6.ckpt.infinity"), pytest.raises(infinity.ConfigError, match="ckpt_path="):
-        trainer(tmp_path).fit(Language(checkpoint), loader(rows))
+        trainer(tmp_path).fit(language(checkpoint), loader(rows))
 
 
 def test_two_swap_configs_are_refused(launch: Launch, swap: dict[str, Any]) -> None:
     with launch(), pytest.raises(infinity.ConfigError, match="leave one out"):
-        InfinityStrategy(swap)
-
-
-class ByHand(pl.LightningModule):
-    """Two optimizers."""
-
-    def __init__(self, **layers: nn.Module) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> None:
-        logits = batch["input_ids"]
-        for layer in self.children():
-            logits = layer(logits)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-        self.losses.append(float(loss.detach()))
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():  # type: ignore[union-attr]
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        parameters = list(self.parameters())
-        return [torch.optim.AdamW(parameters[:1], lr=1e-2), torch.optim.AdamW(parameters[1:], lr=1e-3)]
+        strategy(swap)
 
 
 def test_two_optimizers_by_hand_train_as_in_plain_lightning(rows: Rows, launch: Launch, tmp_path: Path) -> None:
@@ -468,7 +424,7 @@ def test_two_optimizers_by_hand_train_as_in_plain_lightning(rows: Rows, launch: 
     for context in (nullcontext(), launch()):
         with context:
             torch.manual_seed(0)
-            module = ByHand(net=nn.Sequential(nn.Embedding(96, 32), nn.Linear(32, 96)))
+            module = made("TwoOptimizers", net=nn.Sequential(nn.Embedding(96, 32), nn.Linear(32, 96)))
             trainer(tmp_path, max_steps=12).fit(module, loader(rows))
             found.append(module.losses)
     assert len(found[0]) == 6
@@ -477,11 +433,11 @@ def test_two_optimizers_by_hand_train_as_in_plain_lightning(rows: Rows, launch: 
 
 def test_optimizing_layers_of_the_module_itself_by_hand_is_refused(rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch(), pytest.raises(infinity.ConfigError, match=r"self\.net = Net"):
-        trainer(tmp_path).fit(ByHand(embed=nn.Embedding(96, 32), head=nn.Linear(32, 96)), loader(rows))
+        trainer(tmp_path).fit(made("TwoOptimizers", embed=nn.Embedding(96, 32), head=nn.Linear(32, 96)), loader(rows))
 
 
 def test_the_optimizer_is_infinitys(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
         one = trainer(tmp_path)
-        one.fit(Language(checkpoint), loader(rows))
+        one.fit(language(checkpoint), loader(rows))
         assert type(one.optimizers[0]) is AdamW

@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from infinity.coordinator import opening
 from tests.integrations.conftest import Launch
-from tests.integrations.test_lightning import Language, loader
+from tests.integrations.test_lightning import loader, made
 from tests.integrations.test_lightning import trainer as lightning_trainer
 from tests.integrations.training import Rows, trainer
 
@@ -74,25 +72,13 @@ def test_by_a_trainer(
     assert told == [passes]
 
 
-class ByHand(Language):
-    def __init__(self, source: Path | nn.Module) -> None:
-        super().__init__(source)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
-        self.manual_backward(self.model(**batch).loss)
-        optimizer: Any = self.optimizers()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "expected"),
-    [(Language, {}, 1), (Language, {"accumulate_grad_batches": 2}, 2), (ByHand, {}, None)],
+    [("Language", {}, 1), ("Language", {"accumulate_grad_batches": 2}, 2), ("StepsByHand", {}, None)],
     ids=["one", "two", "by hand"],
 )
 def test_by_lightning(
-    kind: type[Language],
+    kind: str,
     options: dict[str, Any],
     expected: int | None,
     checkpoint: Path,
@@ -101,7 +87,8 @@ def test_by_lightning(
     tmp_path: Path,
     told: list[int | None],
 ) -> None:
+    import lightning.pytorch  # noqa: F401
+
     with launch():
-        one: pl.Trainer = lightning_trainer(tmp_path, max_steps=1, **options)
-        one.fit(kind(checkpoint), loader(rows))
+        lightning_trainer(tmp_path, max_steps=1, **options).fit(made(kind, checkpoint), loader(rows))
     assert told == [expected]

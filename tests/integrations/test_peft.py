@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
@@ -18,16 +17,21 @@ from tests.integrations.conftest import Launch
 from tests.models import llama
 
 Rows = list[dict[str, torch.Tensor]]
-ADAPTERS: dict[str, Any] = {
-    "LoRA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "DoRA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, task_type="CAUSAL_LM"),
-    "IA3": IA3Config(
-        target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"
-    ),
-    "all linear and the embeddings": LoraConfig(
-        r=4, target_modules="all-linear", modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
-    ),
+LORA: dict[str, dict[str, Any]] = {
+    "LoRA": {"target_modules": ["q_proj", "v_proj"]},
+    "DoRA": {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
+    "all linear and the embeddings": {"target_modules": "all-linear", "modules_to_save": ["embed_tokens"]},
 }
+IA3 = {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+KINDS = ["LoRA", "DoRA", "IA3", "all linear and the embeddings"]
+
+
+def adapted(model: Any, kind: str = "LoRA") -> Any:
+    import peft
+
+    made = peft.IA3Config(**IA3) if kind == "IA3" else peft.LoraConfig(r=4, **LORA[kind])
+    made.task_type = "CAUSAL_LM"
+    return peft.get_peft_model(model, made)
 
 
 def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
@@ -50,15 +54,17 @@ def log_of(trainer: Trainer) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_on_an_offloaded_base_train_as_on_a_plain_one(
     kind: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     logs, logits = [], []
     for context in (nullcontext(), launch()):
         with context:
             torch.manual_seed(0)
-            model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), ADAPTERS[kind])
+            model = adapted(AutoModelForCausalLM.from_pretrained(checkpoint), kind)
             one = trainer(model, rows, tmp_path / "out")
             one.train()
             logs.append(log_of(one))
@@ -77,7 +83,7 @@ def test_lora_reads_its_base_twice_a_step_and_writes_none_of_it(launch: Launch, 
     ids = torch.randint(0, 96, (1, 16), generator=torch.Generator().manual_seed(1))
     with launch(memory={"device": "360KiB", "host": "64MiB"}, commit_every=0, activations="recompute"):
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        model = get_peft_model(base, ADAPTERS["LoRA"])
+        model = adapted(base)
         optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         coordinator, seen = registry.coordinator_of(model), []
         for _ in range(4):
@@ -112,7 +118,7 @@ def test_adapters_are_attached_between_load_pretrained_and_offload(
             base = infinity.load_pretrained(checkpoint, config, dtype=torch.float32, defer=True)
         else:
             base = AutoModelForCausalLM.from_pretrained(checkpoint).train()
-        model = get_peft_model(base, ADAPTERS["LoRA"])
+        model = adapted(base)
         if offloaded:
             infinity.offload(model, config)
         kind = infinity.AdamW if offloaded else torch.optim.AdamW
@@ -155,7 +161,7 @@ def test_the_line_of_a_model_says_how_much_of_it_is_trained_and_where_it_rests(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with launch():
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), ADAPTERS["LoRA"])
+        model = adapted(AutoModelForCausalLM.from_pretrained(checkpoint))
         every = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         trainer(model, rows, tmp_path / "out").train()
     trained, numel = sum(size for size, grad in every if grad), sum(size for size, _ in every)

@@ -7,18 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     GPTQConfig,
 )
-from trl import SFTConfig, SFTTrainer
 
 import infinity
 from examples.make_demo_checkpoint import make_checkpoint
@@ -51,6 +47,8 @@ def quantized(tmp_path: Path) -> Path:
 
 
 def adapted(model: Any, **options: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options))
 
@@ -62,6 +60,8 @@ def codecs_in(model: Any) -> set[str | None]:
 
 def qlora(path: Path, quantization: Any) -> Any:
     """As scripts do it."""
+    import peft
+
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, device_map="auto")
     if quantization is not None:
         model = peft.prepare_model_for_kbit_training(model)
@@ -158,6 +158,8 @@ def test_a_new_head_on_a_quantized_base_is_refused(quantized: Path, launch: Laun
 
 
 def test_preparing_for_training_casts_and_reads_nothing(checkpoint: Path, launch: Launch) -> None:
+    import peft
+
     with launch():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16, quantization_config=NF4)
         assert peft.prepare_model_for_kbit_training(model) is model
@@ -171,6 +173,8 @@ def test_preparing_for_training_casts_and_reads_nothing(checkpoint: Path, launch
 def test_preparing_with_a_checkpointing_of_its_own_trains(
     reentrant: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
+    import peft
+
     with launch():
         model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=NF4)
         kwargs = {"use_reentrant": reentrant}
@@ -181,6 +185,8 @@ def test_preparing_with_a_checkpointing_of_its_own_trains(
 
 
 def test_preparing_another_model_does_what_it_did(launch: Launch) -> None:
+    import peft
+
     model = llama()[0].bfloat16()
     with launch():
         peft.prepare_model_for_kbit_training(model)
@@ -197,6 +203,10 @@ def test_other_quantizations_are_refused(quantization: Any, named: str, checkpoi
 
 @pytest.mark.parametrize("named", [True, False], ids=["by its path", "loaded"])
 def test_sft_of_trl_with_adapters(named: bool, launch: Launch, tmp_path: Path) -> None:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
     make_checkpoint(tmp_path, hidden=64, layers=4, vocabulary=512, dtype=torch.float32, text_bytes=100_000)
     path = str(tmp_path / "checkpoint")
     args = SFTConfig(

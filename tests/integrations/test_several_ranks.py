@@ -18,7 +18,6 @@ from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, NotAvailableError, PeerError
 from infinity.integrations.launcher import installed
-from infinity.integrations.lightning import InfinityStrategy
 from infinity.integrations.ranks import ranks_of
 from infinity.io.rank_stores import counts_in
 from tests.integrations.conftest import Launch
@@ -202,6 +201,8 @@ def test_a_trainer_of_several_ranks_ends_with_the_best_weights(checkpoint: Path,
 def test_what_takes_one_process_is_refused_at_the_beginning(
     checkpoint: Path, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from infinity.integrations.lightning import InfinityStrategy
+
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     monkeypatch.setattr(Trainer, "init_hf_repo", lambda *_, **__: None)
     with launch(), pytest.raises(NotAvailableError, match="push_to_hub"):

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import infinity
@@ -196,6 +195,8 @@ def test_converting_an_offloaded_model_names_when_to_convert(model: Any) -> None
 
 
 def attach_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(1)
     return get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
 

@@ -6,17 +6,18 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from examples.make_demo_checkpoint import make_checkpoint
 from infinity.coordinator import registry
 from tests.integrations.conftest import Launch
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Made = Callable[[Path, Path], Any]
 
@@ -30,6 +31,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_of(inputs: Path, name: str) -> Dataset:
+    from datasets import Dataset
+
     return Dataset.from_list([json.loads(line) for line in (inputs / f"{name}.jsonl").read_text().splitlines()[:16]])
 
 
@@ -54,6 +57,8 @@ def causal(inputs: Path) -> Any:
 
 
 def sft_that_evaluates(inputs: Path, output: Path) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
     args = SFTConfig(**options(output), eval_strategy="steps", eval_steps=1, eval_on_start=True)
     rows = rows_of(inputs, "texts")
     tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
@@ -61,6 +66,8 @@ def sft_that_evaluates(inputs: Path, output: Path) -> Any:
 
 
 def dpo(inputs: Path, output: Path, **more: Any) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
     args = DPOConfig(**options(output), **more)
     tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
     return DPOTrainer(
@@ -73,6 +80,8 @@ def dpo_with_precomputed_reference(inputs: Path, output: Path) -> Any:
 
 
 def reward(inputs: Path, output: Path) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
     torch.manual_seed(0)  # of the new head
     model = AutoModelForSequenceClassification.from_pretrained(inputs / "checkpoint", num_labels=1, dtype=torch.float32)
     args = RewardConfig(**options(output))

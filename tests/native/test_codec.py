@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -12,17 +13,15 @@ import torch
 from infinity import _native
 from tests.sampling import SEED, number
 
-bitsandbytes = pytest.importorskip("bitsandbytes", "0.50")
-
-from bitsandbytes import functional as theirs  # noqa: E402
-from bitsandbytes.backends.default.ops import _dequantize_4bit_compute  # noqa: E402
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
 
 ISAS = _native.supported_isas()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCK, GROUP = 64, 64 * 256
 TASK = 4 * GROUP
 SIZES = [*range(1, 130), GROUP - 1, GROUP, GROUP + 1, TASK + 65, 3 * TASK + 127]
-NF4 = theirs.get_4bit_type("nf4", device="cpu")
+NF4 = torch.tensor(_native.NF4_MAP)
 SMALLEST_NORMAL = 2.0**-126
 
 every_isa = pytest.mark.parametrize("isa", ISAS)
@@ -81,14 +80,25 @@ def samples(dtype: torch.dtype) -> Iterator[torch.Tensor]:
         yield extreme(numel, dtype, generator)
 
 
-@pytest.fixture(autouse=True)
-def _one_map_for_nested_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Theirs has last bits that depend on torch.linspace, and so on the processor."""
-    monkeypatch.setitem(theirs.name2qmap, "dynamic", torch.tensor(_native.NESTED_MAP))
+@pytest.fixture
+def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The functions of bitsandbytes, with two changes.
+
+    The map for nested scales is ours: theirs has last bits that depend on torch.linspace, and so on the processor.
+    Where bitsandbytes has no C code, for a weight with an odd number of values, it computes in torch as it does here,
+    but compiled, once for each of the first sizes and dtypes, which takes most of a minute.
+    """
+    pytest.importorskip("bitsandbytes", "0.50")
+    from bitsandbytes import functional
+    from bitsandbytes.backends.default import ops
+
+    monkeypatch.setitem(functional.name2qmap, "dynamic", torch.tensor(_native.NESTED_MAP))
+    monkeypatch.setattr(ops, "_dequantize_4bit_compute", ops._dequantize_4bit_compute.__wrapped__)
+    return functional
 
 
-def test_the_maps_are_those_of_bitsandbytes() -> None:
-    assert torch.equal(torch.tensor(_native.NF4_MAP), NF4)
+def test_the_maps_are_those_of_bitsandbytes(theirs: Any) -> None:
+    assert torch.equal(NF4, theirs.get_4bit_type("nf4", device="cpu"))
     dynamic = theirs.create_dynamic_map()
     assert (bits(torch.tensor(_native.NESTED_MAP)) - bits(dynamic)).abs().max() <= 4
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
@@ -131,31 +141,32 @@ def encoded(values: torch.Tensor, codec: str, isa: str | None = None, threads: i
     return nested
 
 
-def quantized(values: torch.Tensor, nested: bool) -> tuple[torch.Tensor, theirs.QuantState]:
+def quantized(theirs: Any, values: torch.Tensor, nested: bool) -> tuple[torch.Tensor, QuantState]:
     return theirs.quantize_4bit(values, blocksize=BLOCK, quant_type="nf4", compress_statistics=nested)
 
 
 def theirs_decoded(codes: torch.Tensor, scales: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """With denormal numbers, which bitsandbytes loses in bf16 on a processor with AVX512_BF16."""
-    plain = _dequantize_4bit_compute.__wrapped__  # not compiled
-    return plain(codes.flatten(), scales, NF4, BLOCK, (numel,), dtype)
+    from bitsandbytes.backends.default import ops
+
+    return ops._dequantize_4bit_compute(codes.flatten(), scales, NF4, BLOCK, (numel,), dtype)
 
 
 @every_isa
 @every_dtype
-def test_nf4_with_fp32_scales_is_that_of_bitsandbytes(dtype: str, isa: str) -> None:
+def test_nf4_with_fp32_scales_is_that_of_bitsandbytes(dtype: str, isa: str, theirs: Any) -> None:
     for values in samples(DTYPES[dtype]):
-        codes, state = quantized(values, nested=False)
+        codes, state = quantized(theirs, values, nested=False)
         ours = encoded(values, "nf4_fp32", isa)
         assert torch.equal(ours.part("codes", torch.uint8), codes.flatten())
         assert torch.equal(bits(ours.part("scales", torch.float32)), bits(state.absmax))
 
 
 @every_isa
-def test_nested_scales_are_those_of_bitsandbytes(isa: str) -> None:
+def test_nested_scales_are_those_of_bitsandbytes(isa: str, theirs: Any) -> None:
     compared = 0
     for values in samples(torch.float32):
-        codes, state = quantized(values, nested=True)
+        codes, state = quantized(theirs, values, nested=True)
         if not state.offset.isfinite():
             with pytest.raises(ValueError, match="offset is not finite"):
                 encoded(values, "nf4", isa)
@@ -169,7 +180,7 @@ def test_nested_scales_are_those_of_bitsandbytes(isa: str) -> None:
     assert compared > 100
 
 
-def test_a_nested_scale_may_be_anything() -> None:
+def test_a_nested_scale_may_be_anything(theirs: Any) -> None:
     generator = torch.Generator().manual_seed(SEED)
     for _ in range(number(200, 20_000)):
         blocks = int(torch.randint(1, 600, (), generator=generator))
@@ -187,10 +198,10 @@ def test_a_nested_scale_may_be_anything() -> None:
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("codec", ["nf4", "nf4_fp32"])
-def test_nf4_is_decoded_as_by_bitsandbytes(codec: str, dtype: str, isa: str) -> None:
+def test_nf4_is_decoded_as_by_bitsandbytes(codec: str, dtype: str, isa: str, theirs: Any) -> None:
     kind = DTYPES[dtype]
     for values in samples(torch.float32):
-        codes, state = quantized(values, codec == "nf4")
+        codes, state = quantized(theirs, values, codec == "nf4")
         if state.offset is not None and not state.offset.isfinite():
             continue
         scales = state.absmax
@@ -217,7 +228,7 @@ def test_the_number_of_threads_changes_nothing(codec: str, dtype: str) -> None:
 
 @every_isa
 @every_dtype
-def test_a_scale_that_is_not_finite_gives_what_torch_gives(dtype: str, isa: str) -> None:
+def test_a_scale_that_is_not_finite_gives_what_torch_gives(dtype: str, isa: str, theirs: Any) -> None:
     stored = Stored("nf4_fp32", 4 * BLOCK)
     stored.parts["codes"][:] = np.random.default_rng(SEED).integers(0, 256, 2 * BLOCK)
     scales = stored.part("scales", torch.float32)
@@ -256,7 +267,7 @@ def test_int8_is_what_its_definition_says(dtype: str, isa: str) -> None:
 @every_isa
 @every_dtype
 @pytest.mark.parametrize(("rows", "row_numel"), [(1, 1), (3, 5), (7, 64), (5, 1000), (300, 130), (2, 2 * TASK + 3)])
-def test_rows_are_decoded_as_by_bitsandbytes(rows: int, row_numel: int, dtype: str, isa: str) -> None:
+def test_rows_are_decoded_as_by_bitsandbytes(rows: int, row_numel: int, dtype: str, isa: str, theirs: Any) -> None:
     generator = torch.Generator().manual_seed(SEED)
     codes = torch.randint(-128, 128, (rows, row_numel), generator=generator).to(torch.int8)
     scales = torch.rand(rows, generator=generator) * 2.0 ** torch.randint(-130, 120, (rows,), generator=generator)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -77,6 +76,8 @@ def logits_of(job: Job, saved: Path) -> torch.Tensor:
     """The logits of a model that was saved, loaded as its library says."""
     dtype = getattr(torch, job.dtype)
     if job.script.adapters:
+        from peft import AutoPeftModelForCausalLM
+
         model = AutoPeftModelForCausalLM.from_pretrained(saved, dtype=dtype)
     elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # of Lightning, or of Accelerate
         model = AutoModelForCausalLM.from_pretrained(job.inputs / "checkpoint", dtype=dtype)

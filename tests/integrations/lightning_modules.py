@@ -1,0 +1,117 @@
+"""LightningModules that know nothing of infinity. Tests import this file when they need it: Lightning takes seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import infinity
+
+
+class Language(pl.LightningModule):
+    """Fine-tunes a model that it loads, or that it is given."""
+
+    def __init__(self, source: Path | nn.Module) -> None:
+        super().__init__()
+        loads = isinstance(source, Path)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto") if loads else source
+        self.model.train()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
+        self.losses.append(float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.model(**batch).loss)
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.model(**batch).logits
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class InHalf(Language):
+    """Plain AdamW has its eps and its moments in fp16, where they are 0."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3)
+
+
+class Lion(Language):
+    """With an optimizer of infinity."""
+
+    def configure_optimizers(self) -> Any:
+        return infinity.Lion(self.parameters(), lr=1e-4)
+
+
+class Small(pl.LightningModule):
+    """Parameters of its own, in layers that its step calls one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(96, 32), nn.Linear(32, 96)
+        self.scale = nn.Parameter(torch.ones(32))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.embed(batch["input_ids"]) * self.scale))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(float(loss))
+        return loss
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.head(self.embed(batch["input_ids"]) * self.scale)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class TwoOptimizers(pl.LightningModule):
+    """Layers that it optimizes by hand, with two optimizers."""
+
+    def __init__(self, **layers: nn.Module) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        logits = batch["input_ids"]
+        for layer in self.children():
+            logits = layer(logits)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.losses.append(float(loss.detach()))
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.AdamW(parameters[:1], lr=1e-2), torch.optim.AdamW(parameters[1:], lr=1e-3)]
+
+
+class StepsByHand(Language):
+    """Without automatic optimization."""
+
+    def __init__(self, source: Path | nn.Module) -> None:
+        super().__init__(source)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.model(**batch).loss)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
