@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import math
 import multiprocessing
 import os
@@ -42,17 +43,25 @@ def step(model: Any, batch: Batch, optim: infinity.AdamW) -> float:
     return loss.item()
 
 
+@functools.cache
+def undisturbed(on_device: bool) -> list[float]:
+    """The losses of two steps of a copy: on the device, or in RAM."""
+    torch.manual_seed(0)
+    plain, batch = llama()
+    config = {"weights": "host", "optimizer": "host", "activations": "keep", "memory": {"host": "64MiB"}}
+    plain = infinity.offload(plain.bfloat16().train(), config)
+    assert (registry.coordinator_of(plain).resources.device is not None) == on_device
+    optim = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
+    losses = [step(plain, batch, optim) for _ in range(2)]
+    infinity.close(plain)
+    return losses
+
+
 def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) -> None:
     """As the step of an undisturbed copy in the same state (none was taken before)."""
     coordinator = registry.coordinator_of(model)
     optim.zero_grad()
-    losses = [step(model, batch, optim) for _ in range(2)]
-    torch.manual_seed(0)
-    plain, _ = llama()
-    plain = infinity.offload(plain.bfloat16().train(), {"weights": "host", "optimizer": "host", "activations": "keep"})
-    other = infinity.AdamW(plain.parameters(), lr=1e-3, max_grad_norm=1.0)
-    assert losses == [step(plain, batch, other) for _ in range(2)]
-    infinity.close(plain)
+    assert [step(model, batch, optim) for _ in range(2)] == undisturbed(coordinator.resources.device is not None)
     assert all(not record.weights.in_use for record in coordinator.units)
     require_no_leaks(model)
 
@@ -351,6 +360,7 @@ class Breaks:
             raise self.error
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["exception", "Ctrl-C"])
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -43,6 +43,7 @@ def test_training_goes_on_as_with_fp32_moments(offload: Any, expected: Any) -> N
     assert any(not torch.equal(moment, exact[3][name]) for name, moment in expected[3].items())
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_nvme_and_host_tiers_end_in_the_same_bits(
     engine: str, offload: Any, form: Any, expected: Any, tmp_path: Any
@@ -51,7 +52,7 @@ def test_nvme_and_host_tiers_end_in_the_same_bits(
     assert_same(ten_steps(offload, torch.bfloat16, "nvme", nvme=nvme, **form), expected)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tile", ["16KiB", "1MiB"])
 @pytest.mark.parametrize("threads", [2, 7])
 def test_tile_size_and_threads_change_no_bit(tile: str, threads: int, offload: Any, form: Any, expected: Any) -> None:
@@ -59,6 +60,7 @@ def test_tile_size_and_threads_change_no_bit(tile: str, threads: int, offload: A
     assert_same(ten_steps(offload, torch.bfloat16, "nvme", update=update, **form), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("isa", _native.supported_isas())
 def test_every_instruction_set_ends_in_the_same_bits(
     isa: str, offload: Any, form: Any, expected: Any, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""However the states are placed and moved, ten steps end in the same bits."""
+"""However the states are placed and moved, ten steps (six in `make test`) end in the same bits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 import infinity
 from infinity import _native
+from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
-STEPS = 10
+STEPS = sampling.number(6, 10)
 Result = tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
@@ -64,6 +65,7 @@ def test_the_states_do_change(expected: Result) -> None:
     assert all(tensor.abs().sum() > 0 for tensor in expected[3].values())
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_nvme_and_host_tiers_end_in_the_same_bits(
     engine: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any
@@ -76,7 +78,7 @@ def test_weights_in_ram_with_states_on_nvme_end_in_the_same_bits(offload: Any, d
     assert_same(ten_steps(offload, dtype, "nvme", weights="host"), expected)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tile", ["16KiB", "256KiB", "1MiB", "16MiB"])
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_tile_size_and_threads_change_no_bit(
@@ -85,6 +87,7 @@ def test_tile_size_and_threads_change_no_bit(
     assert_same(ten_steps(offload, dtype, "nvme", update={"tile": tile, "threads": threads}), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("isa", _native.supported_isas())
 def test_every_instruction_set_ends_in_the_same_bits(
     isa: str, offload: Any, dtype: Any, expected: Result, monkeypatch: pytest.MonkeyPatch
@@ -93,11 +96,13 @@ def test_every_instruction_set_ends_in_the_same_bits(
     assert_same(ten_steps(offload, dtype, "nvme"), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_split16_and_an_fp32_master_end_in_the_same_bits(tier: str, offload: Any, dtype: Any, expected: Result) -> None:
     assert_same(ten_steps(offload, dtype, tier, master="fp32"), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("block", ["4KiB", "64KiB", "4MiB"])
 def test_block_size_and_depth_change_no_bit(
     block: str, offload: Any, dtype: Any, expected: Result, tmp_path: Any
