@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import infinity
 from tests.checkpoint.runs import stored
@@ -15,16 +17,19 @@ from tests.models import llama
 Config = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    """A swap config with generations; `name` is its directory, `tiers` is where weights and optimizer are."""
-
+def config_in(directory: Path) -> Config:
     def make(name: str, tiers: tuple[str, str] = ("nvme", "nvme"), **overrides: Any) -> dict[str, Any]:
-        nvme = {"paths": [str(tmp_path / name)]} | overrides.pop("nvme", {})
+        nvme = {"paths": [str(directory / name)]} | overrides.pop("nvme", {})
         places = {"weights": tiers[0], "optimizer": tiers[1], "activations": "keep", "nvme": nvme}
         return places | {"memory": {"device": "64MiB", "host": "512MiB"}, "commit_every": 1} | overrides
 
     return make
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A swap config with generations; `name` is its directory, `tiers` is where weights and optimizer are."""
+    return config_in(tmp_path)
 
 
 @pytest.fixture
@@ -36,14 +41,36 @@ def opened() -> Iterator[list[Any]]:
         infinity.close(model)
 
 
-@pytest.fixture
-def run(config: Config, tmp_path: Path) -> Path:
-    """The swap directory of a run."""
+def make_run(directory: Path) -> Path:
+    """In `swap` a run, in `copy` what is exported of it."""
+    torch.manual_seed(0)
     model, batch = llama(layers=2)
-    return stored(tmp_path, batch, model.bfloat16(), config("swap", keep=2))
+    run = stored(directory, batch, model.bfloat16(), config_in(directory)("swap", keep=2))
+    infinity.export_checkpoint(run, directory / "copy", max_shard_size="100KB")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was computed on the CPU, and its copy. Tests have their own copies of both."""
+    return make_run(tmp_path_factory.mktemp("of_cpu"))
 
 
 @pytest.fixture
-def copy(run: Path, tmp_path: Path) -> Path:
-    infinity.export_checkpoint(run, tmp_path / "copy", max_shard_size="100KB")
-    return tmp_path / "copy"
+def made(request: pytest.FixtureRequest, computes_on: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run and its copy, made on the device of this test."""
+    if computes_on is None:
+        return request.getfixturevalue("of_cpu")  # type: ignore[no-any-return]
+    return make_run(tmp_path_factory.mktemp("of_device"))
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """The swap directory of a run."""
+    return Path(shutil.copytree(made / "swap", tmp_path / "swap"))
+
+
+@pytest.fixture
+def copy(made: Path, tmp_path: Path) -> Path:
+    """What was exported of a run."""
+    return Path(shutil.copytree(made / "copy", tmp_path / "copy"))

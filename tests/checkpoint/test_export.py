@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from tests.conftest import states_of, weights_of
 from tests.models import llama
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_copy_is_a_model_plain_transformers_loads(
@@ -86,11 +87,12 @@ def test_plain_torch_goes_on_with_the_same_losses(
     np.testing.assert_allclose(train(plain.train(), optimizer, batch, 5), go_on(ours, batch, 5), rtol=rtol)
 
 
-def test_the_example_is_a_command(config: Config, tmp_path: Path) -> None:
+def test_the_example_is_a_command(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(layers=1)
     infinity.export_checkpoint(stored(tmp_path, batch, model, config("swap")), tmp_path / "out")
     script = Path(__file__).parents[2] / "examples" / "to_torch_adamw.py"
-    subprocess.run([sys.executable, script, tmp_path / "out", tmp_path / "states.pt"], check=True)
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "out"), str(tmp_path / "states.pt")])
+    runpy.run_path(str(script), run_name="__main__")
     saved = torch.load(tmp_path / "states.pt")
     assert saved["optimizer"]["state"][0]["step"] == STEPS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -21,18 +21,21 @@ from infinity.errors import NotAvailableError
 from tests.conftest import Offload
 from tests.models import Batch, gpt2, llama, mixtral, tied_llama
 
+small = partial(llama, 2)
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Batch]], dict[str, Any]]] = {
-    "llama": (llama, {}),
-    "rslora and alpha": (llama, {"use_rslora": True, "lora_alpha": 3}),
-    "a trained head": (llama, {"modules_to_save": ["lm_head"]}),
-    "adapters of embedding and head": (llama, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    "tied llama": (tied_llama, {}),
+    "llama": (small, {}),
+    "rslora and alpha": (small, {"use_rslora": True, "lora_alpha": 3}),
+    "a trained head": (small, {"modules_to_save": ["lm_head"]}),
+    "adapters of embedding and head": (small, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "tied llama": (partial(small, tie_word_embeddings=True), {}),
     "gpt2, whose weights are transposed": (gpt2, {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
     "mixtral, whose experts are one parameter": (mixtral, {}),
 }
 
 
 def with_adapters(make: Callable[[], tuple[Any, Batch]], place: Path, dtype: torch.dtype, **of_lora: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
     model, batch = make()
     model.save_pretrained(place / "base")
     model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=dtype)
@@ -46,6 +49,7 @@ def same_values(one: Any, other: Any) -> bool:
     return mine.keys() == others.keys() and all(torch.equal(mine[name], others[name]) for name in mine)
 
 
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("frozen", ["bf16", "nf4", "int8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", MODELS)
@@ -128,6 +132,8 @@ def test_what_cannot_be_merged_is_an_error_before_training(
 
 
 def test_other_adapters_and_several_sets_are_refused(tmp_path: Path) -> None:
+    from peft import IA3Config, LoraConfig, get_peft_model
+
     model, _ = with_adapters(llama, tmp_path, torch.bfloat16)
     model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(NotAvailableError, match="2 sets of adapters"):

@@ -18,6 +18,7 @@ from infinity.io import durable
 from infinity.io.pins import read_marker
 from infinity.runtime.pins import generation_of, pin
 from infinity.runtime.pins import pinned as pins_of
+from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_pins import Net, Run, same
@@ -141,13 +142,19 @@ def test_without_pins_there_is_no_room_to_make(tmp_path: Path) -> None:
 
 
 def test_wherever_making_the_copy_ends_the_folder_leads_to_its_bits(tmp_path: Path) -> None:
-    at, done = 0, False
-    while not done:
+    run, _ = full(tmp_path / "whole")
+    acts: list[str] = []
+    with durable.observed(lambda name, *_: acts.append(name)):
+        make_room_for_pin(run.model, run.folder(5))
+    run.end()
+    assert len(acts) > 10
+    few = sampling.number(3, len(acts))
+    for at in {len(acts) * index // few for index in range(few)} | {len(acts)}:
         root = tmp_path / str(at)
         run, expected = full(root)
-        done = stopped_at(run, at)
+        assert stopped_at(run, at) == (at == len(acts))
         run.end()
-        folder, at = run.folder(2), at + 1
+        folder = run.folder(2)
         if generation_of(folder).portable is None:
             again = Run(root, folder=folder, pins=1)
             assert same(again.bits, expected)
@@ -160,7 +167,6 @@ def test_wherever_making_the_copy_ends_the_folder_leads_to_its_bits(tmp_path: Pa
         assert pins_of(again.model) == {run.folder(6): 6}
         assert sorted(path.name for path in folder.iterdir()) == ["infinity.json", "portable"]
         again.end()
-    assert at > 10
 
 
 def stopped_at(run: Run, at: int) -> bool:
