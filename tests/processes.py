@@ -30,7 +30,7 @@ class Forked:
     """A process that calls `function(*arguments)` with this process's environment; its exit code is what that returns.
 
     Attributes:
-        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`.
+        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`. Closed: nobody reads it.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, apart: bool = False) -> None:
@@ -62,8 +62,8 @@ class Forked:
         deadline = threading.Timer(within_s, self._process.kill)
         deadline.start()
         try:
-            with self.stdout:
-                out = self.stdout.read()
+            out = "" if self.stdout.closed else self.stdout.read()
+            self.stdout.close()
             self._process.join()
         finally:
             deadline.cancel()

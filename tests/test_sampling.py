@@ -73,6 +73,8 @@ def test_a_share_that_is_none_is_refused() -> None:
 def test_a_marked_test_runs_with_some_of_its_parameters_and_an_unmarked_one_with_all(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # none of them is needed, and each run loads them anew
+
     def outcomes(*arguments: str) -> dict[str, int]:
         done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "tests.sampling", *arguments)
         return done.parseoutcomes()

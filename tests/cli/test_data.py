@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from infinity.cli import documents
 from infinity.cli.batches import Batches
 from infinity.cli.data import PackedData
 from infinity.cli.records import LossOn
@@ -57,13 +58,16 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("between", ["\n", " ", "\n\n", "\r\n", "\t"])
-def test_a_long_text_is_one_document_with_the_tokens_of_the_whole(between: str, pack: Pack, tmp_path: Path) -> None:
+def test_a_long_text_is_one_document_with_the_tokens_of_the_whole(
+    between: str, pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 1 << 14)
     words = TEXT.split()
-    text = between.join(words[index % 17] for index in range(260_000))
+    text = between.join(words[index % 17] for index in range(16_000))
     (tmp_path / "long.txt").write_text(text, newline="")
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": text.replace("\r\n", "\n")}))
     by = byte_level()
-    assert len(text) > 1 << 20
+    assert len(text) > 3 * documents.PIECE_CHARS
     whole = by(text.replace("\r\n", "\n"), add_special_tokens=False, verbose=False)["input_ids"]
     for name in ("long.txt", "long.jsonl"):
         tokens = tokens_of(pack(tmp_path / name, by=by))
@@ -73,8 +77,11 @@ def test_a_long_text_is_one_document_with_the_tokens_of_the_whole(between: str, 
         assert between in ("\n\n", "\t") or not different
 
 
-def test_a_long_text_without_white_space_is_one_document(pack: Pack, tmp_path: Path) -> None:
-    (tmp_path / "long.txt").write_text("ab" * 700_000)
+def test_a_long_text_without_white_space_is_one_document(
+    pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "PIECE_CHARS", 1 << 14)
+    (tmp_path / "long.txt").write_text("ab" * 30_000)
     by = byte_level()
     assert tokens_of(pack(tmp_path / "long.txt", by=by)).count(by.eos_token_id) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -32,39 +33,58 @@ def ended(program: str, *arguments: str, **how: Any) -> subprocess.CompletedProc
 # ------------------------------------------------------------------------------------------ before the work
 
 
-@pytest.mark.parametrize(
-    ("program", "line"),
-    [
-        ("infinity", "--help"),
-        ("infinity", "--version"),
-        ("infinity", "finetune --help"),
-        ("infinity", "checkpoint export --help"),
-        ("infinity", "convert --help"),
-        ("infinity", "convert"),
-        ("infinity", "finetune --seed -1"),
-        ("infinity", "checkpoint list"),
-        ("infinity", "doctor --help"),
-        ("infinity", "doctor a b"),
-        ("infinity", "finetun"),
-        ("infinity-bench", "--help"),
-        ("infinity-bench", "--version"),
-        ("infinity-bench", "step --help"),
-        ("infinity-bench", "adam --help"),
-        ("infinity-bench", "--size 0"),
-        ("infinity-bench", "compare one"),
-    ],
-)
-def test_help_and_wrong_options_import_nothing_slow(program: str, line: str) -> None:
-    module = PROGRAMS[program].__name__
-    code = (
-        f"import sys\nfrom {module} import main\ntry:\n    code = main({line.split()!r})\n"
-        f"except SystemExit as ended:\n    code = ended.code\n"
-        f"print(code, *[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+LINES = [
+    ("infinity", "--help"),
+    ("infinity", "--version"),
+    ("infinity", "finetune --help"),
+    ("infinity", "checkpoint export --help"),
+    ("infinity", "convert --help"),
+    ("infinity", "convert"),
+    ("infinity", "finetune --seed -1"),
+    ("infinity", "checkpoint list"),
+    ("infinity", "doctor --help"),
+    ("infinity", "doctor a b"),
+    ("infinity", "finetun"),
+    ("infinity-bench", "--help"),
+    ("infinity-bench", "--version"),
+    ("infinity-bench", "step --help"),
+    ("infinity-bench", "adam --help"),
+    ("infinity-bench", "--size 0"),
+    ("infinity-bench", "compare one"),
+]
+_ALL_LINES = """
+import io, json, sys
+from contextlib import redirect_stdout
+from importlib import import_module
+
+def ended(module, line):
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            code = import_module(module).main(line.split())
+        except SystemExit as ended:
+            code = ended.code
+    return code, [name for name in heavy if name in sys.modules], bool(out.getvalue())
+
+heavy, lines = json.loads(sys.argv[1])
+print(json.dumps([ended(*each) for each in lines]))
+"""
+
+
+@pytest.fixture(scope="module")
+def done() -> dict[tuple[str, str], tuple[int, list[str], bool]]:
+    """Of each line its exit code, what it imported, and whether it printed something; all in one new process."""
+    given = json.dumps([HEAVY, [(PROGRAMS[program].__name__, line) for program, line in LINES]])
+    command = [sys.executable, "-c", _ALL_LINES, given]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return {line: tuple(each) for line, each in zip(LINES, found, strict=True)}
+
+
+@pytest.mark.parametrize(("program", "line"), LINES)
+def test_help_and_wrong_options_import_nothing_slow(
+    program: str, line: str, done: dict[tuple[str, str], tuple[int, list[str], bool]]
+) -> None:
     good = "--help" in line or "--version" in line
-    assert done.stderr.splitlines()[-1] == ("0" if good else "2")
-    assert bool(done.stdout) == good
+    assert done[program, line] == (0 if good else 2, [], good)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from infinity.cli.main import main
+from tests import processes
 
 Result = subprocess.CompletedProcess[str]
 
@@ -69,11 +71,24 @@ def test_a_path_that_cannot_be_used_is_one_line_before_the_script_starts(
     assert not (tmp_path / "started").exists()
 
 
-def run(tmp_path: Path, script: str, **values: Any) -> Result:
+def run(tmp_path: Path, script: str) -> Result:
     """In a process of its own, as its end is what is looked at."""
+    return processes.run(_to_its_end, arguments(tmp_path, script), tmp_path)
+
+
+def arguments(tmp_path: Path, script: str) -> list[str]:
     (tmp_path / "script.py").write_text(script)
-    command = [sys.executable, "-m", "infinity.run", str(config(tmp_path, **values)), str(tmp_path / "script.py")]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    return [str(config(tmp_path)), str(tmp_path / "script.py")]
+
+
+def _to_its_end(arguments: list[str], place: Path) -> int:
+    """What raised is told as Python tells it at its end."""
+    os.chdir(place)
+    try:
+        return main(["run", *arguments])
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
 
 
 FAILING = """
@@ -83,9 +98,11 @@ raise {error}
 """
 
 
+@pytest.mark.long(kept="only here the command is a process as a shell starts it: Python tells of the error at its end")
 def test_a_message_of_infinity_is_the_last_line_of_a_script_that_failed(tmp_path: Path) -> None:
     error = "RuntimeError('the library says') from infinity.PlanError('too small. Raise memory.host to 2GiB.')"
-    ended = run(tmp_path, FAILING.format(hook="", error=error))
+    command = [sys.executable, "-m", "infinity.run", *arguments(tmp_path, FAILING.format(hook="", error=error))]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     lines = ended.stderr.splitlines()
     assert ended.returncode == 1
     assert "RuntimeError: the library says" in lines

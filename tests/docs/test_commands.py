@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,7 +120,10 @@ def test_the_readme_begins_with_the_two_commands_that_set_everything_up() -> Non
 # -- commands and code are run ----------------------------------------------------------------------------------------
 
 
-def drawn(candidates: list[Block]) -> list[Block]:
+_KEPT = pytest.mark.long(kept="only here what the README says is run as it is written, by a shell and by Python")
+
+
+def drawn(candidates: list[Block]) -> list[Any]:
     """In `make test` one of each page in FIRST; by INFINITY_TESTS a share of the others, or all."""
     first = [
         next(block for block in candidates if block.page == page)
@@ -129,7 +133,11 @@ def drawn(candidates: list[Block]) -> list[Block]:
     if sampling.SHARE == 1:
         return candidates
     others = sampling.some([block for block in candidates if block not in first])
-    return [block for block in candidates if block in others or (block in first and not sampling.SAMPLE_IS_DONE)]
+    return [
+        pytest.param(block, marks=_KEPT) if block in first else block
+        for block in candidates
+        if block in others or block in first
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from infinity.cli.planning.presets import PRESETS
 from tests import sampling
 from tests.docs.pages import ROOT, tool
 
-ROWS_DRAWN = 6
+ROWS_DRAWN = 3
 
 
 @pytest.fixture(scope="module")

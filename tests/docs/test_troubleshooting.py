@@ -14,13 +14,17 @@ from tests.docs.messages import can_print, chunks_below, chunks_of, printed_by
 from tests.docs.pages import ROOT, Block, blocks
 
 PAGE = "docs/troubleshooting.md"
-SOURCES = chunks_below(Path(infinity.__file__).parent)
 MESSAGES = [block for block in blocks("text") if block.page == PAGE]
 
 
+@pytest.fixture(scope="module")
+def sources() -> dict[Path, set[str]]:
+    return chunks_below(Path(infinity.__file__).parent)
+
+
 @pytest.mark.parametrize("block", MESSAGES, ids=str)
-def test_a_message_of_the_page_is_one_that_the_sources_print(block: Block) -> None:
-    assert printed_by(SOURCES, block.text), block.text
+def test_a_message_of_the_page_is_one_that_the_sources_print(block: Block, sources: dict[Path, set[str]]) -> None:
+    assert printed_by(sources, block.text), block.text
 
 
 def test_every_class_of_errors_has_a_section() -> None:

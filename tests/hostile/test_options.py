@@ -20,8 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 import infinity
 from infinity.cli import main as infinity_main
+from infinity.cli import report
 from infinity.cli.bench import main as bench_main
 from infinity.cli.bench import survey, sustained, sweep
+from infinity.cli.planning import here
 from tests.hostile.limits import failures, printed
 from tests.models import VOCABULARY, llama
 from tests.sampling import SHARE, number, seed
@@ -35,7 +37,7 @@ ABSURD = [
     "\udcff\udcfe", "\x1b[2J\x1b]0;x\x07", "[/]", "%s%n", "{}", "$(true)", "two\nlines", "💥" * 50, "\u202eexe.txt",
     "nope", "no/pe",
 ]  # fmt: skip
-_PARTS = 4
+_PARTS = 8
 
 
 def text_tokenizer() -> PreTrainedTokenizerFast:
@@ -50,7 +52,7 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the commands need: a model, text, a swap config, a survey."""
     place = tmp_path_factory.mktemp("things")
-    llama()[0].bfloat16().save_pretrained(place / "model")
+    llama(1)[0].bfloat16().save_pretrained(place / "model")
     text_tokenizer().save_pretrained(place / "model")
     (place / "script.py").write_text("print('a script')")
     (place / "text.txt").write_text("the quick brown fox " * 100)
@@ -172,6 +174,9 @@ def check(case: tuple[str, str, str, str, str]) -> None:
     sustained.sustain.__defaults__ = (lambda _: None, 0.05)
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     sweep.DEPTHS, sweep.BLOCKS, sweep._REPEATS = (1, 4), (256 << 10, 1 << 20), 1
+    here._WIDTH_MAX = here._INNER_MAX = here._TOKENS_MAX = 128
+    here._UPDATE_NUMEL = here._UPDATE_NUMEL_MAX = 1 << 20
+    report._plot = no_picture
     if command.startswith("infinity checkpoint"):
         make_store(Path("swap"))
     arguments = command.split()[1:]
@@ -207,6 +212,10 @@ def check(case: tuple[str, str, str, str, str]) -> None:
         assert any(Path(place).rglob("report.json")) or option == "--output", "a success that made nothing"
 
 
+def no_picture(facts: object, evaluations: object, path: Path) -> None:
+    path.touch()
+
+
 def takes_nothing(command: str, option: str) -> bool:
     parser = dict(parsers())[command]
     return any(action.nargs == 0 for action in parser._actions if option in action.option_strings)
@@ -214,7 +223,7 @@ def takes_nothing(command: str, option: str) -> bool:
 
 def make_store(place: Path) -> None:
     """With a generation."""
-    model, batch = llama()
+    model, batch = llama(1)
     config = {"weights": "nvme", "optimizer": "nvme", "commit_every": 1, "nvme": {"paths": [str(place)]}}
     model = infinity.offload(model, config | {"memory": {"device": "8MiB", "host": "64MiB"}})
     optim: Any = infinity.AdamW(model.parameters(), lr=1e-3)

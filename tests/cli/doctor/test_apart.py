@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +13,9 @@ import pytest
 
 from infinity.cli.doctor import apart
 from infinity.cli.doctor.apart import ends, look, new_name
+from infinity.cli.doctor.command import _terminate
 from infinity.cli.doctor.rows import Found, Probe, Probes, Row
+from tests.processes import Forked
 
 LONG_S = 60
 
@@ -131,30 +131,32 @@ def test_whether_something_ends_is_asked_in_a_process_of_its_own() -> None:
     assert not ends(hangs, 0.2)
 
 
+def _is_asked_to_end(left: Path) -> int:
+    """77, as a leader of processes, if a signal came while a probe ran."""
+    os.setsid()
+    signal.signal(signal.SIGTERM, _terminate)
+
+    def leaves() -> Found:
+        left.touch()
+        signal.pause()
+        return good()
+
+    try:
+        look([Probes([Probe("a", "b", leaves)], LONG_S, left)])
+    except KeyboardInterrupt:
+        return 77
+    return 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_probes_and_removes_their_files(number: signal.Signals, tmp_path: Path) -> None:
-    code = f"""
-import signal
-from pathlib import Path
-from infinity.cli.doctor.apart import look
-from infinity.cli.doctor.command import _terminate
-from infinity.cli.doctor.rows import Probe, Probes
-signal.signal(signal.SIGTERM, _terminate)
-left = Path({str(tmp_path / "left")!r})
-def leaves():
-    left.touch()
-    signal.pause()
-try:
-    look([Probes([Probe("a", "b", leaves)], {LONG_S}, left)])
-except KeyboardInterrupt:
-    raise SystemExit(77)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    process = Forked(_is_asked_to_end, tmp_path / "left")
     until = time.monotonic() + LONG_S
     while not (tmp_path / "left").exists() and time.monotonic() < until:
         time.sleep(0.01)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
-    assert process.wait(LONG_S) == 77
+    process.finished(within_s=LONG_S)
+    assert process.returncode == 77
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
