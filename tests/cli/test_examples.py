@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from tokenizers import decoders
@@ -185,6 +184,8 @@ def test_the_first_document_is_shown_with_what_is_learned(read: Read) -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv", "arrow", "saved", "saved splits"])
 def test_tables_are_read_as_lines_are(kind: str, read: Read, tmp_path: Path) -> None:
+    import datasets
+
     rows = [{"prompt": f"who is {index}? ", "completion": f"fox {index}"} for index in range(5)]
     expected = learned(read(rows))
     table = datasets.Dataset.from_list(rows)
@@ -202,6 +203,8 @@ def test_tables_are_read_as_lines_are(kind: str, read: Read, tmp_path: Path) -> 
 
 
 def test_a_table_without_rows_for_training_and_a_broken_one_are_named(read: Read, tmp_path: Path) -> None:
+    import datasets
+
     datasets.DatasetDict(test=datasets.Dataset.from_list([{"text": "fox"}])).save_to_disk(tmp_path / "splits")
     with pytest.raises(ConfigError, match=r"splits: it has no split 'train' but test"):
         read(tmp_path / "splits")

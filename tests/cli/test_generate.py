@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from infinity.cli.main import main
@@ -127,6 +126,8 @@ def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(model: Path,
 
 
 def test_adapters_are_put_onto_their_model(model: Path, capsys: Any) -> None:
+    from peft import PeftModel
+
     flags = ["--lora", "2", "--loss-on", "all", "--lr", "0.1"]
     (model.parent / "text.txt").write_text("a red fox and the lazy hen\n" * 40)
     arguments(model)

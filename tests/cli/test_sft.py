@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import SFTConfig, SFTTrainer
 
 from tests.cli.test_examples import CHATML, byte_level
 from tests.cli.test_finetune import run
@@ -75,6 +73,9 @@ def losses_of(job: dict[str, Any]) -> list[float]:
 
 def plain(job: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of the steps of TRL with the same batches, that on held-out rows, and the weights at the end."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
     order = np.random.default_rng((0, 0)).permutation(COUNT)
     options: dict[str, Any] = {
         "output_dir": str(job["--output"].parent / "trl"),

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import transformers as hf
 from torch import nn
-from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
-from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
-from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
-from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from tests.families.parts import Called, Reduced, ids, noise
 from tests.models import Batch
@@ -92,6 +88,9 @@ def xcodec() -> tuple[nn.Module, Batch]:
 
 def qwen2_5_omni() -> tuple[nn.Module, Batch]:
     """Its vocoder alone."""
+    from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
+    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
+
     config = Qwen2_5OmniBigVGANConfig(
         mel_dim=8,
         upsample_initial_channel=32,
@@ -105,6 +104,9 @@ def qwen2_5_omni() -> tuple[nn.Module, Batch]:
 
 def qwen3_omni_moe() -> tuple[nn.Module, Batch]:
     """Its vocoder alone."""
+    from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
+
     config = Qwen3OmniMoeCode2WavConfig(
         codebook_size=16,
         hidden_size=32,

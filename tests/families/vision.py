@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import nn
-from transformers.models.chameleon.modeling_chameleon import ChameleonVQVAE
-from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 
 from tests.families.parts import Called, Reduced, ids, image, noise, size
 from tests.models import Batch
@@ -180,6 +178,8 @@ def janus() -> tuple[nn.Module, Batch]:
 
 def emu3() -> tuple[nn.Module, Batch]:
     """Its VQVAE alone."""
+    from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
+
     config = hf.Emu3VQVAEConfig(
         codebook_size=16,
         base_channels=32,
@@ -194,6 +194,8 @@ def emu3() -> tuple[nn.Module, Batch]:
 
 def chameleon() -> tuple[nn.Module, Batch]:
     """Its VQVAE alone. Codes have no gradient: what is trained is its embeddings, and what is before them."""
+    from transformers.models.chameleon.modeling_chameleon import ChameleonVQVAE
+
     config = hf.ChameleonVQVAEConfig(
         embed_dim=8,
         num_embeddings=16,

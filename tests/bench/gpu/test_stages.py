@@ -183,6 +183,7 @@ def sim(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("sim")
 def test_updates_during_backward_end_in_the_same_bits_and_a_wrong_bit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam_training, "BLOCKS", 3)
     found = seam_training.overlap_modes(steps=3)
     assert found["other bits"] == []
     assert found["early updates"] > 0
@@ -198,12 +199,16 @@ def test_updates_during_backward_end_in_the_same_bits_and_a_wrong_bit_is_told(mo
     assert len(seam_training.overlap_modes(steps=1)["other bits"]) == 4
 
 
+@pytest.mark.long(kept="only here all that stage 3 expects of training is run where there is no GPU")
 @pytest.mark.usefixtures("sim")
 def test_what_stage_3_expects_of_training_holds_on_a_simulated_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = functools.partial(seam_training.events_in_evaluation, 12)
-    monkeypatch.setattr(seam_training, "overlap_modes", functools.partial(seam_training.overlap_modes, 1))
+    monkeypatch.setattr(seam_training, "BLOCKS", 6)
+    monkeypatch.setattr(
+        seam_training, "overlap_modes", lambda: {"other bits": [], "early updates": 1}
+    )  # the test above
     monkeypatch.setattr(seam_training, "events_in_evaluation", lambda: {"after 10": few()["after 2"]} | renamed(few()))
     monkeypatch.setattr(seam_training, "reserved_memory", lambda: {"reserved_mib": 1, "memory_device_mib": 2})
     monkeypatch.setattr(seam_training, "sanitized", lambda *_: {"rc": 0, "races": 0})
@@ -227,6 +232,7 @@ def test_what_stage_3_expects_of_native_threads_holds_where_copies_are_done_at_o
     assert len(lines) == 4
 
 
+@pytest.mark.long(kept="only here all that stage 3 expects of the order of copies is run where there is no GPU")
 def test_what_stage_3_expects_of_order_is_right_and_never_late_where_copies_are_done_at_once(
     fake_gpu: Fake, tmp_path: Path
 ) -> None:

@@ -11,7 +11,16 @@ from simulation.calibration import WITHIN, predict
 RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
 
 
-@pytest.mark.parametrize("name", ["2026-11-21-step-overlap-256-clipped", "2026-11-21-step-overlap-2048-clipped"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("2026-11-21-step-overlap-256-clipped", marks=pytest.mark.long),
+        pytest.param(
+            "2026-11-21-step-overlap-2048-clipped",
+            marks=pytest.mark.long(kept="only here the simulation is compared with what was measured"),
+        ),
+    ],
+)
 def test_steps_that_were_measured_are_predicted(name: str) -> None:
     found = predict(json.loads((RESULTS / f"{name}.json").read_text()))
     assert set(found) == {"infinity-host", "infinity-nvme"}

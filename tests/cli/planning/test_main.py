@@ -136,6 +136,7 @@ def test_a_change_that_fits_leaves_room_for_activations() -> None:
     assert replace(small, batch=Batch(512, 2048)).fits_if() is None
 
 
+@pytest.mark.long(kept="only here a plan says that a layer runs in tiles")
 def test_a_layer_without_room_is_tiled_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "llama-3-8b", "--machine", "consumer", "--set", "memory.device=1536MiB", "--frozen", "bf16",
                 "--lora", "8", "--sequence-length", "32")  # fmt: skip
@@ -155,18 +156,24 @@ def test_copies_of_all_weights_are_read_once_a_step() -> None:
     assert none.up > 4 * world.up  # the whole from RAM, instead of this rank's slice
 
 
-def test_the_numbers_say_where_they_are_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_numbers_say_where_they_are_from(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_WIDTH_MAX", "_INNER_MAX", "_TOKENS_MAX"):  # what is measured is small: nobody looks at its rate
+        monkeypatch.setattr(here, name, 128)
+    for name in ("_UPDATE_NUMEL", "_UPDATE_NUMEL_MAX"):
+        monkeypatch.setattr(here, name, 1 << 20)
     small = ["--lora", "8", "--frozen", "nf4", "--set", "memory.host=8GiB", "memory.device=2GiB"]
-    here = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), *small)
-    assert "adam      " in here
-    assert "measured now" in here
-    assert "assumed" in here
+    of_this = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), *small)
+    assert "adam      " in of_this
+    assert "measured now" in of_this
+    assert "assumed" in of_this
     there = said(capsys, "gpt-j-6b", "--machine", "h200")
     assert "measured now" not in there
 
 
 def test_a_frozen_base_in_four_bits_is_read_twice_and_never_written(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["llama-3-70b", "--machine", "consumer", "--lora", "8", "--set", "weights=nvme", "optimizer=nvme"]
+    options = ["mgpt-13b", "--machine", "consumer", "--lora", "4", "--set", "weights=nvme", "optimizer=nvme"]
     bf16, nf4 = (told(capsys, *options, "--frozen", form) for form in ("bf16", "nf4"))
     assert nf4["step_bytes"]["weights"] < 0.32 * bf16["step_bytes"]["weights"]
     assert nf4["step_bytes"]["written"] < 0.02 * nf4["step_bytes"]["read"]
@@ -181,7 +188,7 @@ def test_micro_batches_through_a_layer_read_the_weights_once(capsys: pytest.Capt
 
 
 def test_eight_ranks_have_an_eighth_each(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["llama-3-70b", "--machine", "8xh200", "--set", "weights=nvme", "optimizer=nvme"]
+    options = ["llama-3-8b", "--machine", "8xh200", "--set", "weights=nvme", "optimizer=nvme"]
     one, eight = (told(capsys, *options, "--ranks", ranks) for ranks in ("1", "8"))
     assert eight["step_bytes"]["written"] == pytest.approx(one["step_bytes"]["written"] / 8, rel=0.01)
     assert eight["ranks"] == 8
