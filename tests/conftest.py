@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before torch is imported, and for every process that a test starts: torch's threads spin while they wait, and with
 # models as small as the tests' they hardly do anything else. How many threads an update has is said by its config.
@@ -36,6 +37,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs
 pytest_plugins = ["pytester", "tests.sampling", "tests.devices", "tests.costs"]
 
 Offload = Callable[..., Any]
+
+
+def pytest_configure() -> None:
+    """Hypothesis: fewer examples in `make test`, of tests that do not say themselves how many."""
+    from tests.sampling import number  # a plugin of pytest, which wants to be the first to import it
+
+    settings.register_profile("infinity", max_examples=number(40, 100), deadline=None)
+    settings.load_profile("infinity")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity import _native
+from tests.sampling import number
 
 POOL = _native.ThreadPool(2)
 MEMORY = np.zeros(1 << 16, np.uint8)
@@ -19,7 +20,9 @@ MOMENTS = st.sampled_from(["fp32", "bf16", "int8", "int4"])
 COUNTS = st.sampled_from([0, 1, 3, 255, 256, 257, 1000, 2048])
 NUMBERS = st.sampled_from([0, 1, -1, 1e-8, 0.9, 1.0, float("nan"), float("inf"), -float("inf"), 1e308])
 INTEGERS = st.sampled_from([0, 1, 2, 256, 255, 2**40, 2**62, 2**63, 2**64 - 256, 2**64, -1])
-FUZZ = settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+FUZZ = settings(
+    max_examples=number(250, 1500), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 
 
 @st.composite

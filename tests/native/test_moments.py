@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from infinity import _native
+from tests.sampling import number
 
 ISAS = _native.supported_isas()
 BLOCK, CHUNK = _native.BLOCK_NUMEL, _native.CHUNK_NUMEL
@@ -57,7 +58,7 @@ def test_the_map_is_that_of_bitsandbytes_and_torchao(isa: str, signed: bool) -> 
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_value_gets_the_nearest_of_the_map(signed: bool) -> None:
     rng = np.random.default_rng(0)
-    numel = 1000 * BLOCK
+    numel = number(100, 1000) * BLOCK
     values = (10 ** rng.uniform(-7.5, 0, numel)).astype(np.float32)
     if signed:
         values *= rng.choice([-1, 1], numel).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from infinity import _native
+from tests import sampling
 
 ISAS = _native.supported_isas()
 FORMATS = [("fp32", "weight"), ("bf16", "split16"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "none")]
@@ -93,6 +95,15 @@ class State:
             setattr(other, name, None if tensor is None else tensor[first:last])
         return other
 
+    def copy(self, numel: int | None = None) -> State:
+        """Of the first elements, or of all; in memory of its own."""
+        other = State.__new__(State)
+        other.names = self.names
+        for name in ("weight", "residual", "exp_avg", "exp_avg_sq", "grad"):
+            tensor = getattr(self, name)
+            setattr(other, name, None if tensor is None else tensor[:numel].clone())
+        return other
+
     def bits(self) -> list[bytes]:
         tensors = [self.weight, self.residual, self.exp_avg, self.exp_avg_sq]
         return [raw(tensor).tobytes() for tensor in tensors if tensor is not None]
@@ -125,10 +136,11 @@ def rule_segment(name: str, begin: int, end: int, step: int = 3, **options: Any)
 @pytest.mark.parametrize(("weight", "master"), FORMATS)
 def test_every_isa_thread_count_and_cut_gives_the_same_bits(weight: str, master: str, moments: str, grad: str) -> None:
     numel = 300_003 if moments != "int8" else 2 * _native.CHUNK_NUMEL + 7003
-    expected = State(numel, weight, master, grad, moments)
+    before = State(numel, weight, master, grad, moments)
+    expected = before.copy()
     expected.update([segment(0, numel)], isa="baseline" if "baseline" in ISAS else None)
     for isa, threads in itertools.product(ISAS, (1, 2, 7)):
-        state = State(numel, weight, master, grad, moments)
+        state = before.copy()
         cuts = np.sort(np.random.default_rng(threads).integers(0, numel, 9)).tolist()
         if moments == "int8":  # a scale belongs to a whole block, and a tile to whole chunks
             cuts = [_native.CHUNK_NUMEL] if threads == 1 else []
@@ -146,7 +158,7 @@ def test_every_isa_thread_count_and_cut_gives_the_same_bits(weight: str, master:
 def test_every_rule_gives_the_same_bits_on_every_isa_and_leaves_what_it_does_not_use(rule: str, moments: str) -> None:
     numel, uses = 70_001, USES.get(rule, (True, True))
     before = State(numel, "bf16", "split16", "bf16", moments)
-    states = [State(numel, "bf16", "split16", "bf16", moments) for _ in ISAS]
+    states = [before.copy() for _ in ISAS]
     for state, isa in zip(states, ISAS, strict=True):
         for step in (1, 2, 3):
             assert state.update([rule_segment(rule, 0, numel, step)], 2, isa, uses=uses)
@@ -160,7 +172,8 @@ def test_every_rule_gives_the_same_bits_on_every_isa_and_leaves_what_it_does_not
 @pytest.mark.parametrize(("weight", "master"), FORMATS)
 def test_small_sizes_are_right_on_every_isa(weight: str, master: str, moments: str) -> None:
     for numel in [*range(0, 70), 255, 256, 257, 511, 1000, 4095, 4096, 4097, 4099]:
-        states = [State(numel, weight, master, "bf16", moments) for _ in ISAS]
+        before = State(numel, weight, master, "bf16", moments)
+        states = [before.copy() for _ in ISAS]
         whole = State(numel + 300, weight, master, "bf16", moments)
         for state, isa in zip(states, ISAS, strict=True):
             state.update([segment(0, numel)], isa=isa)
@@ -168,8 +181,7 @@ def test_small_sizes_are_right_on_every_isa(weight: str, master: str, moments: s
         if moments != "fp32":
             continue
         inside = whole.part(1, numel + 1)  # off the vectors' alignment
-        alone = State.__new__(State)
-        alone.__dict__ = {k: v if k == "names" or v is None else v.clone() for k, v in inside.__dict__.items()}
+        alone = inside.copy()
         rest = whole.part(numel + 1, numel + 300).bits()
         inside.update([segment(0, numel)])
         alone.update([segment(0, numel)])
@@ -178,16 +190,13 @@ def test_small_sizes_are_right_on_every_isa(weight: str, master: str, moments: s
 
 
 def test_every_size_up_to_4099_is_the_start_of_a_longer_one() -> None:
+    sizes = [*range(300), *random.Random(sampling.SEED).sample(range(300, 4100), sampling.number(200, 3800))]
     longest = State(4099, "fp32", "weight", "fp32")
     results = {isa: State(4099, "fp32", "weight", "fp32") for isa in ISAS}
     for isa, state in results.items():
         state.update([segment(0, 4099)], isa=isa)
-        for numel in range(4100):
-            part = State.__new__(State)
-            part.__dict__ = {
-                key: value if key == "names" or value is None else value[:numel].clone()
-                for key, value in longest.__dict__.items()
-            }
+        for numel in sizes:
+            part = longest.copy(numel)
             part.update([segment(0, numel)], isa=isa)
             assert part.bits() == state.part(0, numel).bits(), (isa, numel)
 

@@ -10,7 +10,7 @@ import numpy as np
 from infinity import _native
 from tests import sampling
 
-CHUNK = 1 << 24
+CHUNK = 1 << 22
 _EDGES = [0, 1, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF]
 _OTHERS = sorted(set(range(1 << 16)).difference(_EDGES))
 LOWER = _EDGES + random.Random(sampling.SEED).sample(_OTHERS, len(_OTHERS))

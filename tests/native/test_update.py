@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 ITEM = {"weight": 2, "residual": 2, "exp_avg": 4, "exp_avg_sq": 4}
 
 
+@functools.cache
 def initial() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     weight, rest = np.empty(PADDED, np.uint16), np.empty(PADDED, np.int16)
@@ -116,14 +117,15 @@ class Bench:
         self.file.close()
 
 
-@pytest.fixture
-def expected(tmp_path: Path) -> Iterator[dict[str, bytes]]:
-    bench = Bench(tmp_path, "threads", 4096 * 32, 1)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    bench = Bench(tmp_path_factory.mktemp("expected"), "threads", 4096 * 32, 1)
     future = bench.submit({name: bench.stream(name, "memory") for name in STATES}, SEGMENTS)
     assert future.wait(60)
     assert future.failure() is None
-    yield {name: bench.result(name, from_file=False) for name in STATES}
+    found = {name: bench.result(name, from_file=False) for name in STATES}
     bench.close()
+    return found
 
 
 @pytest.mark.covering

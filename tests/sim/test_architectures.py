@@ -37,7 +37,7 @@ def train(offload: Offload, name: str, tier: str, *, passes: int = 1, **config: 
 
 def least_device_bytes(offload: Offload, name: str, tier: str) -> int:
     with pytest.raises(infinity.PlanError, match="memory.device") as caught:
-        offload(ARCHITECTURES[name]()[0], tier, memory={"device": "4KiB", "host": "512MiB"})
+        offload(ARCHITECTURES[name]()[0], tier, memory={"device": "64KiB", "host": "512MiB"})
     return parse_bytes(str(caught.value).split("memory.device to ")[1].split()[0].rstrip("."))
 
 
@@ -45,7 +45,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("policy", [LAZY, random_policy(0)], ids=["lazy", "random"])
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 @pytest.mark.parametrize(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import faulthandler
+import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.coordinator import registry
-from tests import models
+from tests import models, processes
 from tests.conftest import Offload, require_no_leaks, weights_of
 from tests.sim.accelerator import Misuse
 from tests.sim.fixtures import Simulate, Simulation
@@ -69,6 +70,14 @@ def train(
     return weights_of(model)
 
 
+def offload_alone(opened: list[nn.Module], directory: Path, model: nn.Module, tier: str, **options: Any) -> nn.Module:
+    """As the fixture `offload`, of which there is one for each test. Whoever calls closes what is `opened`."""
+    config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [str(directory)]}, "commit_every": 0}
+    memory = {"memory": {"device": "64MiB", "host": "512MiB"}}
+    opened.append(infinity.offload(model, config | memory | options))
+    return opened[-1]
+
+
 TIGHT = {"device": "36KiB", "host": "512MiB"}
 """Two of three units have a slot at a time, and one the gradients' ring."""
 
@@ -77,28 +86,45 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
+    """The weights that come out on the CPU."""
+
+    @functools.cache
+    def trained(tier: str, **options: Any) -> dict[str, torch.Tensor]:
+        opened: list[nn.Module] = []
+        directory = tmp_path_factory.mktemp("plain")
+        weights = train(functools.partial(offload_alone, opened, directory), tier, **options)
+        infinity.close(opened[0])
+        return weights
+
+    return trained
+
+
+@pytest.mark.covering
 @every_policy
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_training_ends_in_the_bits_of_the_cpu(
-    simulate: Simulate, offload: Offload, tmp_path: Path, policy: Policy, tier: str, passes: int
+    simulate: Simulate, offload: Offload, plain: Callable[..., Any], policy: Policy, tier: str, passes: int
 ) -> None:
-    plain = train(offload, tier, passes=passes, nvme={"paths": [str(tmp_path / "plain")]})
+    expected = plain(tier, passes=passes)
     sim = simulate(policy)
-    assert same(train(offload, tier, passes=passes, memory=TIGHT), plain)
+    assert same(train(offload, tier, passes=passes, memory=TIGHT), expected)
     assert sim.counts["copies up"] > 3 * 3
     assert sim.counts["copies down"] > 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("in_a_thread", [True, False])
 @every_policy
 def test_checkpointing_and_a_backward_thread_are_ordered_too(
-    simulate: Simulate, offload: Offload, tmp_path: Path, policy: Policy, reentrant: bool, in_a_thread: bool
+    simulate: Simulate, offload: Offload, plain: Callable[..., Any], policy: Policy, reentrant: bool, in_a_thread: bool
 ) -> None:
-    plain = train(offload, "nvme", reentrant=reentrant, nvme={"paths": [str(tmp_path / "plain")]})
+    expected = plain("nvme", reentrant=reentrant)
     simulate(policy)
-    assert same(train(offload, "nvme", reentrant=reentrant, in_a_thread=in_a_thread, memory=TIGHT), plain)
+    assert same(train(offload, "nvme", reentrant=reentrant, in_a_thread=in_a_thread, memory=TIGHT), expected)
 
 
 @every_policy
@@ -152,6 +178,7 @@ def test_weights_that_are_written_in_gathered_are_no_longer_on_their_way_up(
             parameter.data.mul_(0.5)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     "options", [{}, {"gradients": "nvme"}, {"commit_every": 1}, {"weights": "host", "commit_every": 1}], ids=str
 )
@@ -198,33 +225,20 @@ def test_a_piece_of_the_ring_that_is_not_given_back_fails_the_test(
         simulation.finish()
 
 
-ALONE = """
-import sys
-import pytest
-import infinity
-from tests.sim.fixtures import Simulation
-from tests.sim.queues import LAZY
-from tests.sim.test_simulate import TIGHT, train
-
-opened = []
-
-def offload(model, tier, **options):
-    config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [sys.argv[1]]}, "commit_every": 0, **options}
-    opened.append(infinity.offload(model, config))
-    return opened[-1]
-
-simulation = Simulation(pytest.MonkeyPatch(), LAZY, shut=True)
-for reentrant in (None, True, False):
-    train(offload, "nvme", memory=TIGHT, passes=2, reentrant=reentrant, in_a_thread=reentrant is False)
-    infinity.close(opened[-1])
-simulation.finish()
-print("all was logged")
-"""
+def train_shut(directory: Path) -> None:
+    """In a process of its own: on a slab whose pages are shut but for what is logged."""
+    faulthandler.enable()
+    opened: list[nn.Module] = []
+    simulation = Simulation(pytest.MonkeyPatch(), LAZY, shut=True)
+    for reentrant in (None, True, False):
+        offload = functools.partial(offload_alone, opened, directory)
+        train(offload, "nvme", memory=TIGHT, passes=2, reentrant=reentrant, in_a_thread=reentrant is False)
+        infinity.close(opened[-1])
+    simulation.finish()
+    print("all was logged")
 
 
 def test_no_operation_touches_device_memory_without_being_logged(tmp_path: Path) -> None:
-    """The slab's pages are shut but for what is logged: anything else would end the process."""
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-X", "faulthandler", "-c", ALONE, str(tmp_path / "swap")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    """Anything else would end the process."""
+    done = processes.run(train_shut, tmp_path / "swap")
     assert done.stdout == "all was logged\n", done.stderr

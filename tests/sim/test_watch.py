@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.processes import run_script
 from tests.sim.accelerator import Misuse, SimAccelerator
 from tests.sim.clocks import Actor, Unordered
 from tests.sim.queues import LAZY
@@ -213,7 +211,6 @@ print("read without a watch")
 
 @pytest.mark.parametrize("how", ["watched", "unwatched"])
 def test_a_read_of_a_shut_slab_that_nobody_logs_ends_the_process(how: str) -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", ALONE, how], cwd=root, capture_output=True, text=True)
+    done = run_script(ALONE, how)
     assert done.stdout.splitlines() == [str(4 + 4092 * 255)]
     assert (done.returncode == 0) == (how == "watched")
