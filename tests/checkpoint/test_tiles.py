@@ -96,7 +96,15 @@ def test_weights_of_a_tiled_model_are_read_again_when_it_is_offloaded_anew(
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("form", [{}, {"moments": "bf16"}, {"moments": "int8"}, {"master": "fp32"}])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        pytest.param({"moments": "bf16"}, marks=pytest.mark.long),
+        {"moments": "int8"},
+        pytest.param({"master": "fp32"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_in_tiles_goes_on_from_its_copy_to_the_bit(
     form: dict[str, str], config: Config, tmp_path: Path, opened: list[Any]
 ) -> None:
