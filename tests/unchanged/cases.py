@@ -1,8 +1,9 @@
-"""Which script runs in which dtype: Trainer and SFT in fp32 always, others in the share that INFINITY_TESTS says."""
+"""Which script runs in which dtype: Trainer in fp32 always, others in the share that INFINITY_TESTS says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -12,17 +13,19 @@ from tests.unchanged.scripts import SCRIPTS, Script
 Case = tuple[Script, str]
 
 
-def cases(*always: str, others: Iterable[str] = SCRIPTS) -> pytest.MarkDecorator:
+def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pytest.MarkDecorator:
     """Parameters `script` and `dtype`.
 
     Args:
         always: scripts that run in fp32 in every run of the tests.
+        kept: why they do, although it takes long.
         others: scripts that run as often as INFINITY_TESTS says, as do those of `always` in bf16.
     """
     names = dict.fromkeys((*always, *others))
     every: list[Case] = [(SCRIPTS[name], dtype) for dtype in ("float32", "bfloat16") for name in names]
-    chosen = [case for case in every if case[0].name in always and case[1] == "float32"]
-    chosen += sampling.some([case for case in every if case not in chosen])
+    first = [case for case in every if case[0].name in always and case[1] == "float32"]
+    chosen: list[Any] = [pytest.param(*case, marks=pytest.mark.long(kept=kept)) for case in first]
+    chosen += sampling.some([case for case in every if case not in first])
     return pytest.mark.parametrize(("script", "dtype"), chosen, ids=str)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from examples.make_demo_checkpoint import make_checkpoint
-from tests.unchanged.scripts import Job, Script
+from tests.unchanged.scripts import ALL_SPAWNED, Job, Script
 
 MakeJob = Callable[..., Job]
 
@@ -31,7 +31,7 @@ def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[S
         which = script, dtype, ranks, batch
         if which not in made:
             output = tmp_path_factory.mktemp("plain") / script.name
-            job = Job(script, inputs, dtype, output, ranks=ranks, batch=batch)
+            job = Job(script, inputs, dtype, output, ranks=ranks, batch=batch, spawned=ALL_SPAWNED)
             job.run()
             made[which] = job
         return made[which]

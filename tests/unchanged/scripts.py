@@ -1,4 +1,7 @@
-"""The scripts of examples/unchanged in processes of their own: plain or under `infinity run`, ended or killed."""
+"""The scripts of examples/unchanged in processes of their own: plain or under `infinity run`, ended or killed.
+
+In `make test` one of them is started as a user starts it, and the others are forked; in the long forms all are started.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import sampling
+from tests.unchanged.forked import Forked
+
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 SAVED = 4
 """The scripts save every fourth step."""
 _WITHIN_S = 240.0
+ALL_SPAWNED = sampling.SHARE > 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ class Job:
         config: a swap config; without one the run is plain.
         ranks: how many processes torchrun starts; 1: no torchrun.
         batch: sequences of a batch of each, for the script that can be told.
+        spawned: as a user starts it, and not forked from a process that has imported the libraries.
     """
 
     script: Script
@@ -75,6 +83,7 @@ class Job:
     config: Path | None = None
     ranks: int = 1
     batch: int = 2
+    spawned: bool = True
 
     @property
     def log(self) -> Path:
@@ -100,7 +109,7 @@ class Job:
         resumes; its metrics say where it began.)"""
         return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
+    def _end(self, process: subprocess.Popen[bytes] | Forked) -> None:
         try:
             process.wait(_WITHIN_S)
         finally:
@@ -125,14 +134,16 @@ class Job:
             process.wait()
         assert process.returncode not in (0, None), f"{self.script} ended before it was killed"
 
-    def _victims(self, process: subprocess.Popen[bytes]) -> list[int]:
+    def _victims(self, process: subprocess.Popen[bytes] | Forked) -> list[int]:
         """Of several ranks one: torchrun ends the others."""
+        if isinstance(process, Forked):
+            return [process.victim]
         if self.ranks == 1:
             return [process.pid]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         return [int(children.split()[-1])]
 
-    def _started(self, resume: int | None) -> subprocess.Popen[bytes]:
+    def _started(self, resume: int | None) -> subprocess.Popen[bytes] | Forked:
         script = str(ROOT / "examples" / "unchanged" / f"{self.script}.py")
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         command = [sys.executable, *(several if self.ranks > 1 else []), *self._launcher(resume), script]
@@ -152,6 +163,8 @@ class Job:
         }
         if resume is not None:
             environment["RESUME"] = str(self.checkpoint(resume))
+        if not self.spawned:
+            return Forked([*self._launcher(resume), script], environment, self.output.parent, self.log, self.ranks)
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=environment, cwd=self.output.parent, stdout=log, stderr=log)
 

@@ -57,11 +57,11 @@ def require_same(job: Job, expected: Job) -> None:
     assert not different
 
 
-@cases("trainer", "sft_lora")
+@cases("trainer", kept="a script that is started by `python -m infinity.run`, as users do it")
 def test_losses_and_what_is_saved_are_those_of_the_plain_run(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:
-    job, expected = launched(script, dtype), plain(script, dtype)
+    job, expected = replace(launched(script, dtype), spawned=True), plain(script, dtype)
     job.run()
     assert history_of(job).keys() == history_of(expected).keys()
     require_same(job, expected)
@@ -85,7 +85,7 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
         torch.testing.assert_close(each, logits_of(expected, saved), rtol=0, atol=1e-5)
 
 
-@cases("trainer")
+@cases("trainer", kept="a script under infinity that SIGKILL ends, and that goes on")
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:

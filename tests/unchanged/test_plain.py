@@ -26,7 +26,7 @@ def test_no_script_knows_infinity(script: Script) -> None:
     assert 30 <= len(source.splitlines()) <= 80
 
 
-@cases("trainer", "sft_lora")
+@cases("trainer", kept="a script without infinity, with which those under infinity are compared")
 def test_a_plain_run_learns_and_what_it_saves_can_be_loaded(script: Script, dtype: str, plain: Plain) -> None:
     job = plain(script, dtype)
     history = history_of(job)

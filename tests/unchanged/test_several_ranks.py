@@ -63,7 +63,14 @@ def test_ranks_train_as_with_ddp(script: Script, plain: Plain, launched: Launche
     assert torch.equal(logits[-2], logits[-1])
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[name] for name in ["trainer", *sampling.some(OTHERS)]], ids=str)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(SCRIPTS["trainer"], marks=pytest.mark.long(kept="ranks of which SIGKILL ends one")),
+        *(SCRIPTS[name] for name in sampling.some(OTHERS)),
+    ],
+    ids=str,
+)
 def test_ranks_of_which_one_was_killed_go_on(script: Script, plain: Plain, launched: Launched) -> None:
     """A Trainer's ranks together are as one process with all their batches; others are as ranks with DDP."""
     alone = script.name == "trainer"
