@@ -18,8 +18,9 @@ from infinity.cli.evaluation import Evaluation
 from infinity.cli.main import main
 from infinity.cli.world import ALONE
 from infinity.errors import ConfigError
+from tests.cli import test_resume
 from tests.cli.test_finetune import TEXT, run, tokenizer
-from tests.cli.test_resume import _job, _losses, _same, _stop_after
+from tests.cli.test_resume import _losses, _same, _stop_after
 from tests.models import llama
 
 APART = "a red fox and the lazy hen run over the brown dog\n" * 9
@@ -27,11 +28,15 @@ APART = "a red fox and the lazy hen run over the brown dog\n" * 9
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
-    llama(attention_dropout=0.1)[0].bfloat16().save_pretrained(tmp_path / "model")
+    llama(2, attention_dropout=0.1)[0].bfloat16().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "apart.txt").write_text(APART)
     return evaluated(tmp_path, "a")
+
+
+def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
+    return test_resume._job(tmp_path, name, **overrides) | {"--steps": 12}
 
 
 def evaluated(tmp_path: Path, name: str) -> dict[str, Any]:
@@ -43,6 +48,7 @@ def evaluations(output: Path) -> list[tuple[int, float]]:
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
 
 
+@pytest.mark.usefixtures("picture")
 def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
     job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
@@ -74,7 +80,7 @@ def test_the_loss_is_the_mean_over_the_held_out_tokens(job: dict[str, Any], tmp_
     assert evaluations(tmp_path / "out-a")[-1][1] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_stopped_run_has_the_evaluations_of_one_that_was_not(
     number: int, job: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES, make_optimizer
 from infinity.cli.report import make_report, processors_alone
 from tests.models import VOCABULARY, bert, llama
+from tests.processes import Forked
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from the slow red hen\n" * 200
 
@@ -41,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
     """Arguments of a small run; tests change them."""
-    llama()[0].bfloat16().save_pretrained(tmp_path / "model")
+    llama(2)[0].bfloat16().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
     config = {
@@ -64,10 +65,15 @@ def job(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+def arguments_of(job: dict[str, Any], *flags: str) -> list[str]:
+    return ["finetune", *(str(part) for item in job.items() for part in item), *flags]
+
+
 def run(job: dict[str, Any], *flags: str) -> int:
-    return main(["finetune", *(str(part) for item in job.items() for part in item), *flags])
+    return main(arguments_of(job, *flags))
 
 
+@pytest.mark.usefixtures("picture")
 def test_the_main_job_ends_with_a_model_a_report_and_a_curve(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert run(job, "--verify-output") == 0
     out = capsys.readouterr().out
@@ -411,18 +417,15 @@ def test_a_warmup_as_long_as_the_run_is_said(job: dict[str, Any], capsys: Any) -
 
 
 def test_ctrl_c_ends_at_a_step_and_saves(job: dict[str, Any], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "infinity.cli.main", "finetune"]
     more = {"--steps": 100_000, "--trace": tmp_path / "trace.json", "--trace-steps": "1:90000"}
-    command += [str(part) for item in (job | more).items() for part in item]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
+    process = Forked(main, arguments_of(job | more))
     lines = []
     for line in process.stdout:
         lines.append(line)
         if line.startswith("step "):
             break
     process.send_signal(signal.SIGINT)
-    rest, _ = process.communicate(timeout=240)
+    rest, _ = process.finished()
     assert process.returncode == 130, "".join(lines) + rest
     assert "stopping after this step" in rest
     assert "trace of the steps until" in rest
@@ -444,32 +447,19 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
 
 
 def test_a_run_that_nobody_reads_any_more_goes_on_to_its_end(job: dict[str, Any], tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [
-        sys.executable,
-        "-m",
-        "infinity.cli.main",
-        "finetune",
-        *(str(part) for item in job.items() for part in item),
-    ]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the work goes on without it") == 1
+    process = Forked(main, arguments_of(job), apart=True)
+    process.stdout.close()
+    _, errors = process.finished()
+    assert process.returncode == 0, errors
+    assert errors.count("the work goes on without it") == 1
     assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 8
 
 
+@pytest.mark.long(kept="only here the command is a process as a shell starts it, with its own imports and streams")
 def test_lines_that_are_piped_are_plain(job: dict[str, Any], tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "infinity.cli.main",
-        "finetune",
-        *(str(part) for item in job.items() for part in item),
-    ]
+    command = [sys.executable, "-m", "infinity.cli.main", *arguments_of(job, "--verify-output")]
     environment = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
-    done = subprocess.run([*command, "--verify-output"], capture_output=True, env=environment)
+    done = subprocess.run(command, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert b"step 8/8" in done.stdout
     for said in (done.stdout, done.stderr):

@@ -19,16 +19,17 @@ from tests.cli.test_resume import _job, _losses, _stop_after
 from tests.cli.test_resume import job as job  # with dropout in the model
 
 NF4 = ["--frozen", "nf4"]
+FEW = {"--steps": 3}
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_adapters_are_verified_beside_the_base_as_it_rests(
     form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    assert run(job, *LORA, "--frozen", form, "--eval-split", "0.2", "--verify-output") == 0
+    assert run(job | FEW, *LORA, "--frozen", form, "--eval-split", "0.2", "--verify-output") == 0
     out = capsys.readouterr().out
     assert "verified: the saved adapters, loaded by PEFT, give the trained model's logits, bit for bit" in out
-    assert run(_job(tmp_path, "b"), *LORA, "--eval-split", "0.2") == 0
+    assert run(_job(tmp_path, "b") | FEW, *LORA, "--eval-split", "0.2") == 0
     assert _losses(tmp_path / "out-a") != _losses(tmp_path / "out-b"), "the base has other values"
     mine, others = ((tmp_path / f"out-{name}" / "evaluation.csv").read_text() for name in "ab")
     assert mine != others
@@ -36,11 +37,11 @@ def test_adapters_are_verified_beside_the_base_as_it_rests(
 
 
 def test_the_option_says_what_the_swap_config_says(job: dict[str, Any], tmp_path: Path) -> None:
-    assert run(job, *LORA, *NF4) == 0
-    assert run(_job(tmp_path, "b", frozen="nf4"), *LORA) == 0
-    assert run(_job(tmp_path, "c", frozen="int8"), *LORA, *NF4) == 0
-    assert run(_job(tmp_path, "d", frozen="int8"), *LORA, "--frozen", "bf16") == 0
-    assert run(_job(tmp_path, "e"), *LORA) == 0
+    assert run(job | FEW, *LORA, *NF4) == 0
+    assert run(_job(tmp_path, "b", frozen="nf4") | FEW, *LORA) == 0
+    assert run(_job(tmp_path, "c", frozen="int8") | FEW, *LORA, *NF4) == 0
+    assert run(_job(tmp_path, "d", frozen="int8") | FEW, *LORA, "--frozen", "bf16") == 0
+    assert run(_job(tmp_path, "e") | FEW, *LORA) == 0
     assert same_adapters(tmp_path / "out-a", tmp_path / "out-b")
     assert same_adapters(tmp_path / "out-a", tmp_path / "out-c")
     assert same_adapters(tmp_path / "out-d", tmp_path / "out-e")
@@ -50,7 +51,7 @@ def test_the_option_says_what_the_swap_config_says(job: dict[str, Any], tmp_path
 def test_frozen_layers_of_a_model_rest_encoded_and_are_saved_decoded(
     job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    assert run(job, "--freeze", "model.layers.[0-1].*", *NF4, "--verify-output") == 0
+    assert run(job | FEW, "--freeze", "model.layers.0.*", *NF4, "--verify-output") == 0
     assert "verified: the saved model, loaded by plain transformers, gives" in capsys.readouterr().out
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "out-a"))
     for name in before:
@@ -59,7 +60,7 @@ def test_frozen_layers_of_a_model_rest_encoded_and_are_saved_decoded(
             assert (before[name] - after[name]).abs().max() < 0.2 * before[name].abs().max()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_resumed_run_has_its_form(number: int, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert run(job, *LORA, *NF4) == 0
     _stop_after(_job(tmp_path, "b"), number, *LORA, *NF4)
@@ -88,9 +89,9 @@ def test_adapters_of_a_quantized_model_are_verified_merged_only(
     quantize(tmp_path / "model", tmp_path / "small", "nf4")
     tokenizer().save_pretrained(tmp_path / "small")
     job["--model"] = tmp_path / "small"
-    assert run(job, *LORA, "--verify-output") == 2
+    assert run(job | FEW, *LORA, "--verify-output") == 2
     assert "--verify-output of adapters of a quantized model is not available yet" in capsys.readouterr().err
-    assert run(job, *LORA, "--verify-output", "--merge") == 0
+    assert run(job | FEW, *LORA, "--verify-output", "--merge") == 0
     assert "bit for bit" in capsys.readouterr().out
     assert "quantization_config" not in (tmp_path / "out-a" / "config.json").read_text()
 
@@ -129,7 +130,7 @@ def test_a_model_writes_what_its_decoded_weights_write(
 
 
 def test_adapters_write_beside_the_base_as_it_rests(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    assert run(job, *LORA, *NF4) == 0
+    assert run(job | FEW, *LORA, *NF4) == 0
     assert load_file(tmp_path / "out-a" / ADAPTERS)
     assert generated(tmp_path / "out-a", job["--config"], capsys, *NF4)
     assert "--frozen" not in capsys.readouterr().err
@@ -140,7 +141,7 @@ def test_adapters_write_beside_the_form_that_they_were_trained_with(
     by: str, job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     config = job["--config"]
-    assert (run(job, *LORA, *NF4) if by == "option" else run(_job(tmp_path, "a", frozen="nf4"), *LORA)) == 0
+    assert (run(job | FEW, *LORA, *NF4) if by == "option" else run(_job(tmp_path, "a", frozen="nf4") | FEW, *LORA)) == 0
     adapters = tmp_path / "out-a"
     plain = tmp_path / "plain.yaml"
     plain.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"frozen": "auto"}))

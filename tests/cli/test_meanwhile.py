@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from infinity.cli import saved_steps
@@ -29,10 +27,10 @@ from infinity.cli.saved_steps import SavedSteps
 from infinity.errors import InfinityError
 from infinity.io.manifest import read_manifest
 from infinity.state.records import parse_body
-from tests.cli.test_evaluation import evaluated, evaluations
+from tests.cli.test_evaluation import _job, evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
 from tests.cli.test_finetune import run
-from tests.cli.test_resume import _job, _losses, _same, _stop_after
+from tests.cli.test_resume import _losses, _same, _stop_after
 
 PROMPTS = ["the quick brown", "a red fox"]
 
@@ -53,6 +51,8 @@ def without_times(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def of_tensorboard(output: Path) -> dict[str, list[tuple[int, float]]]:
     """By name its steps and values."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     read = EventAccumulator(str(output.with_name(f"{output.name}-logs") / "tensorboard"))
     read.Reload()
     return {name: [(each.step, each.value) for each in read.Scalars(name)] for name in read.Tags()["scalars"]}
@@ -113,7 +113,15 @@ def test_the_model_of_a_step_is_that_of_a_run_which_ends_there(job: dict[str, An
 
 @pytest.mark.parametrize(
     ("number", "at"),
-    [(signal.SIGINT, "left"), (signal.SIGKILL, "left"), (signal.SIGKILL, "step 5: the model is saved")],
+    [
+        (signal.SIGINT, "left"),
+        pytest.param(signal.SIGKILL, "left", marks=pytest.mark.long),
+        pytest.param(
+            signal.SIGKILL,
+            "step 5: the model is saved",
+            marks=pytest.mark.long(kept="only here a run is killed between its steps, while it saves and samples"),
+        ),
+    ],
 )
 def test_an_interrupted_run_has_all_of_it(number: int, at: str, job: dict[str, Any], tmp_path: Path) -> None:
     assert run(job, *FLAGS) == 0
@@ -148,6 +156,8 @@ def test_a_model_that_cannot_be_saved_does_not_end_the_run(
 def test_a_logger_that_fails_does_not_end_the_run(
     job: dict[str, Any], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from accelerate.tracking import TensorBoardTracker
+
     log = TensorBoardTracker.log
 
     def fails(self: Any, values: dict[str, Any], step: int) -> None:
@@ -165,7 +175,7 @@ def test_a_logger_that_fails_does_not_end_the_run(
 def test_what_a_logger_draws_of_random_numbers_changes_nothing(
     job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TensorBoardTracker, "log", lambda *_, **__: torch.rand(3))
+    monkeypatch.setattr("accelerate.tracking.TensorBoardTracker.log", lambda *_, **__: torch.rand(3))
     assert run(job, "--logger", "tensorboard") == 0
     monkeypatch.undo()
     assert run(_job(tmp_path, "b")) == 0

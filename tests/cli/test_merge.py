@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from infinity.cli.main import main
 from tests.cli.test_finetune import run
-from tests.cli.test_frozen import generated
+from tests.cli.test_frozen import FEW, generated
 from tests.cli.test_lora import ADAPTERS, LORA
 from tests.cli.test_resume import _job, _losses, _same, _stop_after
 from tests.cli.test_resume import job as job  # with dropout in the model
@@ -25,12 +24,14 @@ MERGE = [*LORA, "--merge"]
 
 
 def test_the_output_is_what_peft_merges(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    from peft import PeftModel
+
     flags = ["--lora-alpha", "3", "--lora-targets", "q_proj", "down_proj", "--verify-output"]
-    assert run(job, *MERGE, *flags) == 0
+    assert run(job | FEW, *MERGE, *flags) == 0
     out = capsys.readouterr().out
     assert "verified: the saved model, loaded by plain transformers, gives the trained model's logits, bit for" in out
     assert f"model, with the adapters merged into it, report and loss curve: {tmp_path / 'out-a'}" in out
-    assert run(_job(tmp_path, "b"), *LORA, *flags) == 0
+    assert run(_job(tmp_path, "b") | FEW, *LORA, *flags) == 0
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     both = PeftModel.from_pretrained(base, str(tmp_path / "out-b"), autocast_adapter_dtype=False)
     both.merge_and_unload().save_pretrained(tmp_path / "both")
@@ -46,9 +47,9 @@ def test_the_output_is_what_peft_merges(job: dict[str, Any], tmp_path: Path, cap
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_an_encoded_base_is_merged_as_it_decodes(form: str, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     flags = ["--frozen", form, "--verify-output"]
-    assert run(job, *MERGE, *flags) == 0
+    assert run(job | FEW, *MERGE, *flags) == 0
     assert "verified: the saved model, loaded by plain transformers" in capsys.readouterr().out
-    assert run(_job(tmp_path, "b"), *LORA, *flags) == 0
+    assert run(_job(tmp_path, "b") | FEW, *LORA, *flags) == 0
     merged, adapters = load_file(tmp_path / "out-a" / "model.safetensors"), load_file(tmp_path / "out-b" / ADAPTERS)
     base = load_file(tmp_path / "model" / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"
@@ -60,7 +61,7 @@ def test_an_encoded_base_is_merged_as_it_decodes(form: str, job: dict[str, Any],
 
 
 def test_a_merged_model_writes(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    assert run(job, *MERGE) == 0
+    assert run(job | FEW, *MERGE) == 0
     assert generated(tmp_path / "out-a", job["--config"], capsys)
 
 
@@ -106,5 +107,5 @@ def test_layers_in_tiles_are_merged_around(job: dict[str, Any], tmp_path: Path, 
     assert "--merge: merging adapters of 'model.layers.0.mlp.up_proj', which runs in tiles" in said.err
     assert "step 1" not in said.out
     assert not (tmp_path / "out-a").exists()
-    assert run(job, *MERGE, "--lora-targets", "q_proj", "--verify-output") == 0
+    assert run(job | FEW, *MERGE, "--lora-targets", "q_proj", "--verify-output") == 0
     assert "bit for bit" in capsys.readouterr().out

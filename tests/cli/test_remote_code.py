@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from transformers import dynamic_module_utils
 
 from infinity.cli.main import main
+from tests import processes
 from tests.cli.test_finetune import run
 from tests.cli.test_resume import _job
 from tests.cli.test_resume import job as job
@@ -70,17 +70,12 @@ def test_code_that_is_trusted_is_run_and_goes_with_the_output(
     assert (tmp_path / "out-a" / "part_of_it.py").read_text() == "SCALE = 2\n"
     again = (
         "import sys, transformers\n"
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE = sys.argv[2]\n"
         "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "print(type(model).__name__)\n"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", again, str(tmp_path / "out-a")],
-        env={"HF_MODULES_CACHE": str(tmp_path / "others"), "PATH": "/usr/bin"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert made.stdout == "OursForCausalLM\n"
+    made = processes.run_script(again, str(tmp_path / "out-a"), str(tmp_path / "others"))
+    assert (made.returncode, made.stdout) == (0, "OursForCausalLM\n"), made.stderr
 
 
 def test_each_process_is_told_anew_to_trust_code(ours: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

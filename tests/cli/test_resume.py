@@ -7,6 +7,8 @@ import csv
 import os
 import signal
 import subprocess
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from infinity.cli import loop
 from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.io.directory import SWAP_NAME, generations_in
-from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.models import llama
 from tests.processes import Forked
 
@@ -26,7 +29,7 @@ from tests.processes import Forked
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, Any]:
     """A small run with generations, dropout in the model and a schedule."""
-    model = llama(attention_dropout=0.1)[0].bfloat16()
+    model = llama(2, attention_dropout=0.1)[0].bfloat16()
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -47,7 +50,7 @@ def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
         "--data": tmp_path / "text.txt",
         "--config": tmp_path / f"{name}.yaml",
         "--output": tmp_path / f"out-{name}",
-        "--steps": 12,
+        "--steps": 8,
         "--sequence-length": 16,
         "--batch-size": 2,
         "--lr": 3e-3,
@@ -55,19 +58,61 @@ def _job(tmp_path: Path, name: str, **overrides: Any) -> dict[str, Any]:
     }
 
 
-def _stop_after(job: dict[str, Any], number: int, *flags: str, at: str = "left") -> subprocess.CompletedProcess[str]:
-    """Start the job in a process of its own and send it a signal after its first step, or after a line about a step
-    that says `at`."""
-    command = ["finetune", *(str(part) for item in job.items() for part in item), *flags]
-    process = Forked(main, command)
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if line.startswith("step ") and at in line:
-            break
-    process.send_signal(number)
-    rest, _ = process.finished()
-    return subprocess.CompletedProcess(command, process.returncode or 0, seen + rest)
+class _Signalling:
+    """A stream that sends this process a signal after the first line about a step that says `at`."""
+
+    def __init__(self, stream: Any, number: int, at: str) -> None:
+        self._stream, self._number, self._at = stream, number, at
+        self.text = ""
+        self._sent = False
+
+    def write(self, text: str) -> int:
+        self.text += text
+        written: int = self._stream.write(text)
+        line = self.text.rstrip("\n").rpartition("\n")[2]
+        if not self._sent and self._at and text.endswith("\n") and line.startswith("step ") and self._at in line:
+            self._sent = True
+            self._stream.flush()
+            os.kill(os.getpid(), self._number)
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _signalled(arguments: list[str], number: int, at: str) -> tuple[int, str]:
+    """Exit code and what was printed."""
+    made = loop.Run._step
+
+    def step(self: Any, step: int, progress: Any) -> Any:
+        facts = made(self, step, progress)
+        if step == _STOPPED_AFTER and not at:
+            os.kill(os.getpid(), number)
+        return facts
+
+    stream: Any = _Signalling(sys.stdout, number, at)
+    with redirect_stdout(stream), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_step", step)
+        code = main(arguments)
+    return code, stream.text
+
+
+def _ended(arguments: list[str], number: int, at: str) -> int:
+    return _signalled(arguments, number, at)[0]
+
+
+_STOPPED_AFTER = 4
+
+
+def _stop_after(job: dict[str, Any], number: int, *flags: str, at: str = "") -> subprocess.CompletedProcess[str]:
+    """The job gets a signal after its fourth step, or after a line about a step that says `at`. What cannot be caught
+    goes to a process of its own."""
+    arguments = arguments_of(job, *flags)
+    if number == signal.SIGKILL:
+        process = Forked(_ended, arguments, number, at)
+        said, _ = process.finished()
+        return subprocess.CompletedProcess(arguments, process.returncode or 0, said)
+    return subprocess.CompletedProcess(arguments, *_signalled(arguments, number, at))
 
 
 def _losses(output: Path) -> list[str]:
@@ -83,7 +128,7 @@ def _same(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_run_ends_in_the_bits_of_one_that_was_not(number: int, job: dict[str, Any], tmp_path: Path) -> None:
     assert run(job) == 0
-    other = _job(tmp_path, "b") | {"--steps": 12}
+    other = _job(tmp_path, "b")
     stopped = _stop_after(other, number)
     assert stopped.returncode == (-9 if number == signal.SIGKILL else 128 + number), stopped.stdout
     if number != signal.SIGKILL:
@@ -96,17 +141,17 @@ def test_a_stopped_run_ends_in_the_bits_of_one_that_was_not(number: int, job: di
     assert not left, "nothing is left beside the output"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_an_fp16_run_goes_on_with_its_loss_scale(number: int, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     """Its first steps overflow, so the scale it has is not the one it would begin with."""
-    llama(initializer_range=0.3)[0].half().save_pretrained(tmp_path / "model")
-    job["--dtype"] = "fp16"
-    assert run(job) == 0
+    llama(2, initializer_range=0.3)[0].half().save_pretrained(tmp_path / "model")
+    fp16 = {"--dtype": "fp16", "--steps": 12}
+    assert run(job | fp16) == 0
     out = capsys.readouterr().out
     assert "fp16 weights: the loss is scaled" in out
     assert "step 1: skipped, a gradient overflowed; the loss scale is 32768 now" in out
     assert len(set(_losses(tmp_path / "out-a"))) > 6, "most steps are taken"
-    stopped = _stop_after(_job(tmp_path, "b") | {"--dtype": "fp16"}, number)
+    stopped = _stop_after(_job(tmp_path, "b") | fp16, number)
     assert stopped.returncode == (-9 if number == signal.SIGKILL else 130), stopped.stdout
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
@@ -114,7 +159,7 @@ def test_an_fp16_run_goes_on_with_its_loss_scale(number: int, job: dict[str, Any
 
 
 def test_no_loss_scale_switches_it_off(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    llama()[0].half().save_pretrained(tmp_path / "model")
+    llama(2)[0].half().save_pretrained(tmp_path / "model")
     assert run(job | {"--steps": 2, "--dtype": "fp16"}, "--no-loss-scale") == 0
     assert "the loss is scaled" not in capsys.readouterr().out
 
@@ -177,7 +222,7 @@ def test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy(
     converted = _job(tmp_path, "d", moments="int8")
     given = {"--from-checkpoint": copy, "--config": converted["--config"], "--output": converted["--output"]}
     assert run(given) == 0
-    assert len(_losses(tmp_path / "out-d")) == 12
+    assert len(_losses(tmp_path / "out-d")) == 8
 
 
 def test_list_and_verify_name_what_is_there_and_what_is_damaged(
@@ -215,19 +260,19 @@ def test_list_and_verify_name_what_is_there_and_what_is_damaged(
 def test_a_finished_run_goes_on_with_more_steps(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     """With a schedule that does not end, to the bits of a run that had as many from the start."""
     constant = {"--schedule": "constant"}
-    assert run(_job(tmp_path, "b") | constant | {"--steps": 12}) == 0
+    assert run(_job(tmp_path, "b") | constant) == 0
     assert run(job | constant | {"--steps": 5}, "--keep-store") == 0
     resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
     assert main([*resumed, "--steps", "4", "--output", str(tmp_path / "less")]) == 2
     assert "--steps is 4, and the run that is resumed has done 5" in capsys.readouterr().err
-    assert main([*resumed, "--steps", "12"]) == 2
+    assert main([*resumed, "--steps", "8"]) == 2
     assert "out-a: exists and is not an empty directory" in capsys.readouterr().err
-    assert main([*resumed, "--steps", "12", "--output", str(tmp_path / "more")]) == 0
-    assert "begun for 5 steps and now ends after 12" in capsys.readouterr().out
+    assert main([*resumed, "--steps", "8", "--output", str(tmp_path / "more")]) == 0
+    assert "begun for 5 steps and now ends after 8" in capsys.readouterr().out
     assert _losses(tmp_path / "more") == _losses(tmp_path / "out-b")
     assert _same(tmp_path / "more", tmp_path / "out-b")
     assert main([*resumed, "--output", str(tmp_path / "again")]) == 0
-    assert "the run has done all of its 12 steps" in capsys.readouterr().out
+    assert "the run has done all of its 8 steps" in capsys.readouterr().out
     assert _same(tmp_path / "more", tmp_path / "again")
 
 
@@ -236,7 +281,7 @@ def test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end(
 ) -> None:
     assert run(_job(tmp_path, "b")) == 0
     assert run(job | {"--steps": 5}, "--keep-store") == 0
-    longer = ["--resume", str(tmp_path / "swap-a"), "--steps", "12", "--output", str(tmp_path / "more")]
+    longer = ["--resume", str(tmp_path / "swap-a"), "--steps", "8", "--output", str(tmp_path / "more")]
     assert main(["finetune", *longer]) == 0
     rates = [
         [row["learning_rate"] for row in csv.DictReader((tmp_path / name / "loss.csv").open())]

@@ -15,9 +15,10 @@ from infinity.cli.arguments import build_parser
 from infinity.cli.main import main
 from infinity.cli.options_file import with_file
 from infinity.errors import ConfigError
+from tests.cli.test_evaluation import _job
 from tests.cli.test_evaluation import job as job
 from tests.cli.test_finetune import run
-from tests.cli.test_resume import _job, _losses, _same, _stop_after
+from tests.cli.test_resume import _losses, _same, _stop_after
 
 
 def parsed(tmp_path: Path, values: Any, *flags: str) -> Any:

@@ -182,6 +182,7 @@ def sim(simulate: Simulate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("sim")
+@pytest.mark.long(kept="only here stage 3 is shown to find a wrong bit")
 def test_updates_during_backward_end_in_the_same_bits_and_a_wrong_bit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam_training, "BLOCKS", 3)
     found = seam_training.overlap_modes(steps=3)
