@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,18 +20,20 @@ import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infinity.checkpoint import save
-from infinity.cli import finetune, finished, loop, output
+from infinity.cli import finetune, finished, loop, output, report
 from infinity.cli.main import main
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.io.rank_stores import counts_in, steps_of
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY
+from tests.processes import Forked
 from tests.ranks import workers
 
 Job = dict[str, Any]
 BATCHES = 4
 """Of a step, over all ranks."""
+FEW = {"--steps": 3}
 
 
 @pytest.fixture
@@ -75,9 +78,14 @@ def named(folder: Path, name: str, ranks: int, **overrides: Any) -> Job:
 
 def on_rank(arguments: list[str], act: str = "", rank: int = -1) -> int:
     """Args: act: what `rank` does, of those below."""
+    report._plot = _no_picture
     if rank == int(workers.dist.get_rank()):
         ACTS[act]()
     return main(arguments)
+
+
+def _no_picture(*_: Any) -> None:
+    """Drawing takes as long as several steps."""
 
 
 def is_asked_to_stop() -> None:
@@ -195,16 +203,17 @@ def require_same(folder: Path, other: str, one: str = "one") -> None:
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_end_in_the_bits_of_one_process_with_their_batches(ranks: int, job: Job, tmp_path: Path) -> None:
-    assert run(job, "--verify-output") == 0
-    assert workers.run(ranks, on_rank, arguments_of(named(tmp_path, "all", ranks), "--verify-output")) == [0] * ranks
+    assert run(job | FEW, "--verify-output") == 0
+    given = named(tmp_path, "all", ranks) | FEW
+    assert workers.run(ranks, on_rank, arguments_of(given, "--verify-output")) == [0] * ranks
     require_same(tmp_path, "all")
     assert os.listdir(tmp_path / "swap-all") == [FINISHED_NAME]
-    again = arguments_of(named(tmp_path, "all", ranks), "--resume")
-    assert workers.run(ranks, on_rank, again) == [0] * ranks, "nothing is left to do"
+    assert workers.run(ranks, on_rank, arguments_of(given, "--resume")) == [0] * ranks, "nothing is left to do"
 
 
+@pytest.mark.long(kept="only here ranks save models, write samples and log, stop, and go on with all of it")
 def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(job: Job, tmp_path: Path) -> None:
     (tmp_path / "apart.txt").write_text(TEXT[:900])
     flags = ["--lora", "4", "--eval-data", str(tmp_path / "apart.txt"), "--eval-steps", "2", "--save-best"]
@@ -224,13 +233,14 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
 
 
 def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path) -> None:
-    flags = ["--lora", "4", "--merge", "--save-every", "3", "--verify-output"]
-    assert run(job, *flags) == 0
-    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2), *flags)) == [0, 0]
+    flags = ["--lora", "4", "--merge", "--save-every", "2", "--verify-output"]
+    assert run(job | FEW, *flags) == 0
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW, *flags)) == [0, 0]
     require_same(tmp_path, "all")
     assert os.listdir(tmp_path / "out-all-steps") == os.listdir(tmp_path / "out-one-steps")
 
 
+@pytest.mark.long(kept="only here a run goes on with another number of ranks, and is refused to go on with some")
 def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(job) == 0
     begun = arguments_of(named(tmp_path, "all", 2))
@@ -245,6 +255,7 @@ def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job,
     assert counts_in(store) == []
 
 
+@pytest.mark.long(kept="only here a rank is killed in a step, and the store of ranks goes on in one process")
 def test_a_run_of_one_process_goes_on_with_ranks_and_back(job: Job, tmp_path: Path) -> None:
     assert run(job) == 0
     first = named(tmp_path, "all", 1) | {"--steps": 6}
@@ -259,12 +270,14 @@ def test_a_run_of_one_process_goes_on_with_ranks_and_back(job: Job, tmp_path: Pa
 
 
 def test_ranks_that_keep_no_generations_end_in_the_same_bits(job: Job, tmp_path: Path) -> None:
-    assert run(job) == 0
+    assert run(job | FEW) == 0
     in_memory = {"weights": "host", "optimizer": "host", "nvme": {}, "commit_every": 0}
-    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2, **in_memory), "--verify-output")) == [0, 0]
+    begun = arguments_of(named(tmp_path, "all", 2, **in_memory) | FEW, "--verify-output")
+    assert workers.run(2, on_rank, begun) == [0, 0]
     require_same(tmp_path, "all")
 
 
+@pytest.mark.long(kept="only here a rank dies between the note of the end and the removal of the stores")
 def test_what_is_said_of_the_end_of_a_run_is_not_believed_of_the_next(job: Job, tmp_path: Path) -> None:
     store = tmp_path / "swap-all"
     begun = arguments_of(named(tmp_path, "all", 2))
@@ -282,15 +295,15 @@ def test_what_is_said_of_the_end_of_a_run_is_not_believed_of_the_next(job: Job, 
 
 def test_what_an_interrupted_removal_left_of_other_ranks_goes_with_the_next_resume(job: Job, tmp_path: Path) -> None:
     store = tmp_path / "swap-all"
-    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2), "--keep-store")) == [0, 0]
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW, "--keep-store")) == [0, 0]
     shutil.copytree(store, tmp_path / "aside")
     longer = ["finetune", "--resume", str(store), "--output", str(tmp_path / "longer"), "--steps"]
-    assert main([*longer, "7"]) == 0
+    assert main([*longer, "4"]) == 0
     for name in ("rank-00000-of-00002", "rank-00001-of-00002"):
         shutil.copytree(tmp_path / "aside" / name, store / name, ignore=shutil.ignore_patterns("generation-*"))
     assert counts_in(store) == [1, 2]
     shutil.rmtree(tmp_path / "longer")
-    assert main([*longer, "8"]) == 0
+    assert main([*longer, "5"]) == 0
     assert counts_in(store) == [1]
 
 
@@ -301,12 +314,13 @@ def test_a_rank_that_reads_other_text_is_noticed(job: Job, tmp_path: Path) -> No
 
 
 def test_the_model_is_complete_where_another_rank_fails_after_it_was_saved(job: Job, tmp_path: Path) -> None:
-    begun = arguments_of(named(tmp_path, "all", 2))
+    begun = arguments_of(named(tmp_path, "all", 2) | FEW)
     assert workers.run(2, on_rank, begun, "cannot_close", 1) == [1, 1]
     (made,) = tmp_path.glob(".out-all-*")
     AutoModelForCausalLM.from_pretrained(made / "model")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_more_steps_and_no_other_learning_rate(job: Job, tmp_path: Path) -> None:
     begun = arguments_of(named(tmp_path, "all", 2), "--keep-store")
     assert workers.run(2, on_rank, begun) == [0, 0]
@@ -330,13 +344,14 @@ def test_a_loss_of_one_rank_that_is_no_number_skips_the_step_of_all(job: Job, tm
 def test_an_output_that_cannot_be_written_ends_all_ranks_and_can_be_written_again(
     act: str, job: Job, tmp_path: Path
 ) -> None:
-    assert run(job) == 0
-    codes = workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2)), act, 0)
+    assert run(job | FEW) == 0
+    codes = workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW), act, 0)
     assert codes[0] == 1
-    assert workers.run(2, on_rank, ["finetune", "--resume", str(tmp_path / "swap-all")]) == [0, 0]
+    assert main(["finetune", "--resume", str(tmp_path / "swap-all")]) == 0
     require_same(tmp_path, "all")
 
 
+@pytest.mark.long
 def test_torchrun_ends_the_others_when_a_rank_is_killed_and_the_run_goes_on(job: Job, tmp_path: Path) -> None:
     assert run(job) == 0
     launcher = [
@@ -368,18 +383,45 @@ def test_torchrun_ends_the_others_when_a_rank_is_killed_and_the_run_goes_on(job:
     require_same(tmp_path, "all")
 
 
-def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(job: Job, tmp_path: Path) -> None:
+def test_processes_that_are_started_as_torchrun_does_it_are_ranks_and_the_first_speaks_for_all(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(job | FEW) == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in of_rank.items():
+            monkeypatch.setenv(name, str(value))
+        started.append(Forked(main, arguments_of(named(tmp_path, "all", 2) | FEW), apart=True))
+    said, errors = zip(*(each.finished() for each in started), strict=True)
+    assert [each.returncode for each in started] == [0, 0], errors
+    assert said[0].count("step 3/3") == 1
+    assert said[1] == ""
+    require_same(tmp_path, "all")
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(2, marks=pytest.mark.long),
+        pytest.param(4, marks=pytest.mark.long(kept="only here fewer batches are held out than there are ranks")),
+    ],
+)
+def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
+    ranks: int, job: Job, tmp_path: Path
+) -> None:
     """Answers of other lengths on each rank, and fewer batches of held-out rows than ranks."""
     rows = [{"prompt": "the lazy", "completion": "fox jumps " * (1 + index % 7)} for index in range(24)]
     for name, those in (("rows", rows), ("apart", rows[2:5])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in those))
-    options = {"--data": tmp_path / "rows.jsonl", "--eval-data": tmp_path / "apart.jsonl", "--eval-steps": 2}
+    options = {"--data": tmp_path / "rows.jsonl", "--eval-data": tmp_path / "apart.jsonl", "--eval-steps": 2} | FEW
     assert run(job | options, "--no-packing") == 0
     expected = losses_and_evaluations(tmp_path / "out-one")
-    for ranks in (2, 4):
-        given = arguments_of(named(tmp_path, f"of{ranks}", ranks) | options, "--no-packing")
-        assert workers.run(ranks, on_rank, given) == [0] * ranks
-        assert losses_and_evaluations(tmp_path / f"out-of{ranks}") == pytest.approx(expected, rel=1e-5)
+    given = arguments_of(named(tmp_path, "all", ranks) | options, "--no-packing")
+    assert workers.run(ranks, on_rank, given) == [0] * ranks
+    assert losses_and_evaluations(tmp_path / "out-all") == pytest.approx(expected, rel=1e-5)
 
 
 def losses_and_evaluations(folder: Path) -> list[float]:
