@@ -14,10 +14,11 @@ from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.discover import discover
 from infinity.units.weights import Residency
+from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, loss_of
 
-STEPS = 3
+STEPS = sampling.number(2, 3)
 _OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero but for rounding move nothing
 
 

@@ -186,7 +186,7 @@ PLACES = {PerPass: ["backward", "step", "pass", "schedule"], PerStep: ["backward
 def left_at(places: list[str], numbers: tuple[int, ...]) -> list[tuple[str, int]]:
     """Places and steps to leave a loop at: each place and each step once, all pairs in the long forms."""
     pairs = [(place, number) for number in numbers for place in places]
-    few = list(zip(places, (*numbers, 3) * 4, strict=False))  # a pass ends after three steps
+    few = list(zip(places, (3, numbers[0], numbers[-1], 3), strict=False))  # a pass ends after three steps
     return [pair for pair in pairs if pair in {*few, *sampling.some([each for each in pairs if each not in few])}]
 
 

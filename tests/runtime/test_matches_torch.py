@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from tests import sampling
 from tests.conftest import weights_of
 from tests.models import ARCHITECTURES, Batch, gpt2, llama, loss_of
 
-STEPS = 5
+STEPS = sampling.number(3, 5)
 TIGHT = {"host": "512MiB", "device": "640KiB"}
 """Device memory for two or three units only, so that every step fetches and evicts."""
 
@@ -52,6 +53,7 @@ def assert_close(model: nn.Module, plain: nn.Module, tolerance: float = 2e-5) ->
         )
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mixed"])
 def test_fp32_training_matches_torch(architecture: str, tier: str, offload: Any) -> None:

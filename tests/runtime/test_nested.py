@@ -333,10 +333,15 @@ SAMPLE = [
     ("florence2", False),
     ("deberta", True),
 ]
+ALIKE = [("poolformer", None), ("glpn", None), ("funnel", None), ("git", None)]
+"""Of these, those that are of a shape of others: lists of lists, and blocks that are called."""
 CASES = [*SAMPLE, *sampling.some([case for case in KEPT + RECOMPUTED if case not in SAMPLE])]
 
 
-@pytest.mark.parametrize(("family", "reentrant"), CASES)
+@pytest.mark.parametrize(
+    ("family", "reentrant"),
+    [pytest.param(*case, marks=[pytest.mark.long] if case in ALIKE else []) for case in CASES],
+)
 def test_every_family_trains_and_evaluates_like_torch(family: str, reentrant: Checkpointing, offload: Any) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)

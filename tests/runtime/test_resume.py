@@ -121,7 +121,7 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
 PLACEMENTS = [("nvme", "nvme"), ("host", "host"), ("host", "nvme"), ("nvme", "host")]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 @pytest.mark.parametrize("stop", [3, 5, 7])
@@ -158,6 +158,7 @@ def test_a_run_that_an_exception_ended_resumes_at_its_last_commit(every: int, co
     assert same((run.losses[:kept] + losses, states), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("overlap", ["auto", "before_forward", "off"])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_a_step_that_was_decided_has_the_one_before_it_on_disk(

@@ -37,6 +37,12 @@ CASES = [
 ]
 
 
+def drawn() -> list[Any]:
+    """In `make test` each value is in a case, in the long forms any two values are."""
+    axes = [dict(zip("odmw", case.values, strict=True)) for case in CASES]
+    return sampling.drawn(CASES, axes, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
+
+
 def offloaded(path: Path, dtype: torch.dtype = torch.bfloat16, **config: Any) -> tuple[Any, list[Any]]:
     given = {"weights": "host", "cached": "all", "overlap": "during_backward", "moments": "fp32"} | config
     model, batches = model_and_batches(1)
@@ -59,9 +65,7 @@ def homes_moved(model: Any) -> list[int]:
     return [home.lease.offset for home in homes if home.lease is not None]
 
 
-@pytest.mark.parametrize(("optimizer", "dtype", "moments", "weights"), sampling.drawn(CASES, [
-    dict(zip("odmw", case.values, strict=True)) for case in CASES
-]))  # fmt: skip
+@pytest.mark.parametrize(("optimizer", "dtype", "moments", "weights"), drawn())
 def test_every_optimizer_ends_in_the_bits_of_a_run_that_waits(
     optimizer: str, dtype: torch.dtype, moments: str, weights: str, tmp_path: Path
 ) -> None:
@@ -148,6 +152,7 @@ def _a_commit_before_the_step(model: Any, optim: Any, batch: Any) -> None:
 DISTURBED = [_another_learning_rate, _another_gradient, _an_exception_in_backward, _a_commit_before_the_step]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("disturb", DISTURBED, ids=lambda act: act.__name__[1:])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_what_disturbs_a_step_changes_no_bit(disturb: Callable[..., None], weights: str, tmp_path: Path) -> None:
@@ -222,6 +227,7 @@ def test_a_loss_scale_that_grows_and_falls_changes_no_bit(tmp_path: Path) -> Non
     assert skipped[0] == skipped[1] >= 1
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("commit_every", [1, 3])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 def test_a_resumed_run_goes_on_from_states_that_moved(weights: str, commit_every: int, tmp_path: Path) -> None:
