@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from infinity.errors import PlanError
 from infinity.io.arena import Lease, PinnedArena
+from tests.sampling import number
 
 PAGES = 64
 
@@ -46,7 +47,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(max_examples=number(20, 60), stateful_step_count=40, deadline=None)
 
 
 def test_the_tightest_piece_is_taken_and_long_ones_stay() -> None:

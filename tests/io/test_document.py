@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.io import document
+from tests.sampling import number
 
 PATH = Path("/some/where")
 VALUES: list[Any] = [
@@ -70,7 +71,7 @@ nested = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=number(50, 200), deadline=None)
 @given(nested)
 def test_any_nesting_comes_back(value: Any) -> None:
     assert again(value) == value

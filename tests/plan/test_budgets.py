@@ -90,6 +90,7 @@ def advised(error: PlanError, key: str) -> int:
     return nbytes
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("overlap", ["off", "during_backward"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_device_budget_that_is_advised_works_and_one_page_less_is_refused(

@@ -77,7 +77,7 @@ def kept(layout: Layout) -> list[StateLayout]:
     return states
 
 
-@settings(max_examples=number(200, 3000), deadline=None)
+@settings(max_examples=number(40, 3000), deadline=None)
 @given(blocks, configs, options)
 def test_extents_fill_the_swap_file_and_leases_the_arena(
     blocks: list[list[Shape]], config: dict[str, Any], options: dict[str, Any]
@@ -107,7 +107,7 @@ def test_extents_fill_the_swap_file_and_leases_the_arena(
     assert layout.arena.transfers == (budgets.slot_bytes if in_place else budgets.upload_bytes)
 
 
-@settings(max_examples=number(100, 1000), deadline=None)
+@settings(max_examples=number(25, 1000), deadline=None)
 @given(blocks, configs, options)
 def test_every_state_has_an_extent_or_a_lease_and_the_copies_that_its_config_asks_for(
     blocks: list[list[Shape]], config: dict[str, Any], options: dict[str, Any]

@@ -210,7 +210,7 @@ def test_an_instruction_set_that_does_not_exist_is_named(name: str, monkeypatch:
     assert str(caught.value).isprintable()
 
 
-@settings(max_examples=number(200, 3000), deadline=None)
+@settings(max_examples=number(40, 3000), deadline=None)
 @given(test_layout.blocks, test_layout.configs, st.sampled_from(["cpu", "cuda"]))
 def test_one_pass_that_is_known_moves_no_more_and_adds_up_where_it_did(
     blocks: list[list[test_layout.Shape]], config: dict[str, Any], device: str

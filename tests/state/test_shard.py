@@ -13,6 +13,7 @@ from infinity.state.discover import discover
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.shard import SHARD_NUMEL, Cut, Shard, slices_of
 from infinity.state.unit import Unit
+from tests.sampling import number
 
 
 def unit_of(*sizes: int, dtype: torch.dtype = torch.bfloat16, frozen: int = 0) -> Unit:
@@ -95,7 +96,7 @@ def test_one_rank_has_the_unit_itself() -> None:
     assert Cut(1, 0).of(unit).local is unit
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(number(6, 20)))
 def test_every_element_is_updated_once_and_as_in_the_whole(seed: int) -> None:
     draw = random.Random(seed)
     unit = unit_of(*(draw.randrange(1, 9000) for _ in range(6)))
