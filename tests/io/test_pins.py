@@ -248,7 +248,7 @@ class Machine(RuleBasedStateMachine):
 
 # Not shrunk: each act goes to a disk, and what fails is short enough.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-Machine.TestCase.settings = settings(max_examples=number(10, 500), stateful_step_count=25, deadline=None, phases=PHASES)
+Machine.TestCase.settings = settings(max_examples=number(25, 500), stateful_step_count=25, deadline=None, phases=PHASES)
 test_random_acts_lose_no_folder = Machine.TestCase
 
 
