@@ -102,14 +102,59 @@ def going_on(root: str, folder: str, pins: int = 2) -> tuple[int, dict[str, str]
     return steps[0], weights_of(model)
 
 
-def test_ranks_go_on_from_each_folder_to_the_same_bits(tmp_path: Path) -> None:
-    (whole, _) = run(RANKS, pinning, str(tmp_path), [2, 3])
-    marker = read_marker(tmp_path / "checkpoint-2")
+def acts(root: str) -> tuple[int, dict[str, str]]:
+    """How many moments the run has on this rank, and its weights at the end."""
+    count = 0
+
+    def seen(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    with durable.observed(seen):
+        weights = pinning(root, [2, 3])
+    return count, weights
+
+
+PARTS = 3
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A run that pins the folders of steps 2 and 3 and is not killed.
+
+    Attributes:
+        acts: by rank, how many moments it has.
+        whole: its weights at the end.
+    """
+
+    root: Path
+    acts: list[int]
+    whole: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Counted:
+    root = tmp_path_factory.mktemp("counted") / "run"
+    told = run(RANKS, acts, str(root))
+    return Counted(root, [count for count, _ in told], told[0][1])
+
+
+@pytest.fixture
+def there(counted: Counted, tmp_path: Path) -> Iterator[Path]:
+    """Where that run is, for a test that changes it. Its folders name the place of the store: no copy would do."""
+    shutil.copytree(counted.root, tmp_path / "kept", symlinks=True)
+    yield counted.root
+    shutil.rmtree(counted.root)
+    (tmp_path / "kept").rename(counted.root)
+
+
+def test_ranks_go_on_from_each_folder_to_the_same_bits(there: Path, counted: Counted) -> None:
+    marker = read_marker(there / "checkpoint-2")
     assert marker is not None
     assert len(set(marker.digests)) == RANKS
-    assert marker.directories == [str(tmp_path / "swap")]
+    assert marker.directories == [str(there / "swap")]
     for began in (3, 2, 3):  # whichever was pinned, and again
-        assert run(RANKS, going_on, str(tmp_path), f"checkpoint-{began}") == [(began + 1, whole)] * RANKS
+        assert run(RANKS, going_on, str(there), f"checkpoint-{began}") == [(began + 1, counted.whole)] * RANKS
 
 
 def outcome(root: str, folder: str) -> tuple[int, dict[str, str]] | str:
@@ -129,26 +174,17 @@ def plainly(root: str) -> dict[str, str] | str:
     return weights_of(model)
 
 
-def acts(root: str) -> int:
-    """How many moments the run has on this rank."""
-    count = 0
-
-    def seen(*_: object) -> None:
-        nonlocal count
-        count += 1
-
-    with durable.observed(seen):
-        pinning(root, [2, 3])
-    return count
-
-
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_folder_with_a_marker_can_be_gone_on_from_whenever_a_rank_is_killed(tmp_path: Path, rank: int) -> None:
-    """Every act of a rank after its store was made, four of them in a short run of the tests."""
-    count = run(RANKS, acts, str(tmp_path / "counted"))[rank]
-    (whole, _) = run(RANKS, pinning, str(tmp_path / "whole"), [2, 3])
-    chance = random.Random(sampling.SEED)
-    for nth in chance.sample(range(8, count), sampling.number(4, count - 8)):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_folder_with_a_marker_can_be_gone_on_from_whenever_a_rank_is_killed(
+    tmp_path: Path, rank: int, part: int, counted: Counted
+) -> None:
+    """Every act of a rank after its store was made, one of each part of them in a short run of the tests."""
+    whole, every = counted.whole, range(8, counted.acts[rank])
+    mine = every[len(every) * part // PARTS : len(every) * (part + 1) // PARTS]
+    chance = random.Random(f"{sampling.SEED} {part}")
+    for nth in chance.sample(mine, sampling.number(1, len(mine))):
         root = tmp_path / f"killed-{nth}"
         ended(RANKS, pinning, str(root), [2, 3], Kill(rank, nth))
         folders = [path for path in root.glob("checkpoint-*") if read_marker(path) is not None]
@@ -208,21 +244,20 @@ def going_on_killed(root: str, folder: str, kill: Kill) -> None:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_a_rank_that_is_killed_while_a_run_goes_back_loses_nothing(tmp_path: Path, rank: int) -> None:
-    """Of the first acts, in which the resume becomes durable, two in a short run of the tests."""
-    (whole, _) = run(RANKS, pinning, str(tmp_path / "run"), [2, 3])
-    chance = random.Random(sampling.SEED)
-    for nth in chance.sample(range(12), sampling.number(2, 12)):
-        shutil.copytree(tmp_path / "run", tmp_path / "went", symlinks=True)
-        (tmp_path / "run").rename(tmp_path / "kept")
-        (tmp_path / "went").rename(tmp_path / "run")
-        ended(RANKS, going_on_killed, str(tmp_path / "run"), "checkpoint-2", Kill(rank, nth))
-        (began, weights), other = run(RANKS, begun_again, str(tmp_path / "run"))
+def test_a_rank_that_is_killed_while_a_run_goes_back_loses_nothing(tmp_path: Path, rank: int, counted: Counted) -> None:
+    """Of the first acts, in which the resume becomes durable, one in a short run of the tests."""
+    chance, run_of = random.Random(f"{sampling.SEED} {rank}"), counted.root
+    for nth in chance.sample(range(12), sampling.number(1, 12)):
+        shutil.copytree(run_of, tmp_path / "kept", symlinks=True)
+        try:
+            ended(RANKS, going_on_killed, str(run_of), "checkpoint-2", Kill(rank, nth))
+            (began, weights), other = run(RANKS, begun_again, str(run_of))
+        finally:
+            shutil.rmtree(run_of)  # folders name where the store is
+            (tmp_path / "kept").rename(run_of)
         assert other == (began, weights), nth
-        assert weights == whole, nth
+        assert weights == counted.whole, nth
         assert began >= 2
-        shutil.rmtree(tmp_path / "run")
-        (tmp_path / "kept").rename(tmp_path / "run")
 
 
 def letting_go(root: str, how: str) -> list[list[str]]:
@@ -367,8 +402,8 @@ def from_copy(root: str) -> tuple[int, dict[str, str]]:
     return steps[0], weights_of(model)
 
 
-def test_where_all_pins_are_taken_the_oldest_becomes_a_portable_copy(tmp_path: Path) -> None:
-    (whole, _) = run(RANKS, pinning, str(tmp_path / "whole"), [])
+def test_where_all_pins_are_taken_the_oldest_becomes_a_portable_copy(tmp_path: Path, counted: Counted) -> None:
+    whole = counted.whole
     assert run(RANKS, copying, str(tmp_path)) == [["checkpoint-2"]] * RANKS
     marker = read_marker(tmp_path / "checkpoint-2")
     assert marker is not None
@@ -377,20 +412,19 @@ def test_where_all_pins_are_taken_the_oldest_becomes_a_portable_copy(tmp_path: P
     assert run(RANKS, going_on, str(tmp_path), "checkpoint-4", 1) == [(5, whole)] * RANKS
 
 
-def test_the_commands_know_what_ranks_pin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(RANKS, pinning, str(tmp_path), [2, 3])
-    swap = str(tmp_path / "swap")
+def test_the_commands_know_what_ranks_pin(there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    swap = str(there / "swap")
     assert main(["checkpoint", "list", swap]) == 0
     assert capsys.readouterr().out.count("pinned by") == 2 * RANKS
     assert main(["checkpoint", "verify", swap]) == 0
     assert main(["checkpoint", "export", swap, "--output", str(tmp_path / "out"), "--step", "2"]) == 0
     assert main(["checkpoint", "remove", swap]) == 2
     assert "checkpoint folders pin generations" in capsys.readouterr().err
-    assert main(["checkpoint", "unpin", swap, "--folder", str(tmp_path / "checkpoint-2")]) == 0
-    assert read_marker(tmp_path / "checkpoint-2") is None
-    assert [len(read_pins(path)) for path in rank_paths(tmp_path / "swap", RANKS)] == [1, 1]
-    assert main(["checkpoint", "unpin", swap, "--folder", str(tmp_path / "checkpoint-2")]) == 2
+    assert main(["checkpoint", "unpin", swap, "--folder", str(there / "checkpoint-2")]) == 0
+    assert read_marker(there / "checkpoint-2") is None
+    assert [len(read_pins(path)) for path in rank_paths(there / "swap", RANKS)] == [1, 1]
+    assert main(["checkpoint", "unpin", swap, "--folder", str(there / "checkpoint-2")]) == 2
     assert "pins no generation" in capsys.readouterr().err
     assert main(["checkpoint", "remove", swap, "--pinned"]) == 0
-    assert read_marker(tmp_path / "checkpoint-3") is None
-    assert not list((tmp_path / "swap").glob("rank-*"))
+    assert read_marker(there / "checkpoint-3") is None
+    assert not list((there / "swap").glob("rank-*"))
