@@ -15,8 +15,8 @@ from tests.cli.test_resume import _job, _losses, _same, _stop_after
 from tests.models import llama
 
 
-def prepare(tmp_path: Path, **options: Any) -> None:
-    llama(8, **options)[0].bfloat16().save_pretrained(tmp_path / "model")
+def prepare(tmp_path: Path, layers: int = 8, **options: Any) -> None:
+    llama(layers, **options)[0].bfloat16().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
 
@@ -30,7 +30,7 @@ def bytes_of(output: Path) -> tuple[float, float]:
 def test_micro_batches_end_in_the_bits_of_as_many_passes_and_move_the_weights_once(tmp_path: Path) -> None:
     prepare(tmp_path)
     for name, options in (("a", {"--gradient-accumulation": 4}), ("b", {"--micro-batches": 4})):
-        assert run(_job(tmp_path, name, overlap="off", memory=SMALL) | options) == 0
+        assert run(_job(tmp_path, name, overlap="off", memory=SMALL) | {"--steps": 2} | options) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
     (passes, planned_passes), (together, planned) = (bytes_of(tmp_path / f"out-{name}") for name in "ab")
@@ -40,19 +40,19 @@ def test_micro_batches_end_in_the_bits_of_as_many_passes_and_move_the_weights_on
 
 
 def test_passes_and_micro_batches_may_be_combined(tmp_path: Path) -> None:
-    prepare(tmp_path)
+    prepare(tmp_path, 4)
     for name, passes, together in (("a", 4, 1), ("b", 2, 2)):
-        options = {"--gradient-accumulation": passes, "--micro-batches": together}
+        options = {"--gradient-accumulation": passes, "--micro-batches": together, "--steps": 3}
         assert run(_job(tmp_path, name) | options) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_run_with_dropout_and_tied_weights_goes_on_where_it_was_stopped(number: int, tmp_path: Path) -> None:
-    prepare(tmp_path, attention_dropout=0.1, tie_word_embeddings=True)
-    assert run(_job(tmp_path, "a") | {"--micro-batches": 3}) == 0
-    assert _stop_after(_job(tmp_path, "b") | {"--micro-batches": 3}, number).returncode != 0
+    prepare(tmp_path, 2, attention_dropout=0.1, tie_word_embeddings=True)
+    assert run(_job(tmp_path, "a") | {"--micro-batches": 3, "--steps": 6}) == 0
+    assert _stop_after(_job(tmp_path, "b") | {"--micro-batches": 3, "--steps": 6}, number).returncode != 0
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
     assert _same(tmp_path / "out-a", tmp_path / "out-b")

@@ -84,11 +84,14 @@ def test_a_file_that_is_not_there_is_an_error(job: dict[str, Any], capsys: Any) 
 def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
     job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = {name.removeprefix("--"): str(value) if isinstance(value, Path) else value for name, value in job.items()}
+    few = {"--steps": 4, "--eval-steps": 2}
+    file = {
+        name.removeprefix("--"): str(value) if isinstance(value, Path) else value for name, value in (job | few).items()
+    }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(file | {"lora-targets": ["q_proj"], "lora": 2, "beta1": 0.8}))
     assert main(["finetune", "--options", str(tmp_path / "mine.yaml")]) == 0
     flags = ["--lora", "2", "--lora-targets", "q_proj", "--beta1", "0.8"]
-    assert run(_job(tmp_path, "b") | {"--eval-data": tmp_path / "apart.txt", "--eval-steps": 5}, *flags) == 0
+    assert run(_job(tmp_path, "b") | {"--eval-data": tmp_path / "apart.txt"} | few, *flags) == 0
     assert _losses(tmp_path / "out-a") == _losses(tmp_path / "out-b")
     report = json.loads((tmp_path / "out-a" / "report.json").read_text())
     assert report["again"] in (tmp_path / "out-a" / "report.txt").read_text()
@@ -104,8 +107,9 @@ def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
 
 
 def test_a_run_that_went_on_from_a_copy_names_the_model_it_began_with(job: dict[str, Any], tmp_path: Path) -> None:
-    assert run(job) == 0
-    _stop_after(_job(tmp_path, "b"), signal.SIGINT)
+    few = {"--steps": 6}
+    assert run(job | few) == 0
+    _stop_after(_job(tmp_path, "b") | few, signal.SIGINT)
     assert main(["checkpoint", "export", str(tmp_path / "swap-b"), "--output", str(tmp_path / "copy")]) == 0
     _job(tmp_path, "c")
     goes_on = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(tmp_path / "c.yaml")]
@@ -117,7 +121,7 @@ def test_a_run_that_went_on_from_a_copy_names_the_model_it_began_with(job: dict[
 
 def test_a_run_that_was_extended_says_that_it_is_not_the_same_again(job: dict[str, Any], tmp_path: Path) -> None:
     short = {name: value for name, value in job.items() if name not in ("--steps", "--eval-steps")}
-    assert run(short | {"--epochs": 1, "--sequence-length": 64}, "--keep-store") == 0
+    assert run(short | {"--epochs": 1, "--sequence-length": 96}, "--keep-store") == 0
     first = json.loads((tmp_path / "out-a" / "report.json").read_text())
     assert "another number of steps" not in first["again"]
     resumed = ["finetune", "--resume", str(tmp_path / "swap-a")]
