@@ -131,8 +131,8 @@ def test_whether_something_ends_is_asked_in_a_process_of_its_own() -> None:
     assert not ends(hangs, 0.2)
 
 
-def _is_asked_to_end(left: Path) -> int:
-    """77, as a leader of processes, if a signal came while a probe ran."""
+def _is_asked_to_end(left: Path, begun: Path) -> int:
+    """77, as a leader of processes, if a signal came while a probe ran. `begun` is there once that is waited for."""
     os.setsid()
     signal.signal(signal.SIGTERM, _terminate)
 
@@ -141,8 +141,12 @@ def _is_asked_to_end(left: Path) -> int:
         signal.pause()
         return good()
 
+    def begins() -> Found:
+        begun.touch()
+        return good()
+
     try:
-        look([Probes([Probe("a", "b", leaves)], LONG_S, left)])
+        look([Probes([Probe("a", "b", leaves)], LONG_S, left), Probes([Probe("a", "c", begins)], LONG_S)])
     except KeyboardInterrupt:
         return 77
     return 0
@@ -150,13 +154,15 @@ def _is_asked_to_end(left: Path) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_probes_and_removes_their_files(number: signal.Signals, tmp_path: Path) -> None:
-    process = Forked(_is_asked_to_end, tmp_path / "left")
+    left, begun = tmp_path / "probed" / "left", tmp_path / "begun"
+    left.parent.mkdir()
+    process = Forked(_is_asked_to_end, left, begun)
     until = time.monotonic() + LONG_S
-    while not (tmp_path / "left").exists() and time.monotonic() < until:
+    while not (left.exists() and begun.exists()) and time.monotonic() < until:
         time.sleep(0.01)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     process.finished(within_s=LONG_S)
     assert process.returncode == 77
-    assert list(tmp_path.iterdir()) == []
+    assert list(left.parent.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
