@@ -10,6 +10,7 @@ import random
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from typing import Any
 
@@ -137,6 +138,7 @@ def never_comes(deadline_s: float) -> Any:
         while True:
             try:
                 exchange.raise_if_broken()
+                time.sleep(0.01)
             except PeerError as error:
                 exchange.close()
                 return error.ranks, str(error)

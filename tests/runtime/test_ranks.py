@@ -28,7 +28,7 @@ from tests.runtime.over_ranks import (
 
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
-STEPS = 5
+STEPS = 4
 
 
 @pytest.mark.covering(strength=1)
@@ -53,13 +53,13 @@ def test_ranks_train_the_bits_of_one_process(
 ) -> None:
     config = tiers | {"moments": moments, "overlap": overlap}
     model = {"recomputed": recomputed}
-    require_equal(tmp_path, config, micro, ranks, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
+    require_equal(tmp_path, config, micro, ranks, steps=2, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
 
 
 @pytest.mark.parametrize("master", ["split16", "fp32", "none"])
 def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Path, master: str) -> None:
     config = TIERS[3] | {"master": master, "overlap": "during_backward"}
-    require_equal(tmp_path, config, 2, 3, dtype="bfloat16", max_grad_norm=0.01)
+    require_equal(tmp_path, config, 1, 3, steps=2, dtype="bfloat16", max_grad_norm=0.01)
 
 
 @pytest.mark.covering(strength=1)
@@ -111,6 +111,7 @@ def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) 
     return weights, begun, undone
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("commit_every", [0, 1])
 def test_updates_begin_during_backward_on_every_rank(tmp_path: Path, tiers: dict[str, Any], commit_every: int) -> None:
@@ -123,7 +124,7 @@ def test_updates_begin_during_backward_on_every_rank(tmp_path: Path, tiers: dict
         assert all(first)
         assert all(second)
     else:  # the first step expects a gradient of the other head, too; rank 1 has nothing of the heads, one slice
-        assert (first, second) == ([3, 4, 4, 4, 4], [3] * STEPS)
+        assert (first, second) == ([3, 4, 4, 4], [3] * STEPS)
 
 
 def test_a_rank_that_is_late_changes_nothing(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def delayed(folder: str, config: dict[str, Any], late: int) -> Any:
     return train(folder, config, 2, 2, max_grad_norm=0.01)
 
 
-@pytest.mark.parametrize("gather", ["world", "none"])
+@pytest.mark.parametrize("gather", ["world", pytest.param("none", marks=pytest.mark.long)])
 def test_collectives_that_one_rank_begins_late_change_nothing(tmp_path: Path, gather: str) -> None:
     memory = {"memory": {"host": "256MiB", "device": "4MiB"}}  # of both ranks: slots for two blocks
     config = TIERS[3] | memory | {"overlap": "during_backward", "commit_every": 1, "ranks": {"gather": gather}}
@@ -159,6 +160,7 @@ def test_collectives_that_one_rank_begins_late_change_nothing(tmp_path: Path, ga
     assert all(each == found[0] for each in found)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.01}, {"dtype": "bfloat16"}])
 def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers: Any, options: dict[str, Any]) -> None:
@@ -166,6 +168,7 @@ def test_one_rank_goes_the_way_of_several_to_the_same_bits(tmp_path: Path, tiers
     assert run(1, alone, str(tmp_path / "all"), tiers, 2, options) == [expected]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 @pytest.mark.parametrize("overlap", ["before_forward", "during_backward"])
 def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(
@@ -174,7 +177,9 @@ def test_a_parameter_that_some_batches_use_is_trained_as_in_one_process(
     require_equal(tmp_path, tiers | {"overlap": overlap}, 2, 3, some=True, max_grad_norm=0.05)
 
 
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(
+    "tiers", [TIERS[0], *(pytest.param(tiers, marks=pytest.mark.long) for tiers in TIERS[1:3]), TIERS[3]]
+)
 def test_a_block_that_is_used_twice_is_updated_with_both_gradients(tmp_path: Path, tiers: dict[str, Any]) -> None:
     require_equal(tmp_path, tiers | {"overlap": "during_backward"}, 1, 2, steps=4, model={"twice": True})
 
@@ -185,6 +190,7 @@ def test_gradients_set_to_none_by_hand_are_gone(tmp_path: Path, micro: int) -> N
     require_equal(tmp_path, config, micro, 2, cleared=True, some=True, steps=4)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", [TIERS[0], TIERS[3]])
 @pytest.mark.parametrize("overlap", ["before_forward", "during_backward"])
 def test_evaluations_and_gradients_that_are_dropped_change_nothing(
