@@ -69,6 +69,7 @@ class Loop:
         return found
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_losses_and_norms_are_those_of_the_plain_loop(
@@ -270,16 +271,49 @@ print("step done", loss.item())
 """
 
 
-def test_accelerate_launch_and_the_option_resume(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, config, out = tmp_path / "script.py", tmp_path / "swap.yaml", tmp_path / "out"
+@pytest.fixture
+def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
+    """Of `infinity run`, with the script."""
+    script, config = tmp_path / "script.py", tmp_path / "swap.yaml"
     script.write_text(SCRIPT)
     config.write_text(
         f"{{weights: nvme, optimizer: nvme, nvme: {{paths: [{tmp_path}/swap]}}, commit_every: 1, "
         "memory: {device: 64MiB, host: 256MiB}}"
     )
-    arguments = [str(config), str(script), str(checkpoint), str(out)]
+    return [str(config), str(script), str(checkpoint), str(tmp_path / "out")]
+
+
+def require_resumes(
+    arguments: list[str], out: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["run", "--resume", str(out), *arguments]) == 0
+    assert "step done" in capfd.readouterr().out
+    assert '"step": 2' in (out / "infinity.json").read_text()
+
+
+def test_a_script_with_what_accelerate_launch_sets_and_the_option_resume(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands import launch
+
+    given = launch.launch_command_parser().parse_args(["--cpu", "-m", "infinity.run", *arguments])
+    command, environment = launch.prepare_simple_launcher_cmd_env(launch._validate_launch_command(given)[0])
+    assert command == [sys.executable, "-m", "infinity.run", *arguments]
+    for name in environment.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environment[name])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["run", *command[3:]]) == 0
+    assert "step done" in capfd.readouterr().out
+    require_resumes(arguments, tmp_path / "out", capfd, monkeypatch)
+
+
+@pytest.mark.long
+def test_accelerate_launch_and_the_option_resume(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "infinity.run", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -288,11 +322,7 @@ def test_accelerate_launch_and_the_option_resume(
     )
     assert done.returncode == 0, done.stderr
     assert "step done" in done.stdout
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert main(["run", "--resume", str(out), *arguments]) == 0
-    assert "step done" in capfd.readouterr().out
-    assert '"step": 2' in (out / "infinity.json").read_text()
+    require_resumes(arguments, tmp_path / "out", capfd, monkeypatch)
     assert main(["run", "--resume", str(tmp_path / "nowhere"), *arguments]) == 2
     assert "infinity.json" in capfd.readouterr().err
 

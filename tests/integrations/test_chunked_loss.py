@@ -111,6 +111,7 @@ def half_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return loss / 2
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_offloaded_model_trains_the_same(offload: Any, tmp_path: Path, recomputes: bool, tied: bool) -> None:

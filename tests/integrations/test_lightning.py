@@ -104,6 +104,7 @@ def test_losses_are_those_of_the_plain_script(
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("launched", [True, False], ids=["launched", "strategy"])
 def test_lower_precision_is_near_the_plain_script(
@@ -213,6 +214,7 @@ def test_validating_and_predicting_before_training(
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("launched", [True, False], ids=["launched", "strategy"])
 def test_fit_goes_on_from_a_checkpoint_to_the_bits_of_the_uninterrupted_run(
