@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+from collections.abc import Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 NVME = TIERS[3]
 STEPS = 5
 BATCHES = 12
+"""That as many ranks as a test has can share equally."""
+PAIR = 2
+"""That two ranks share."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Kill:
     moment: str
     file: str
     nth: int
+
+    @property
+    def axes(self) -> dict[str, Hashable]:
+        when, act = self.moment.split(" ", 1)
+        return {"rank": self.rank, "when": when, "act": act, "file": self.file}
 
     def at(self, rank: int) -> contextlib.AbstractContextManager[None]:
         if rank != self.rank:
@@ -79,8 +88,8 @@ def live(
     kill: Kill | None = None,
     copy: str = "",
 ) -> Life:
-    """One life of this rank, or of a process alone: it goes on from what is there, or begins anew, and takes `micro` of
-    BATCHES in each step. Args: copy: a portable copy to begin with."""
+    """One life of this rank, or of a process alone: it goes on from what is there, or begins anew, and takes `micro`
+    batches in each step. Args: copy: a portable copy to begin with."""
     several = dist.is_initialized()
     rank, world = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
     kind = getattr(torch, dtype)
@@ -123,34 +132,94 @@ def on_rank(folder: str, config: dict[str, Any], until: int, micro: int, options
         return error.ranks, str(error)
 
 
-def batches_of(life: Life, micro: int, rank: int, world: int) -> dict[int, list[float]]:
+def batches_of(life: Life, rank: int, world: int) -> dict[int, list[float]]:
     """Of the losses of one process with all batches, those of a rank."""
-    return {step: losses[rank::world][:micro] for step, losses in life.losses.items()}
+    return {step: losses[rank::world] for step, losses in life.losses.items()}
 
 
 def require_same(lives: list[Life], one: Life, world: int) -> None:
     for rank, life in enumerate(lives):
         assert life.weights == one.weights
-        expected = batches_of(one, BATCHES // world, rank, world)
+        expected = batches_of(one, rank, world)
         assert life.losses == {step: expected[step] for step in life.losses}
+
+
+class Undisturbed:
+    """Runs of one process that never stop, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[str, Life] = {}
+
+    def __call__(self, config: dict[str, Any], batches: int, dtype: str = "float32", steps: int = STEPS) -> Life:
+        key = repr((sorted(config.items()), batches, dtype, steps))
+        if key not in self._made:
+            self._made[key] = live(str(self._root / str(len(self._made))), config, steps, batches, dtype=dtype)
+        return self._made[key]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+COMMITS = [{"commit_every": 1}, {"commit_every": 2, "keep": 2}, {"commit_every": "auto"}]
 
 
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tiers", TIERS[1:])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("commits", COMMITS)
+def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    tiers: dict[str, Any],
+    ranks: int,
+    dtype: str,
+    moments: str,
+    commits: dict[str, Any],
+) -> None:
+    config = tiers | commits | {"moments": moments}
+    require_resumed(str(tmp_path), config, dtype, ranks, 1, (3, STEPS), undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("tiers", TIERS[1:])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-@pytest.mark.parametrize("commits", [{"commit_every": 1}, {"commit_every": 2, "keep": 2}, {"commit_every": "auto"}])
-def test_a_resumed_run_ends_in_the_bits_of_one_that_never_stopped(
-    tmp_path: Path, tiers: dict[str, Any], ranks: int, dtype: str, moments: str, commits: dict[str, Any]
+@pytest.mark.parametrize("commits", COMMITS)
+def test_a_run_that_is_resumed_twice_ends_in_the_bits_of_one_that_never_stopped(
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    tiers: dict[str, Any],
+    ranks: int,
+    dtype: str,
+    moments: str,
+    commits: dict[str, Any],
 ) -> None:
     config = tiers | commits | {"moments": moments}
-    one = live(str(tmp_path / "one"), config, STEPS, BATCHES, dtype=dtype)
-    micro, folder = BATCHES // ranks, str(tmp_path / "all")
-    for until in (2, 3, STEPS):
-        lives = run(ranks, on_rank, folder, config, until, micro, {"dtype": dtype})
-        assert {life.began for life in lives} == {{2: 0, 3: 2, STEPS: 3}[until]}
-    require_same(lives, one, ranks)
+    require_resumed(str(tmp_path), config, dtype, ranks, 2, (2, 3, STEPS), undisturbed)
+
+
+def require_resumed(
+    folder: str,
+    config: dict[str, Any],
+    dtype: str,
+    ranks: int,
+    micro: int,
+    ends: tuple[int, ...],
+    undisturbed: Undisturbed,
+) -> None:
+    """Each life goes on where the one before it ended. Args: micro: batches of a rank in each step."""
+    began = 0
+    for end in ends:
+        lives = run(ranks, on_rank, folder, config, end, micro, {"dtype": dtype})
+        assert {life.began for life in lives} == {began}
+        began = end
+    require_same(lives, undisturbed(config, micro * ranks, dtype), ranks)
 
 
 def manifests(folder: str, rank: int, ranks: int) -> list[Path]:
@@ -176,34 +245,37 @@ KILLS = [
 
 @pytest.mark.parametrize(
     "kill",
-    random.Random(sampling.SEED).sample(KILLS, sampling.number(8, len(KILLS))),
+    sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1),
     ids=lambda kill: f"{kill.rank} {kill.moment} {kill.file} {kill.nth}",
 )
-def test_a_rank_that_is_killed_at_any_act_loses_no_generation(tmp_path: Path, kill: Kill) -> None:
-    one = live(str(tmp_path / "one"), NVME, STEPS, BATCHES)
-    folder, micro = str(tmp_path / "all"), BATCHES // 2
-    first = ended(2, on_rank, folder, NVME, STEPS, micro, {"kill": kill})
+def test_a_rank_that_is_killed_at_any_act_loses_no_generation(
+    tmp_path: Path, undisturbed: Undisturbed, kill: Kill
+) -> None:
+    one, folder = undisturbed(NVME, PAIR), str(tmp_path / "all")
+    first = ended(2, on_rank, folder, NVME, STEPS, 1, {"kill": kill})
     assert first[kill.rank].exitcode == -signal.SIGKILL
     told = first[1 - kill.rank].value
     if isinstance(told, tuple):  # else it had done all of its steps
         assert told[0] == (kill.rank,), told
     there = set(steps_of(folder, 0, 2)) & set(steps_of(folder, 1, 2))
-    lives = run(2, on_rank, folder, NVME, STEPS, micro, {})
+    lives = run(2, on_rank, folder, NVME, STEPS, 1, {})
     assert [life.began for life in lives] == [max(there, default=0)] * 2
     require_same(lives, one, 2)
 
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(tmp_path: Path, how: str) -> None:
-    config, folder, micro = NVME | {"keep": 2}, str(tmp_path / "all"), BATCHES // 2
-    one = live(str(tmp_path / "one"), config, STEPS, BATCHES)
-    run(2, on_rank, folder, config, 3, micro, {})
+def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(
+    tmp_path: Path, undisturbed: Undisturbed, how: str
+) -> None:
+    config, folder = NVME | {"keep": 2}, str(tmp_path / "all")
+    one = undisturbed(config, PAIR)
+    run(2, on_rank, folder, config, 3, 1, {})
     newest = manifests(folder, 1, 2)[-1]
     if how == "missing":
         newest.unlink()
     else:
         newest.write_bytes(newest.read_bytes()[:-3])
-    lives = run(2, on_rank, folder, config, STEPS, micro, {})
+    lives = run(2, on_rank, folder, config, STEPS, 1, {})
     assert {life.began for life in lives} == {2}
     require_same(lives, one, 2)
 
@@ -236,7 +308,7 @@ def begun(folder: str) -> str:
 
 def test_a_run_of_another_number_of_ranks_is_not_written_over(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
-    run(2, on_rank, folder, NVME, 1, 6, {})
+    run(2, on_rank, folder, NVME, 1, 1, {})
     told = run(3, begun, folder)
     assert "StoreNotEmptyError" in told[0]
     assert "2 ranks" in told[0]
@@ -256,12 +328,12 @@ def test_ranks_that_would_commit_other_steps_are_told(tmp_path: Path) -> None:
     assert all("commit_every" in told for told in run(2, differing, str(tmp_path)))
 
 
-def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path) -> None:
+def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
     drawn = random.Random(sampling.SEED)
-    one = live(str(tmp_path / "one"), NVME, STEPS, BATCHES)
+    one = undisturbed(NVME, PAIR)
     for number in range(sampling.number(1, 40)):
         folder, lives = str(tmp_path / f"all{number}"), 0
-        while lives < 4:
+        while lives < 3:
             lives += 1
             kill = Kill(
                 drawn.randrange(2),
@@ -269,12 +341,14 @@ def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path) -
                 "manifest",
                 drawn.randrange(3),
             )
-            ended(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {"kill": kill})
-        require_same(run(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {}), one, 2)
+            ended(2, on_rank, folder, NVME, STEPS, 1, {"kill": kill})
+        require_same(run(2, on_rank, folder, NVME, STEPS, 1, {}), one, 2)
 
 
-def went_on(folder: str, config: dict[str, Any], ranks: int, until: int, **options: Any) -> list[Life]:
-    micro = BATCHES // ranks
+def went_on(
+    folder: str, config: dict[str, Any], ranks: int, until: int, batches: int = BATCHES, **options: Any
+) -> list[Life]:
+    micro = batches // ranks
     if ranks == 1:
         return [live(folder, config, until, micro, **options)]
     return run(ranks, on_rank, folder, config, until, micro, options)
@@ -288,44 +362,69 @@ def require_only(folder: Path, ranks: int) -> None:
     assert ("store.infinity" in names) == (ranks == 1)
 
 
+@dataclass(frozen=True)
+class Changing:
+    """A run whose number of ranks changes after each step."""
+
+    config: dict[str, Any]
+    dtype: str
+    folders: list[Path]
+
+    def require_same(self, counts: tuple[int, ...], batches: int, one: Life) -> None:
+        config = self.config | {"nvme": {"paths": [str(each) for each in self.folders]}}
+        for done, ranks in enumerate(counts):
+            lives = went_on(str(self.folders[0]), config, ranks, done + 1, batches, dtype=self.dtype)
+            assert [life.began for life in lives] == [done] * ranks
+            for folder in self.folders:
+                require_only(folder, ranks)
+        require_same(lives, one, ranks)
+
+
+@pytest.fixture
+def changing(tiers: dict[str, Any], moments: str, dtype: str, disks: int, tmp_path: Path) -> Changing:
+    return Changing(tiers | {"moments": moments}, dtype, [tmp_path / f"disk{index}" for index in range(disks)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+@pytest.mark.parametrize("tiers", TIERS[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("disks", [1, 2])
+def test_a_run_goes_on_with_any_number_of_ranks(changing: Changing, undisturbed: Undisturbed) -> None:
+    changing.require_same((4, 2, 3, 1, 2), BATCHES, undisturbed(changing.config, BATCHES, changing.dtype))
+
+
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 @pytest.mark.parametrize("tiers", TIERS[1:])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("disks", [1, 2])
-def test_a_run_goes_on_with_any_number_of_ranks(
-    tmp_path: Path, moments: str, tiers: dict[str, Any], dtype: str, disks: int
-) -> None:
-    config = tiers | {"moments": moments}
-    one = live(str(tmp_path / "one"), config, STEPS, BATCHES, dtype=dtype)
-    folders = [str(tmp_path / f"disk{index}") for index in range(disks)]
-    if disks > 1:
-        config |= {"nvme": {"paths": folders}}
-    for done, ranks in enumerate((4, 2, 3, 1, 2)):
-        lives = went_on(folders[0], config, ranks, done + 1, dtype=dtype)
-        assert [life.began for life in lives] == [done] * ranks
-        for folder in folders:
-            require_only(Path(folder), ranks)
-    require_same(lives, one, 2)
+def test_a_run_goes_on_with_more_ranks_and_in_one_process(changing: Changing, undisturbed: Undisturbed) -> None:
+    changing.require_same((2, 3, 1), 6, undisturbed(changing.config, 6, changing.dtype, steps=3))
+
+
+KEPT = pytest.mark.long(kept="only here a rank dies while the number of ranks changes")
 
 
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill(0, "end rename", "manifest", 0),
-        Kill(1, "begin rename", "manifest", 0),
-        Kill(0, "end unlink", "manifest", 0),
+        pytest.param(Kill(0, "end rename", "manifest", 0), marks=KEPT),
+        # As after the one above: rank 0 has a manifest, rank 1 has none.
+        pytest.param(Kill(1, "begin rename", "manifest", 0), marks=pytest.mark.long),
+        pytest.param(Kill(0, "end unlink", "manifest", 0), marks=KEPT),
     ],
 )
 def test_a_rank_that_is_killed_while_a_run_changes_its_number_of_ranks_loses_nothing(
-    tmp_path: Path, kill: Kill
+    tmp_path: Path, undisturbed: Undisturbed, kill: Kill
 ) -> None:
-    one, folder = live(str(tmp_path / "one"), NVME, STEPS, BATCHES), str(tmp_path / "all")
-    went_on(folder, NVME, 3, 2)
-    assert ended(2, on_rank, folder, NVME, STEPS, BATCHES // 2, {"kill": kill})[kill.rank].exitcode == -signal.SIGKILL
-    lives = went_on(folder, NVME, 2, 3)
+    batches, folder = 6, str(tmp_path / "all")
+    one = undisturbed(NVME, batches)
+    went_on(folder, NVME, 3, 2, batches)
+    assert ended(2, on_rank, folder, NVME, STEPS, 3, {"kill": kill})[kill.rank].exitcode == -signal.SIGKILL
+    lives = went_on(folder, NVME, 2, 3, batches)
     assert {life.began for life in lives} == {2}
-    lives = went_on(folder, NVME, 3, STEPS)
+    lives = went_on(folder, NVME, 3, STEPS, batches)
     assert {life.began for life in lives} == {3}
     require_same(lives, one, 3)
     require_only(Path(folder), 3)
@@ -333,7 +432,7 @@ def test_a_rank_that_is_killed_while_a_run_changes_its_number_of_ranks_loses_not
 
 def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) -> None:
     folder = str(tmp_path / "all")
-    (life, _) = went_on(folder, NVME | {"moments": "int8"}, 2, 2)
+    (life, _) = went_on(folder, NVME | {"moments": "int8"}, 2, 2, PAIR)
     assert main(["checkpoint", "list", folder]) == 0
     assert "generations that all 2 ranks have: 1, 2" in capsys.readouterr().out
     assert main(["checkpoint", "verify", folder]) == 0
@@ -345,24 +444,27 @@ def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) 
     assert list(Path(folder).iterdir()) == []
 
 
-def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(tmp_path: Path) -> None:
-    config, folder, out = NVME | {"moments": "int8"}, str(tmp_path / "all"), str(tmp_path / "out")
-    one = live(str(tmp_path / "one"), config, STEPS, BATCHES)
-    went_on(folder, config, 3, 2)
+@pytest.mark.long(kept="only here a portable copy of ranks goes on in another number of them")
+def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    config, folder, out, batches = NVME | {"moments": "int8"}, str(tmp_path / "all"), str(tmp_path / "out"), 6
+    one = undisturbed(config, batches)
+    went_on(folder, config, 3, 2, batches)
     assert infinity.export_checkpoint(folder, out) == 2
     for ranks in (1, 2):
-        lives = went_on(str(tmp_path / f"after{ranks}"), config, ranks, STEPS, copy=out)
+        lives = went_on(str(tmp_path / f"after{ranks}"), config, ranks, STEPS, batches, copy=out)
         assert {life.began for life in lives} == {2}
         require_same(lives, one, ranks)
 
 
 def test_a_store_that_one_rank_lacks_and_one_of_another_run_are_named_on_all_ranks(tmp_path: Path) -> None:
     folder, other = str(tmp_path / "all"), str(tmp_path / "other")
-    went_on(folder, NVME, 2, 1)
+    went_on(folder, NVME, 2, 1, PAIR)
     shutil.rmtree(rank_path(tmp_path / "all", 1, 2))
     for told in run(2, resumed, folder):
         assert "rank 1 has no store there" in told
-    went_on(other, NVME, 2, 1)
+    went_on(other, NVME, 2, 1, PAIR)
     shutil.copytree(rank_path(tmp_path / "other", 1, 2), rank_path(tmp_path / "all", 1, 2))
     for told in run(2, resumed, folder):
         assert "the stores of ranks 0 and 1 are of different runs" in told
@@ -376,18 +478,18 @@ def resumed(folder: str) -> str:
 
 def test_a_checkpoint_of_one_process_is_not_written_over_by_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
-    went_on(folder, NVME, 1, 2)
+    went_on(folder, NVME, 1, 2, PAIR)
     told = run(2, begun, folder)
     assert "StoreNotEmptyError" in told[0]
     assert "one process" in told[0]
     assert "one process" in told[1]
-    assert [life.began for life in went_on(folder, NVME, 2, 3)] == [2, 2]
+    assert [life.began for life in went_on(folder, NVME, 2, 3, PAIR)] == [2, 2]
 
 
 def test_what_not_all_ranks_see_is_not_taken_over(tmp_path: Path) -> None:
     """Local disks: on that of rank 0 is a checkpoint that rank 1 does not see."""
     disks = [str(tmp_path / f"disk{rank}") for rank in range(2)]
-    went_on(disks[0], NVME, 1, 1)
+    went_on(disks[0], NVME, 1, 1, PAIR)
     before = sorted(tmp_path.rglob("*"))
     told = run(2, on_own_disk, disks)
     assert "one process" in told[0]
@@ -423,11 +525,11 @@ def taken_over(folder: str) -> None:
 
 def test_an_error_in_the_first_commit_leaves_what_can_begin_anew(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
-    one = live(str(tmp_path / "one"), NVME, 2, BATCHES)
+    one = live(str(tmp_path / "one"), NVME, 2, PAIR)
     told = run(2, failing_to_write, folder)
     assert "rank 1" in told[0]
     assert "generation 1" in told[1]
-    lives = went_on(folder, NVME, 2, 2)
+    lives = went_on(folder, NVME, 2, 2, PAIR)
     assert [life.began for life in lives] == [0, 0]
     require_same(lives, one, 2)
 
@@ -438,7 +540,7 @@ def failing_to_write(folder: str) -> str:
             raise SwapIOError("write", path=str(path), errno=errno.ENOSPC)
 
     with durable.observed(full), pytest.raises(InfinityError) as error:
-        live(folder, NVME, 2, BATCHES // 2)
+        live(folder, NVME, 2, 1)
     return str(error.value)
 
 
@@ -455,7 +557,7 @@ def unreadable(folder: str) -> str:
 
 def test_all_hear_of_a_rank_that_cannot_read_what_is_taken_over(tmp_path: Path) -> None:
     folder = str(tmp_path / "all")
-    went_on(folder, NVME, 1, 1)
+    went_on(folder, NVME, 1, 1, PAIR)
     told = run(2, unreadable, folder)
     assert "rank 1" in told[0]
     assert "reading" in told[0]
