@@ -123,7 +123,7 @@ def test_a_checkpoint_of_another_shape_is_an_error_that_names_the_parameter(defe
 
 
 def test_after_an_offload_that_failed_the_model_is_deferred_as_before(deferred: Deferred) -> None:
-    tight = {"weights": "nvme", "optimizer": "host", "memory": {"device": "8KiB"}, "nvme": {"paths": ["/proc/never"]}}
+    tight = {"weights": "nvme", "optimizer": "host", "memory": {"device": "128KiB"}, "nvme": {"paths": ["/proc/never"]}}
     with pytest.raises(infinity.InfinityError), values_of(deferred.model) as source:
         infinity.offload(deferred.model, tight, source=source)
     assert is_deferred(deferred.model)

@@ -16,6 +16,7 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from infinity.state.released import ReleasedParameter
+from tests import sampling
 from tests.runtime.gathering import assert_same, weights
 
 
@@ -104,6 +105,7 @@ def test_a_write_between_optimizer_and_scheduler_ends_in_generations_of_an_unint
     assert_same(_clamping_run(config, resumed=True), expected)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("commit_every", [0, 1, 3])
 @pytest.mark.parametrize("overlap", ["off", "before_forward", "during_backward"])
 def test_a_write_between_backward_and_step_is_the_same_however_updates_overlap(
@@ -237,11 +239,14 @@ class _Interrupter:
         self._at = at
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if "/infinity/" in frame.f_code.co_filename and event == "line":
+        return self._in_infinity if "/infinity/" in frame.f_code.co_filename else None
+
+    def _in_infinity(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
             self.seen += 1
             if self.seen == self._at:
                 signal.raise_signal(signal.SIGINT)
-        return self
+        return self._in_infinity
 
 
 @pytest.mark.parametrize("write", [False, True])
@@ -251,7 +256,7 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
     before = weights(model)
     after = {name: value * 0.5 for name, value in before.items()}
     lines = 0
-    for stop_after in itertools.count(1, 23):
+    for stop_after in itertools.count(1, 23 if sampling.SHARE else 67):
         tracer = _Interrupter(stop_after)
         interrupted = False
         sys.settrace(tracer)

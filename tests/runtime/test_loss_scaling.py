@@ -17,11 +17,12 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from infinity.units.updates import Updates
+from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of
 
-STEPS = 10
+STEPS = sampling.number(7, 10)
 OVERLAPS = ("off", "before_forward", "auto", "during_backward")
 Make = Callable[..., Any]
 
@@ -172,6 +173,7 @@ def test_fp16_training_is_that_of_torchs_adamw_and_grad_scaler(micro_batches: in
         torch.testing.assert_close(found.end[name], values, rtol=1e-2, atol=1e-3, msg=name)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1024.0, 2.0**-4])
 def test_a_power_of_two_changes_no_bit_where_nothing_underflows(
@@ -242,8 +244,17 @@ def one_phase_after_the_other(tmp_path_factory: Any) -> Run:
 @pytest.mark.parametrize(
     "config",
     [
-        *({"overlap": overlap, "weights": "nvme", "cached": "none"} for overlap in OVERLAPS),
-        *({"overlap": overlap, "weights": "host", "cached": "none", "commit_every": 1} for overlap in OVERLAPS[2:]),
+        *(
+            pytest.param(
+                {"overlap": overlap, "weights": "nvme", "cached": "none"},
+                marks=[pytest.mark.long] if overlap in ("off", "auto") else [],
+            )
+            for overlap in OVERLAPS
+        ),
+        pytest.param(
+            {"overlap": "auto", "weights": "host", "cached": "none", "commit_every": 1}, marks=pytest.mark.long
+        ),
+        {"overlap": "during_backward", "weights": "host", "cached": "none", "commit_every": 1},
         {"overlap": "auto", "weights": "host", "cached": "half"},
         {"overlap": "auto", "weights": "nvme", "cached": "none", "gradients": "nvme"},
     ],

@@ -85,17 +85,17 @@ def shares(least: Plan) -> list[int]:
     return [base, base + weights // 2, base + weights + states // 3, base + weights + 4 * states // 5, 8 << 20]
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("name", "dtype", "form"), FORMS)
 def test_any_share_in_ram_ends_in_the_same_bits(
     name: str, dtype: Any, form: Any, every: int, tmp_path: Path, computes_on: Any
 ) -> None:
     placed = Placed(tmp_path, name, dtype, commit_every=every, **form)
-    expected = placed.train(8 << 20, weights="host", optimizer="host")
+    expected = placed.train(8 << 20, 3, weights="host", optimizer="host")
     held = []
     for host in shares(placed.least()):
-        found = placed.train(host)
+        found = placed.train(host, 3)
         assert_same(found, expected)
         held.append((found[2].layout.arena.weights, found[2].layout.arena.states))
     assert held == sorted(held)
@@ -106,6 +106,7 @@ def test_any_share_in_ram_ends_in_the_same_bits(
         assert 0 < held[2][1] < held[3][1] < held[-1][1]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("form", [{}, {"moments": "int8"}])
 def test_traffic_falls_with_the_share_as_planned(form: Any, every: int, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from infinity.coordinator import registry
 from infinity.io import store
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import ARCHITECTURES, llama, loss_of
 
@@ -32,21 +34,29 @@ def model_of(name: str, dtype: Any) -> tuple[Any, Any]:
 def half_of_the_gradients(
     swap_config: Any, name: str, dtype: Any, tier: str, passes: int | None = None, **form: Any
 ) -> dict[str, Any]:
-    """A config whose memory.host holds the gradients of some units."""
+    """A config whose memory.host holds the gradients of some units: in the middle of those that do."""
     units = discover(model_of(name, dtype)[0], form.get("moments", "fp32")).units
-    partly = []
-    for host in range(100 << 10, 6 << 20, 16 << 10):
-        config = {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
+
+    def config(host: int) -> dict[str, Any]:
+        return {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
+
+    def held(host: int) -> float:
+        """The share of the units whose gradients are in RAM."""
         try:
-            loaded = load_config(swap_config(tier, **config))
+            loaded = load_config(swap_config(tier, **config(host)))
             cpu = torch.device("cpu")
             plan = make_plan(units, loaded, cpu, can_recompute=False, accumulation_steps=passes)
         except infinity.PlanError:
-            continue
+            return 0.0
         gradients = plan.placement.gradients
-        if gradients.tier == "nvme" and 0 < len(gradients.in_ram) < plan.layout.trained_count:
-            partly.append(config)
-    return partly[len(partly) // 2]
+        return len(gradients.in_ram) / plan.layout.trained_count if gradients.tier == "nvme" else 1.0
+
+    hosts = range(100 << 10, 6 << 20, 16 << 10)
+    some = bisect.bisect_left(hosts, True, key=lambda host: held(host) > 0)
+    every = bisect.bisect_left(hosts, True, lo=some, key=lambda host: held(host) == 1)
+    half = hosts[(some + every) // 2]
+    assert 0 < held(half) < 1
+    return config(half)
 
 
 def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 3, **config: Any) -> Result:
@@ -75,7 +85,32 @@ def assert_same(found: Result, expected: Result) -> None:
         assert torch.equal(values, expected[2][name]), name
 
 
-@pytest.mark.covering
+def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
+    def run(gradients: str) -> Any:
+        model, batch = model_of("llama", torch.bfloat16)
+        model = offload(model, gradients=gradients, memory=MEMORY)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        (loss_of(model, batch) * float("nan")).backward()
+        optim.step()
+        assert optim.skipped_steps == 1
+        model.zero_grad()  # the module's own, which infinity does not see
+        loss_of(model, batch).backward()
+        first = next(model.parameters())
+        first.grad = torch.full(first.shape, 0.25, dtype=first.dtype)
+        optim.step()
+        loss_of(model, batch).backward()  # on top of those that were stepped with
+        optim.step()
+        optim.zero_grad()
+        require_no_leaks(model)
+        found = weights_of(model) | states_of(model) | {"norm": torch.tensor(optim.last_grad_norm)}
+        infinity.close(model)
+        return found
+
+    expected, found = run("host"), run("nvme")
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
@@ -85,24 +120,33 @@ def assert_same(found: Result, expected: Result) -> None:
 def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
     name: str, dtype: Any, micro_batches: int, tier: str, offload: Any, swap_config: Any
 ) -> None:
-    expected = train(offload, name, dtype, micro_batches, gradients="host", tier=tier)
-    assert_same(train(offload, name, dtype, micro_batches, gradients="nvme", tier=tier), expected)
+    expected = train(offload, name, dtype, micro_batches, steps=2, gradients="host", tier=tier)
+    assert_same(train(offload, name, dtype, micro_batches, steps=2, gradients="nvme", tier=tier), expected)
     if name == "mixed":
         return  # so small that the window takes more than the gradients
     half = half_of_the_gradients(swap_config, name, dtype, tier)
-    assert_same(train(offload, name, dtype, micro_batches, tier=tier, **half), expected)
+    assert_same(train(offload, name, dtype, micro_batches, steps=2, tier=tier, **half), expected)
 
 
+_in_ram: dict[tuple[str, bool], Result] = {}
+
+
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
-def test_updates_beside_compute_change_no_bit(overlap: str, moments: str, offload: Any, swap_config: Any) -> None:
+def test_updates_beside_compute_change_no_bit(
+    overlap: str, moments: str, offload: Any, swap_config: Any, computes_on: Any
+) -> None:
     """Units of several groups, some spilled, some not, with clipping, accumulation and generations."""
-    options = {"overlap": overlap, "moments": moments, "commit_every": 1}
-    expected = train(offload, "deep", torch.bfloat16, 2, gradients="host", tier="host", moments=moments, steps=5)
+    options, case = {"overlap": overlap, "moments": moments, "commit_every": 1}, (moments, computes_on is None)
+    if case not in _in_ram:
+        in_ram = {"gradients": "host", "tier": "host", "moments": moments}
+        _in_ram[case] = train(offload, "deep", torch.bfloat16, 2, steps=3, **in_ram)
+    expected = _in_ram[case]
     half = half_of_the_gradients(swap_config, "deep", torch.bfloat16, "nvme", **options)
     for number, config in enumerate((options | {"gradients": "nvme"}, half)):
         nvme = {"paths": [swap_config()["nvme"]["paths"][0] + str(number)]}
-        assert_same(train(offload, "deep", torch.bfloat16, 2, steps=5, nvme=nvme, **config), expected)
+        assert_same(train(offload, "deep", torch.bfloat16, 2, steps=3, nvme=nvme, **config), expected)
 
 
 def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config: Any) -> None:
@@ -115,6 +159,7 @@ def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config
     assert "any number of micro-batches; of one backward pass those of" in plan.describe()
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 @pytest.mark.parametrize("update", [{"tile": "16KiB", "threads": 2}, {"tile": "1MiB", "threads": 1}])
 def test_engine_and_tiles_change_no_bit(engine: str, update: Any, offload: Any, tmp_path: Path) -> None:
@@ -161,7 +206,8 @@ def test_spilled_gradients_move_as_many_bytes_as_planned(
 def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offload: Any, swap_config: Any) -> None:
     half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
     results = [
-        train(offload, "llama", torch.bfloat16, micro_batches, accumulation_steps=told, **half) for told in (None, 1, 3)
+        train(offload, "llama", torch.bfloat16, micro_batches, steps=2, accumulation_steps=told, **half)
+        for told in (None, 1, 3)
     ]
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -186,6 +232,7 @@ def where_16_bits_pay(swap_config: Any, name: str, dtype: Any) -> dict[str, Any]
     return found[len(found) // 2]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
 def test_a_plan_made_for_one_pass_adds_up_more_to_the_same_bits(
@@ -252,7 +299,8 @@ def test_every_fault_of_a_gradient_is_named_and_loses_no_lease(name: str, offloa
     expected = weights_of(model)
     infinity.close(model)
     named = set()
-    for index in range(operations):
+    few = range(2 * (name == "EIO"), operations, 5)
+    for index in sorted({*few, *sampling.some(list(range(operations)))}):
         fault = (
             _native.Fault(index, "error", errno.EIO) if name == "EIO" else _native.Fault(index, name)  # type: ignore[arg-type]
         )
@@ -304,6 +352,7 @@ def test_gradients_that_an_update_cannot_read_are_named(
     assert named == {"grad", "optimizer states"}
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offload: Any) -> None:
@@ -334,31 +383,6 @@ def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offl
         optim.zero_grad()
         losses.append(loss.item())
     assert losses == train(offload, "llama", torch.bfloat16, 1, gradients="host", nvme={"paths": []}, tier="host")[0]
-
-
-def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
-    def run(gradients: str) -> Any:
-        model, batch = model_of("llama", torch.bfloat16)
-        model = offload(model, gradients=gradients, memory=MEMORY)
-        optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-        (loss_of(model, batch) * float("nan")).backward()
-        optim.step()
-        assert optim.skipped_steps == 1
-        model.zero_grad()  # the module's own, which infinity does not see
-        loss_of(model, batch).backward()
-        first = next(model.parameters())
-        first.grad = torch.full(first.shape, 0.25, dtype=first.dtype)
-        optim.step()
-        loss_of(model, batch).backward()  # on top of those that were stepped with
-        optim.step()
-        optim.zero_grad()
-        require_no_leaks(model)
-        found = weights_of(model) | states_of(model) | {"norm": torch.tensor(optim.last_grad_norm)}
-        infinity.close(model)
-        return found
-
-    expected, found = run("host"), run("nvme")
-    assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
 def test_closing_in_the_middle_of_it_all_waits_for_what_is_under_way(offload: Any) -> None:
