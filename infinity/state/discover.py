@@ -91,7 +91,7 @@ class _Cut:
         self._opened = blocks & _ancestors(model, tiles)
         self._blocks = (blocks - self._opened) | tiles
         self._parents = _ancestors(model, self._blocks)
-        self._found: list[UnitParameters] = []
+        self._found: dict[UnitParameters, int] = {}  # with their indices
         self._remainder = UnitParameters(REMAINDER, stays=True)
         self._owner: dict[nn.Parameter, UnitParameters] = {}
         self._sites: list[tuple[str, nn.Module, list[UnitParameters], nn.Module | None]] = []
@@ -118,35 +118,30 @@ class _Cut:
         fresh = [(key, parameter) for key, parameter in named if parameter not in self._owner]
         if fresh:
             self._assign(name, module, fresh, recurse)
-        needed: list[UnitParameters] = []
-        for _, parameter in named:
-            if self._owner[parameter] not in needed:
-                needed.append(self._owner[parameter])
+        needed = list(dict.fromkeys(self._owner[parameter] for _, parameter in named))
         self._sites.append((name, module, needed, block))
 
     def _assign(self, name: str, module: nn.Module, fresh: list[tuple[str, nn.Parameter]], recurse: bool) -> None:
         nbytes = sum(parameter.numel() * parameter.element_size() for _, parameter in fresh)
         own = module in self._blocks or (recurse and (isinstance(module, nn.Embedding) or nbytes >= _OWN_UNIT_BYTES))
         unit = UnitParameters(name or type(module).__name__) if own else self._remainder
-        if unit not in self._found:
-            self._found.append(unit)
+        self._found.setdefault(unit, len(self._found))
         for key, parameter in fresh:
             self._owner[parameter] = unit
             unit.parameters[key] = parameter
 
     def finish(self, moments: _native.MomentsName, frozen: FrozenName) -> Discovery:
         facts = _facts(self._model, moments, codecs_of(self._model, self._of_model, frozen))
-        units = tuple(build_unit(index, found, facts) for index, found in enumerate(self._found))
-        index_of = {id(found): index for index, found in enumerate(self._found)}
+        units = tuple(build_unit(index, found, facts) for found, index in self._found.items())
         beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
         for _, module, needed, block in self._sites:
             if block is not None and not isinstance(module, Tile):
-                beside[block].update(dict.fromkeys(index_of[id(found)] for found in needed))
+                beside[block].update(dict.fromkeys(self._found[found] for found in needed))
         sites = tuple(
             HookSite(
                 name,
                 module,
-                tuple(index_of[id(found)] for found in needed),
+                tuple(self._found[found] for found in needed),
                 () if block is None else tuple(beside[block]),
             )
             for name, module, needed, block in self._sites

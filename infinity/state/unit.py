@@ -176,9 +176,9 @@ class Place:
         return self.unit.groups[self.group_index]
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitParameters:
-    """A unit while it is being found: its name and its parameters, in module order."""
+    """A unit while it is being found: its name and its parameters, in module order. It is equal to itself only."""
 
     name: str
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
