@@ -3,9 +3,9 @@
 
 [Note: the processor time of a test]
 It is that of the test's process and of all processes that the test started and that have ended: the kernel adds up
-those of a process's children, and the fork server (tests/processes.py) is a child with children of its own. It
-includes the test's fixtures. The test that first needs a fixture of the module or of the session, or a library, pays
-for it.
+those of a process's children, and the fork server (tests/processes.py) is a child with children of its own, whose own
+imports no test pays for. It includes the test's fixtures. The test that first needs a fixture of the module or of the
+session, or a library, pays for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Cost:
 _started = 0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _STARTING = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-_server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:
@@ -74,19 +73,24 @@ def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 sys.addaudithook(_hear)
-_server.connect_to_new_process = _counting(_server.connect_to_new_process)
+multiprocessing.forkserver.connect_to_new_process = _counting(multiprocessing.forkserver.connect_to_new_process)
 multiprocessing.util.spawnv_passfds = _counting(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
 
 
-def _processor_s() -> float:
-    """Processor time of this process and of those that it started and that have ended."""
+def _processor_s(*, with_server: bool = False) -> float:
+    """Processor time of this process and of those that it started and that have ended.
+
+    Args:
+        with_server: that of the fork server itself is included.
+    """
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     try:
-        stat = Path(f"/proc/{_server._forkserver_pid}/stat").read_text()
+        stat = Path(f"/proc/{multiprocessing.forkserver._forkserver._forkserver_pid}/stat").read_text()  # type: ignore[attr-defined]
     except FileNotFoundError:  # there is none
         return total
-    return total + sum(int(each) for each in stat.rpartition(")")[2].split()[11:15]) / _TICKS
+    own_and_children = [int(each) / _TICKS for each in stat.rpartition(")")[2].split()[11:15]]
+    return total + sum(own_and_children if with_server else own_and_children[2:])
 
 
 _seen = pytest.StashKey[tuple[float, int]]()
@@ -110,13 +114,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput[__name__] = _processor_s()
+        session.config.workeroutput[__name__] = _processor_s(with_server=True)
 
 
 # ------------------------------------------------------------------------------------------------- of the whole run
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class Costs:
     """Of a whole run of pytest, over all its workers."""
 
@@ -140,7 +144,7 @@ class Costs:
         self.processor_s += getattr(node, "workeroutput", {}).get(__name__, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        self.processor_s += _processor_s()
+        self.processor_s += _processor_s(with_server=True)
         terminalreporter.write_line(self.summary())
         path = Path(os.environ["INFINITY_COSTS"])
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -57,6 +57,7 @@ def test_a_test_pays_for_its_fixtures_and_for_the_processes_that_it_starts(
 
 
 def test_processes_of_the_fork_server_and_of_multiprocessing_are_counted() -> None:
+    assert processes.run_script("").returncode == 0  # the first one starts the server
     before, seconds = costs._started, costs._processor_s()
     assert processes.run_script(BURN.format(seconds=0.2)).returncode == 0
     subprocess.run([sys.executable, "-S", "-c", ""], check=True)
@@ -64,7 +65,7 @@ def test_processes_of_the_fork_server_and_of_multiprocessing_are_counted() -> No
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    assert costs._started >= before + 3  # and the server itself, where this test is the first that needs it
+    assert costs._started == before + 3
     assert costs._processor_s() >= seconds + 0.2
 
 
@@ -104,5 +105,6 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("INFINITY_COSTS", str(tmp_path / "new" / "costs.json"))
     written = Costs({"test": Cost(1.0, 2.0, 3, True)}, 5.0)
     written.pytest_terminal_summary(Reporter())
-    assert Costs.read(tmp_path / "new" / "costs.json") == written
+    read = Costs.read(tmp_path / "new" / "costs.json")
+    assert (read.tests, read.processor_s) == (written.tests, written.processor_s)
     assert Reporter.lines == [written.summary()]
