@@ -1,4 +1,10 @@
-"""What a process needs that tests fork (tests/processes.py): imported once, before. Nothing is called here."""
+"""What a process needs that tests fork (tests/processes.py): imported once, before.
+
+The garbage collectors of the processes leave alone what is there then: a collector that walks through objects copies
+their pages in its process.
+"""
+
+import gc
 
 import peft
 import torch._dynamo  # the first optimizer of a process imports both
@@ -20,3 +26,6 @@ import tests.crash.rotating_job
 import tests.stress.worker
 
 __all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "peft", "tests", "torch"]
+
+gc.collect()
+gc.freeze()
