@@ -2,9 +2,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -q -c constraints.txt
+PIP    := env PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -c constraints.txt
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
+BEGAN  := $(shell date +%s)
 SHELL  := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+# Of pip's output the downloads that take a while, and errors. Its warnings are of the machine's own configuration.
+DOWNLOADS = 2> >(grep -v ^WARNING: >&2) | sed -un 's/^ *Downloading \(.* ([0-9.]* [MG]B)\)$$/  downloading \1/p'
 # One process of tests for each core; torch has one thread in each process (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 SHARE  ?= all
@@ -21,24 +25,28 @@ NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
 .PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
-  long-test docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint bootstrap sanitize neon \
-  wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
+  long-test docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint runtime bootstrap \
+  sanitize neon wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
 
-# A demo that was stopped is resumed; after one that ended a new one begins. It is in fp32 on a processor without AVX-512,
-# where a step in bf16 takes minutes.
-export DEMO_DTYPE = from infinity.cli.optimizers import is_slow_in_16_bits as slow; print("fp32" if slow() else "bf16")
+# A demo that was stopped is resumed; after one that ended a new one begins.
 demo: export TQDM_DISABLE = 1  # the bars of other libraries
-demo: bootstrap
-	@if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
-	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; \
+demo: runtime
+	@took=$$(( $$(date +%s) - $(BEGAN) )); set -e; \
+	if [ ! -e demo/output ] && ls demo/swap/generation-*.infinity >/dev/null 2>&1; then \
+	  echo "going on with the run in demo/swap (to begin anew: rm -r demo)"; made=$$SECONDS; \
 	  $(BIN)/infinity finetune --resume demo/swap --verify-output --keep-store; \
 	else \
-	  rm -rf demo && $(BIN)/python examples/make_demo_checkpoint.py demo/input && \
+	  echo "making a model, a tokenizer and text"; \
+	  rm -rf demo; $(BIN)/python examples/make_demo_checkpoint.py demo/input; made=$$SECONDS; \
+	  echo "fine-tuning the model, which reads the text first"; \
 	  $(BIN)/infinity finetune --model demo/input/checkpoint --data demo/input/text --config examples/demo.yaml \
-	    --output demo/output --steps 40 --sequence-length 256 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output \
-	    --dtype "$$($(BIN)/python -c "$$DEMO_DTYPE")" --keep-store; \
-	fi
-	@$(BIN)/python examples/check_demo.py demo/output demo/swap
+	    --output demo/output --steps 40 --sequence-length 128 --batch-size 2 --lr 1e-3 --warmup-steps 5 --verify-output \
+	    --keep-store; \
+	fi; trained=$$SECONDS; \
+	echo "comparing the saved model with the store"; \
+	$(BIN)/python examples/check_demo.py demo/output demo/swap; \
+	echo; echo "Time: set-up $$took s, making the model $$made s, fine-tuning $$((trained - made)) s," \
+	  "comparing $$((SECONDS - trained)) s."
 
 # A sample of all tests, in minutes. For a debugger call pytest with -n 0: all tests run in one process.
 test: bootstrap
@@ -96,7 +104,7 @@ docs: bootstrap $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(VENV)/.docs: constraints.txt | bootstrap
-	@$(PIP) mkdocs-material
+	@$(PIP) -qq mkdocs-material
 	@touch $@
 
 # Every command and every piece of Python code of the README and the pages, as it is written.
@@ -138,7 +146,7 @@ lint: bootstrap
 	MYPYPATH=bench $(BIN)/mypy -p simulation  # it is built of the package's own rooms
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc tests/csrc -name '*.[ch]pp' -o -name '*.inl')
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q -n 0 tests/test_attributes.py tests/test_vendors.py
+	INFINITY_TESTS=all $(BIN)/pytest -q -n 0 tests/test_attributes.py tests/test_calls.py tests/test_vendors.py
 
 # The source distribution, and from it the wheel for this Python and for systems whose glibc is not older than this one's,
 # into dist/. For others see [tool.cibuildwheel] in pyproject.toml.
@@ -204,7 +212,14 @@ bench: bootstrap
 	$(BIN)/python bench/io_vs_peers.py
 	$(BIN)/python bench/adam_vs_peers.py
 
-bootstrap: $(VENV)/.built
+# Set-up: `runtime` is what infinity needs to run, `bootstrap` also what tests and developers' tools need. A part is done
+# again only if its own files have changed. The native core is compiled while torch and the libraries are installed; both
+# need .tools, so that two pips never install the same package at once.
+runtime: $(VENV)/.tools
+	@$(MAKE) -s -j2 $(VENV)/.native $(VENV)/.libraries
+
+bootstrap: runtime
+	@$(MAKE) -s $(VENV)/.developers
 
 # The system packages that the build needs; only missing ones are installed.
 $(VENV)/.system: Makefile
@@ -214,21 +229,43 @@ $(VENV)/.system: Makefile
 	[ -e /usr/include/xxhash.h ] || missing="$$missing libxxhash-dev"; \
 	$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing python3-venv"; \
 	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$$missing python3-dev"; \
-	if [ -n "$$missing" ]; then echo "installing$$missing"; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing; fi
+	if [ -n "$$missing" ]; then \
+	  echo "system packages: installing$$missing"; \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing && echo "system packages: $$SECONDS s"; \
+	fi
 	@mkdir -p $(VENV) && touch $@
 
-$(VENV)/.deps: $(VENV)/.system pyproject.toml constraints.txt
-	@echo "making the virtual environment $(VENV) and installing what infinity needs (minutes, the first time)"
-	@[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch
-	@$(PIP) pybind11 scikit-build-core cmake ninja
-	@$(PIP) --no-build-isolation -e '.[dev]'
-	@touch $@ $(VENV)/.built
+$(VENV)/.environment: | $(VENV)/.system
+	@echo "virtual environment: making $(VENV)"; [ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV) || exit 1; \
+	echo "virtual environment: $$SECONDS s"; touch $@
 
-$(VENV)/.built: $(VENV)/.deps $(NATIVE)
-	@echo "building the native core"
-	@$(PIP) --no-build-isolation --no-deps -e .
-	@touch $@
+$(VENV)/.tools: constraints.txt | $(VENV)/.environment
+	@$(PIP) -qq pybind11 scikit-build-core cmake ninja && echo "build tools: $$SECONDS s" && touch $@
+
+$(VENV)/.native: $(NATIVE) pyproject.toml $(VENV)/.tools
+	@echo "native core: compiling"; mkdir -p build; \
+	$(PIP) -v --no-build-isolation --no-deps -e . 2>&1 | tee build/native.log | \
+	  sed -un 's|^ *\[\([0-9]*0\)/\([0-9]*\)\].*|native core: \1 of \2 files|p' || { cat build/native.log; exit 1; }; \
+	echo "native core: $$SECONDS s"; touch $@
+
+$(VENV)/.torch: constraints.txt | $(VENV)/.tools
+	@echo "torch: installing"; $(PIP) torch $(DOWNLOADS) && echo "torch: $$SECONDS s" && touch $@
+
+$(VENV)/.libraries: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo "libraries: installing"; $(BIN)/python -c "$$DEPENDENCIES" | xargs -d '\n' $(PIP) $(DOWNLOADS) && \
+	echo "libraries: $$SECONDS s" && touch $@
+
+# pip would compile the native core to find the dependencies of a folder.
+define DEPENDENCIES
+import sys
+tomllib = __import__("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli", fromlist=["load"])
+print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+endef
+export DEPENDENCIES
+
+$(VENV)/.developers: $(VENV)/.libraries
+	@echo "test libraries: installing"; $(PIP) 'infinity-offload[dev]' $(DOWNLOADS) && \
+	echo "test libraries: $$SECONDS s" && touch $@
 
 clean:
 	rm -rf build demo $(VENV)

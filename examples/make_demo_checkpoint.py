@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--text-bytes", type=int, default=6 << 20)
+    parser.add_argument("--text-bytes", type=int, default=2 << 20)
     options = parser.parse_args()
     if options.hidden % 64 or options.hidden < 64:
         parser.error(f"--hidden {options.hidden}: use a multiple of 64, the width of an attention head")

@@ -28,7 +28,7 @@ def demo(directory: Path) -> list[str]:
         "-f",
         ROOT / "Makefile",
         "-o",
-        "bootstrap",
+        "runtime",
         "demo",
         f"BIN={directory}/bin",
         f"PYTHON={directory}/bin/python",
