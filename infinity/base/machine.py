@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from infinity.base.control_groups import memory_limits
+from infinity.base.small_files import fields, text_of
 
 _ROOT = Path("/")
 _CACHE_FILES = ("level", "shared_cpu_list", "size")
@@ -26,6 +28,32 @@ def available_host_bytes(root: Path = _ROOT) -> int:
 def budgets_in_ram(left: int) -> dict[str, str]:
     """memory.host and memory.device that fit together, where the CPU computes. Args: left: RAM that can be taken."""
     return {"host": f"{left // 2 >> 20}MiB", "device": f"{left // 4 >> 20}MiB"}
+
+
+@dataclass(frozen=True)
+class Processor:
+    """The processor.
+
+    Attributes:
+        model: its name; '' where the system does not tell.
+        flags: names of its features, as Linux calls them.
+    """
+
+    model: str
+    flags: frozenset[str]
+
+
+def processor(root: Path = _ROOT) -> Processor:
+    """The processor that runs this.
+
+    Args:
+        root: of /proc, for tests.
+    """
+    told = dict(fields(text_of(root / "proc/cpuinfo")))
+    return Processor(
+        model=told.get("model name", ""),
+        flags=frozenset(told.get("flags", told.get("Features", "")).split()),  # "Features" on ARM
+    )
 
 
 def usable_cores() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from infinity import __version__
 from infinity.cli.options import (
+    DEFAULT_DTYPE,
     DTYPE_NAMES,
     FROZEN_NAMES,
     LOGGERS,
@@ -210,8 +211,7 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
         "--dtype",
         type=word,
         choices=DTYPE_NAMES,
-        help="dtype of the weights, whatever the checkpoint has (default bf16); with fp16 the loss is scaled, and fp32 "
-        "needs no master",
+        help=f"of the weights, whatever the checkpoint has ({DEFAULT_DTYPE}); with fp16 the loss is scaled",
     )
     _add_optimizer(job)
     job.add_argument(
@@ -354,7 +354,7 @@ def _add_plan(commands: Any) -> None:
         "--micro-batches", type=whole(1, TOKENS_MAX), metavar="N", help="that go through one layer after the other"
     )
     job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
-    job.add_argument("--dtype", type=word, choices=DTYPE_NAMES, default="bf16", help="of the weights (default bf16)")
+    job.add_argument("--dtype", type=word, choices=DTYPE_NAMES, help=f"of the weights ({DEFAULT_DTYPE})")
     job.add_argument("--optimizer", type=word, choices=OPTIMIZERS, help="default adamw")
     job.add_argument("--lora", type=whole(1, _RANK_MAX), metavar="R", help="adapters of rank R beside a frozen model")
     job.add_argument("--frozen", type=word, choices=FROZEN_NAMES, help="with --lora: how the frozen weights rest")
@@ -393,7 +393,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--top-p", type=number(1e-6, 1), metavar="P", help="draw from the likeliest, P in sum")
     parser.add_argument("--top-k", type=whole(1, TOKENS_MAX), metavar="K", help="draw from the K likeliest")
     parser.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
-    parser.add_argument("--dtype", type=word, choices=DTYPE_NAMES, default="bf16", help="of the weights (default bf16)")
+    parser.add_argument("--dtype", type=word, choices=DTYPE_NAMES, help=f"of the weights ({DEFAULT_DTYPE})")
     parser.add_argument(
         "--frozen",
         type=word,

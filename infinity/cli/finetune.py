@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from infinity.base.accelerator import current_device
 from infinity.cli import job, limits, loggers, models, saved_steps, tracing, verifying
 from infinity.cli.again import write_again
 from infinity.cli.batches import Batch, Batches
 from infinity.cli.command import command
+from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.loop import Run
@@ -83,8 +85,10 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute())
     if tell("whether the run has ended", has_ended)[0]:
         return None
+    given = options.dtype is not None
     resolved = job.resolve(options, world, tell)
     options, resuming = resolved.options, resolved.steps is not None
+    _say_dtype(options.dtype, "run" if resuming else "option" if given else "default")
     config = _as_asked(resolved.config, options)
     _check(options)
     output = _output(options, config, resolved.steps) if world.speaks else None
@@ -106,6 +110,12 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
     return _Begun(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
+
+
+def _say_dtype(name: str, source: Source) -> None:
+    line = dtype_line(name, source, current_device().type)
+    if line is not None:
+        print(line, flush=True)
 
 
 def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
 from infinity.cli.again import form_of
+from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.limits import positions_of
-from infinity.cli.optimizers import DTYPES, say_if_slow
+from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
 from infinity.cli.ready import require_ready
 from infinity.cli.streams import Outlet
@@ -50,6 +52,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         require_alone(option(name), getattr(options, name), "--temperature", options.temperature)
     config = load_config(options.config)
     require_ready(config)
+    _choose_dtype(options)
     with models.naming_the_option():
         return _generate(options, config, out)
 
@@ -70,7 +73,6 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
     most = _most(base, ids.shape[1], options.max_tokens, how)
     began = time.monotonic()
     with _offloaded(base, options, config, how) as model:
-        say_if_slow(model)
         _say(f"the weights are in place after {time.monotonic() - began:.1f} s")
         began, before = time.monotonic(), statistics(model).read_bytes
         written = write(
@@ -85,6 +87,15 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
         )
     out.flush()
     return int(_lost(out) and not isinstance(out.failure, BrokenPipeError))
+
+
+def _choose_dtype(options: argparse.Namespace) -> None:
+    """Set the dtype where none is given, and say so."""
+    device, given = current_device().type, options.dtype is not None
+    options.dtype = options.dtype or default_dtype(device).name
+    line = dtype_line(options.dtype, "option" if given else "default", device)
+    if line is not None:
+        _say(line)
 
 
 def _lost(out: Outlet) -> bool:

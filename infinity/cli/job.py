@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infinity.base.accelerator import current_device
 from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
+from infinity.cli.default_dtype import default_dtype
 from infinity.cli.options import option
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.world import World
@@ -73,7 +75,7 @@ _TRAINING: dict[str, Any] = {
     "lora_targets": None,
     "freeze": None,
     "frozen": None,
-    "dtype": "bf16",
+    "dtype": None,
     "optimizer": "adamw",
     "lr": None,
     "min_lr": 0.0,
@@ -88,7 +90,7 @@ _TRAINING: dict[str, Any] = {
     "no_chunked_loss": False,
     "seed": 0,
 }
-"""Options that decide the bits of the result, with their defaults."""
+"""Options that decide the bits of the result, with their defaults; the machine decides that of `dtype`."""
 _LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
 _NEW = (
     "epochs",
@@ -183,13 +185,17 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
     """
     config = load_config(options.config) if options.config is not None else None
     new = uuid.uuid4().hex
-    found, new = tell("the run to go on with", [_past(options, config), new] if world.speaks else None)[0]
+    default = default_dtype(current_device().type).name
+    found, new, default = tell(
+        "the run to go on with", [_past(options, config), new, default] if world.speaks else None
+    )[0]
     _make_absolute(options)
     if found is None:
         _require(options)
         _fill(options, _FREE | _KEPT | _TRAINING)
         if options.lr is None:
             options.lr = _LR if options.lora is None else _LR_OF_ADAPTERS
+        options.dtype = options.dtype or default
         if config is None:
             raise AssertionError("a job without a config")
         return Resolved(options, config, Origin(new, options.model), None)

@@ -18,7 +18,7 @@ from infinity.cli.batches import Batch, Batches
 from infinity.cli.loggers import Loggers
 from infinity.cli.marked import Owner
 from infinity.cli.meanwhile import History, Meanwhile
-from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of, say_if_slow
+from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts, open_progress
 from infinity.cli.reading import Data
 from infinity.cli.report import Report, make_report, without
@@ -308,6 +308,5 @@ class Run:
 def _prepare(model: Any, options: argparse.Namespace) -> None:
     """What a model is told before it is trained."""
     model.config.use_cache = False
-    say_if_slow(model)
     if not options.no_chunked_loss:
         use_chunked_loss(model)

@@ -63,19 +63,3 @@ def make_scaler(model: nn.Module, *, wanted: bool) -> torch.amp.GradScaler:
         print("fp16 weights: the loss is scaled (--no-loss-scale switches that off)", flush=True)
     device = next((parameter.device.type for parameter in trained), "cpu")
     return torch.amp.GradScaler(device, enabled=enabled)
-
-
-def is_slow_in_16_bits() -> bool:
-    """Whether torch multiplies bf16 and fp16 matrices many times slower than fp32 ones on this processor."""
-    return bool(torch.backends.cpu.get_cpu_capability() == "AVX2")
-
-
-def say_if_slow(model: nn.Module) -> None:
-    """Prints a line where the model computes in 16 bits on a processor that is slow at that."""
-    used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "cpu"}
-    if is_slow_in_16_bits() and used & {torch.bfloat16, torch.float16}:
-        print(
-            "this processor has no AVX-512, so torch multiplies 16-bit matrices many times slower than fp32 ones; "
-            "--dtype fp32 is faster, and takes twice the memory for weights and gradients",
-            flush=True,
-        )

@@ -25,6 +25,9 @@ from infinity.state.moments import OptimizerName
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 SGD_MOMENTUM = 0.9
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+DEFAULT_DTYPE = (
+    "default on a GPU: bf16; on a processor: the first of bf16 and fp16 that it has instructions for, else fp32"
+)
 FROZEN_NAMES = ("bf16", "int8", "nf4")
 LOGGERS = ("tensorboard", "wandb", "csv", "jsonl")
 

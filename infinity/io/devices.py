@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from infinity.base.control_groups import groups
+from infinity.base.machine import processor
 from infinity.base.small_files import chosen, fields, flag_of, number_in, number_of, text_of
 from infinity.io.disk_kinds import DiskKind, kind_of
 from infinity.io.endurance import Endurance, ask_drive
@@ -155,7 +156,7 @@ def describe_machine(root: Path = _ROOT) -> MachineFacts:
     return MachineFacts(
         kernel=platform.release(),
         architecture=platform.machine(),
-        cpu_model=dict(fields(text_of(root / "proc/cpuinfo"))).get("model name", ""),
+        cpu_model=processor(root).model,
         cores=len(os.sched_getaffinity(0)),
         total_memory_bytes=int(psutil.virtual_memory().total),
         memlock_soft_bytes=None if soft == resource.RLIM_INFINITY else soft,

@@ -59,16 +59,20 @@ class WithTorch:
         return lambda: getattr(self._gpus, what)()
 
     def processor(self) -> Found:
-        """Whether torch's matrices in 16 bits are fast on the processor, where it computes."""
+        """The processor, and the default of --dtype where it computes: fp32 is slower than 16 bits are elsewhere."""
         from infinity.base.accelerator import current_device
-        from infinity.cli.optimizers import is_slow_in_16_bits
-        from infinity.io.devices import describe_machine
+        from infinity.base.machine import processor
+        from infinity.cli.default_dtype import default_dtype
 
-        model = describe_machine(self._root).cpu_model or "a processor without a name"
-        if current_device().type == "cpu" and is_slow_in_16_bits():
-            slow = "without AVX-512, so that torch computes many times slower in 16 bits than in fp32"
-            return Found("slower", f"{model}, {slow}: train with --dtype fp32")
-        return Found("ok", model)
+        model = processor(self._root).model or "a processor without a name"
+        device = current_device().type
+        if device != "cpu":
+            return Found("ok", model)
+        name, why = default_dtype(device, self._root)
+        if name == "fp32":
+            twice = "takes twice the memory of 16 bits for weights and gradients"
+            return Found("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
+        return Found("ok", f"{model}; {why}, so --dtype is {name} by default")
 
     def locked(self) -> Found:
         """The limit of locked memory beside what a run registers with io_uring."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infinity.base.accelerator import resolve
+from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_alone, require_file_place
 from infinity.cli.planning.here import machine_here
@@ -37,11 +38,12 @@ def plan(options: argparse.Namespace) -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     require_alone("--frozen", options.frozen, "--lora", options.lora)
     require_file_place("--plot", options.plot)
-    dtype = DTYPES[options.dtype]
+    device = _device(options)
+    dtype = DTYPES[_dtype(options, device)]
     model = build(options.model, dtype, trust_remote_code=bool(options.trust_remote_code), revision=options.revision)
     if options.lora:
         adapt(model, options.lora)
-    scenario = _scenario(options, model, dtype)
+    scenario = _scenario(options, model, device, dtype)
     try:
         outcome = scenario.outcome()
     except PlanError as error:
@@ -49,6 +51,8 @@ def plan(options: argparse.Namespace) -> int:
     alternatives = scenario.alternatives(outcome)
     if scenario.ranks > 1 and scenario.machine.is_gpu:
         print("several ranks on GPUs are not built yet: this is what they would do", file=sys.stderr)
+    if options.dtype is None and device.type == "cpu":
+        print(dtype_line(_dtype(options, device), "default", device.type), file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
@@ -73,7 +77,19 @@ def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namesp
     return DOES_NOT_FIT
 
 
-def _scenario(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Scenario:
+def _device(options: argparse.Namespace) -> torch.device:
+    """The device that computes, of the machine that the plan is for."""
+    if options.machine is not None:
+        return torch.device("cuda", 0) if MACHINES[options.machine].is_gpu else torch.device("cpu")
+    return torch.device("cpu") if options.cpu else resolve(None)
+
+
+def _dtype(options: argparse.Namespace, device: torch.device) -> str:
+    """The name of the dtype that `infinity finetune` would take."""
+    return str(options.dtype or default_dtype(device.type).name)
+
+
+def _scenario(options: argparse.Namespace, model: Any, device: torch.device, dtype: torch.dtype) -> Scenario:
     config = _config(options)
     batch = Batch(
         options.batch_size or 1,
@@ -84,12 +100,10 @@ def _scenario(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Sc
     if options.machine is not None:
         machine = MACHINES[options.machine]
         config = on_machine(machine, config)
-        device = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
         ranks = options.ranks or machine.gpus
         disks = Disks(machine.disk_bytes // ranks)
     else:
         ranks = options.ranks or 1
-        device = torch.device("cpu") if options.cpu else resolve(None)
         width, inner = widths(model)
         disks = disks_of(config, ranks)
         machine = machine_here(

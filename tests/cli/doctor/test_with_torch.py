@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.cli import optimizers
 from infinity.cli.doctor.with_torch import WithTorch, with_torch
 from infinity.config import SwapConfig
 from infinity.io import devices
@@ -85,16 +84,24 @@ def test_more_threads_than_the_quota_wait(quota: str, state: str, mend: str, tmp
     assert found.finding.startswith("8 for the update")
 
 
-@pytest.mark.parametrize(("slow", "state"), [(True, "slower"), (False, "ok")])
-def test_a_processor_that_is_slow_in_16_bits_is_named(
-    slow: bool, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("line", "state", "dtype"),
+    [
+        ("flags\t: avx2 avx512f", "slower", "fp32"),
+        ("flags\t: avx2 avx512_fp16", "ok", "fp16"),
+        ("flags\t: amx_bf16", "ok", "bf16"),
+        ("Features\t: asimd", "slower", "fp32"),
+    ],
+)
+def test_the_processor_and_the_default_dtype_by_its_flags_are_named(
+    line: str, state: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizers, "is_slow_in_16_bits", lambda: slow)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    write(tmp_path, {"proc/cpuinfo": "model name\t: Some CPU"})
+    write(tmp_path, {"proc/cpuinfo": f"model name\t: Some CPU\n{line}"})
     found = WithTorch(CONFIG, tmp_path).processor()
     assert found.state == state
-    assert found.finding.startswith("Some CPU")
+    assert found.finding.startswith("Some CPU; this processor has ")
+    assert f"so --dtype is {dtype} by default" in found.finding
 
 
 def test_a_torch_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
