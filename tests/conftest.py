@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,21 @@ def _same_seed() -> None:
 
 
 _tests = itertools.count(1)
+_frozen_modules = 0
+
+
+def _collect() -> None:
+    """Collect garbage. Where modules were imported since the last time, the collector need not look at their objects
+    again: tests call it often."""
+    global _frozen_modules
+    gc.collect()
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 def pytest_collection_finish() -> None:
-    """What is there now is what was imported: the collector, which tests call often, need not look at it again."""
-    gc.collect()
-    gc.freeze()
+    _collect()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -75,7 +85,7 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
     result = yield
     if next(_tests) % 50 == 0:
-        gc.collect()
+        _collect()
     return result
 
 

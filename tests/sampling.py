@@ -52,17 +52,17 @@ def seed(variable: str) -> str:
     return os.environ.get(variable) or str(SEED)
 
 
-def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2) -> list[Item]:
+def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2, most: int | None = None) -> list[Item]:
     """Of `cases`, in their order: those that cover, unless they are done, and the share of the others that
     INFINITY_TESTS says.
 
     Args:
         axes: the values that each case has, by axis.
-        strength: of `covering`.
+        strength, most: of `covering`.
     """
     if SHARE == 1:
         return list(cases)
-    sample = set(covering(axes, strength))
+    sample = set(covering(axes, strength, most))
     chosen = set(some([index for index in range(len(cases)) if index not in sample]))
     if not SAMPLE_IS_DONE:
         chosen |= sample
@@ -74,16 +74,19 @@ def some(others: Sequence[Item]) -> list[Item]:
     return random.Random(SEED).sample(others, round(SHARE * len(others)))
 
 
-def covering(cases: Sequence[Case], strength: int = 2) -> list[int]:
+def covering(cases: Sequence[Case], strength: int = 2, most: int | None = None) -> list[int]:
     """The indices of a few cases in which any values of `strength` axes meet that meet in some case. Always the same.
 
     Greedy: the case with the most that has not met yet, out of up to 200 each time.
+
+    Args:
+        most: at most so many cases, in which as many values meet as can.
     """
     values = [sorted(case.items(), key=_axis) for case in cases]
     meetings = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
     missing = set().union(*meetings)
     chance, indices, chosen = random.Random(0), list(range(len(cases))), list[int]()
-    while missing:
+    while missing and (most is None or len(chosen) < most):
         chance.shuffle(indices)
         best = max(indices[:_CANDIDATES], key=lambda index: len(missing & meetings[index]))
         if missing & meetings[best]:
@@ -98,8 +101,8 @@ def _axis(pair: tuple[str, Hashable]) -> str:
 
 @pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with the mark `covering(strength=2)` runs with some of its parameters, and of those with `long` a share
-    runs; every other one runs with all its parameters."""
+    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of those with `long`, a
+    share runs; every other one runs with all its parameters."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
         item

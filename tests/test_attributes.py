@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import infinity
 
 ROOT = Path(infinity.__file__).parent
@@ -90,5 +92,6 @@ def set_from_outside() -> dict[str, list[str]]:
     return {path: sorted(names) for path, names in found.items()}
 
 
+@pytest.mark.long
 def test_no_attribute_is_set_on_an_object_of_another_module() -> None:
     assert set_from_outside() == {}

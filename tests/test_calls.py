@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
 import infinity
 from tests.models import llama, loss_of
 
@@ -114,6 +116,7 @@ def live(swap: Path, **options: Any) -> None:
     infinity.close(model)
 
 
+@pytest.mark.long
 def test_calls_point_down_and_no_leg_visits_more_than_six_rooms(tmp_path: Path) -> None:
     with traced() as calls:
         live(tmp_path / "nvme", weights="nvme", optimizer="nvme", gradients="nvme", commit_every=1)

@@ -53,6 +53,7 @@ def test_a_star_imports_all_public_names() -> None:
     assert set(infinity.__all__) <= set(found)
 
 
+@pytest.mark.long
 def test_rooms_are_there_after_the_package_was_imported() -> None:
     code = "import infinity; infinity.optim.adamw.AdamW; infinity.errors.InfinityError; infinity._native.Arena"
     assert "torch" in imported_by(code)

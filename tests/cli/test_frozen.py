@@ -22,6 +22,7 @@ NF4 = ["--frozen", "nf4"]
 FEW = {"--steps": 3}
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_adapters_are_verified_beside_the_base_as_it_rests(
     form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
@@ -36,6 +37,7 @@ def test_adapters_are_verified_beside_the_base_as_it_rests(
     assert f'frozen: "{form}"' in (tmp_path / "out-a" / "run.yaml").read_text()
 
 
+@pytest.mark.long
 def test_the_option_says_what_the_swap_config_says(job: dict[str, Any], tmp_path: Path) -> None:
     assert run(job | FEW, *LORA, *NF4) == 0
     assert run(_job(tmp_path, "b", frozen="nf4") | FEW, *LORA) == 0
@@ -112,6 +114,7 @@ def generated(model: Path, config: Path, capsys: Any, *flags: str) -> str:
     return text
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_a_model_writes_what_its_decoded_weights_write(
     form: str, job: dict[str, Any], tmp_path: Path, capsys: Any
@@ -136,6 +139,7 @@ def test_adapters_write_beside_the_base_as_it_rests(job: dict[str, Any], tmp_pat
     assert "--frozen" not in capsys.readouterr().err
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("by", ["option", "swap config"])
 def test_adapters_write_beside_the_form_that_they_were_trained_with(
     by: str, job: dict[str, Any], tmp_path: Path, capsys: Any

@@ -114,9 +114,13 @@ def test_the_model_of_a_step_is_that_of_a_run_which_ends_there(job: dict[str, An
 @pytest.mark.parametrize(
     ("number", "at"),
     [
-        (signal.SIGINT, "left"),
+        pytest.param(signal.SIGINT, "left", marks=pytest.mark.long),
         pytest.param(signal.SIGKILL, "left", marks=pytest.mark.long),
-        (signal.SIGKILL, "step 5: the model is saved"),
+        pytest.param(
+            signal.SIGKILL,
+            "step 5: the model is saved",
+            marks=pytest.mark.long(kept="only here a run with saved models, samples and logs is killed"),
+        ),
     ],
 )
 def test_an_interrupted_run_has_all_of_it(number: int, at: str, job: dict[str, Any], tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_the_output_is_what_peft_merges(job: dict[str, Any], tmp_path: Path, cap
     assert not (tmp_path / "swap-a").exists() or not list((tmp_path / "swap-a").glob("*.swap"))
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_an_encoded_base_is_merged_as_it_decodes(form: str, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     flags = ["--frozen", form, "--verify-output"]
@@ -65,6 +66,7 @@ def test_a_merged_model_writes(job: dict[str, Any], tmp_path: Path, capsys: Any)
     assert generated(tmp_path / "out-a", job["--config"], capsys)
 
 
+@pytest.mark.long
 def test_a_run_with_adapters_ends_merged_where_that_is_asked_later(
     job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:

@@ -27,6 +27,7 @@ def bytes_of(output: Path) -> tuple[float, float]:
     return report["bytes_per_parameter"], report["planned_bytes_per_parameter"]
 
 
+@pytest.mark.long(kept="only here the command trains its micro-batches in both orders")
 def test_micro_batches_end_in_the_bits_of_as_many_passes_and_move_the_weights_once(tmp_path: Path) -> None:
     prepare(tmp_path)
     for name, options in (("a", {"--gradient-accumulation": 4}), ("b", {"--micro-batches": 4})):
@@ -39,6 +40,7 @@ def test_micro_batches_end_in_the_bits_of_as_many_passes_and_move_the_weights_on
     assert planned_passes - planned == pytest.approx(12, abs=1)  # two bytes, in padded units, three times more each way
 
 
+@pytest.mark.long
 def test_passes_and_micro_batches_may_be_combined(tmp_path: Path) -> None:
     prepare(tmp_path, 4)
     for name, passes, together in (("a", 4, 1), ("b", 2, 2)):
@@ -48,6 +50,7 @@ def test_passes_and_micro_batches_may_be_combined(tmp_path: Path) -> None:
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_run_with_dropout_and_tied_weights_goes_on_where_it_was_stopped(number: int, tmp_path: Path) -> None:
     prepare(tmp_path, 2, attention_dropout=0.1, tie_word_embeddings=True)

@@ -98,7 +98,7 @@ raise {error}
 """
 
 
-@pytest.mark.long(kept="only here the command is a process as a shell starts it: Python tells of the error at its end")
+@pytest.mark.long
 def test_a_message_of_infinity_is_the_last_line_of_a_script_that_failed(tmp_path: Path) -> None:
     error = "RuntimeError('the library says') from infinity.PlanError('too small. Raise memory.host to 2GiB.')"
     command = [sys.executable, "-m", "infinity.run", *arguments(tmp_path, FAILING.format(hook="", error=error))]

@@ -119,6 +119,7 @@ def test_a_run_that_went_on_from_a_copy_names_the_model_it_began_with(job: dict[
     assert _losses(tmp_path / "out-d") == _losses(tmp_path / "out-a")
 
 
+@pytest.mark.long
 def test_a_run_that_was_extended_says_that_it_is_not_the_same_again(job: dict[str, Any], tmp_path: Path) -> None:
     short = {name: value for name, value in job.items() if name not in ("--steps", "--eval-steps")}
     assert run(short | {"--epochs": 1, "--sequence-length": 96}, "--keep-store") == 0

@@ -213,7 +213,7 @@ def test_ranks_end_in_the_bits_of_one_process_with_their_batches(ranks: int, job
     assert workers.run(ranks, on_rank, arguments_of(given, "--resume")) == [0] * ranks, "nothing is left to do"
 
 
-@pytest.mark.long(kept="only here ranks save models, write samples and log, stop, and go on with all of it")
+@pytest.mark.long
 def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(job: Job, tmp_path: Path) -> None:
     (tmp_path / "apart.txt").write_text(TEXT[:900])
     flags = ["--lora", "4", "--eval-data", str(tmp_path / "apart.txt"), "--eval-steps", "2", "--save-best"]
@@ -232,6 +232,7 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
 
 
+@pytest.mark.long
 def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path) -> None:
     flags = ["--lora", "4", "--merge", "--save-every", "2", "--verify-output"]
     assert run(job | FEW, *flags) == 0
@@ -240,7 +241,7 @@ def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path
     assert os.listdir(tmp_path / "out-all-steps") == os.listdir(tmp_path / "out-one-steps")
 
 
-@pytest.mark.long(kept="only here a run goes on with another number of ranks, and is refused to go on with some")
+@pytest.mark.long
 def test_a_run_that_one_rank_is_asked_to_stop_goes_on_with_other_ranks(job: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(job) == 0
     begun = arguments_of(named(tmp_path, "all", 2))
@@ -269,6 +270,7 @@ def test_a_run_of_one_process_goes_on_with_ranks_and_back(job: Job, tmp_path: Pa
     require_same(tmp_path, "all")
 
 
+@pytest.mark.long
 def test_ranks_that_keep_no_generations_end_in_the_same_bits(job: Job, tmp_path: Path) -> None:
     assert run(job | FEW) == 0
     in_memory = {"weights": "host", "optimizer": "host", "nvme": {}, "commit_every": 0}
@@ -277,7 +279,7 @@ def test_ranks_that_keep_no_generations_end_in_the_same_bits(job: Job, tmp_path:
     require_same(tmp_path, "all")
 
 
-@pytest.mark.long(kept="only here a rank dies between the note of the end and the removal of the stores")
+@pytest.mark.long
 def test_what_is_said_of_the_end_of_a_run_is_not_believed_of_the_next(job: Job, tmp_path: Path) -> None:
     store = tmp_path / "swap-all"
     begun = arguments_of(named(tmp_path, "all", 2))
@@ -340,7 +342,7 @@ def test_a_loss_of_one_rank_that_is_no_number_skips_the_step_of_all(job: Job, tm
     assert [row[3] == "nan" for row in rows[1:]] == [False, True, False, False, False, False]
 
 
-@pytest.mark.parametrize("act", ["cannot_write_the_output", "cannot_save"])
+@pytest.mark.parametrize("act", [pytest.param("cannot_write_the_output", marks=pytest.mark.long), "cannot_save"])
 def test_an_output_that_cannot_be_written_ends_all_ranks_and_can_be_written_again(
     act: str, job: Job, tmp_path: Path
 ) -> None:
@@ -383,6 +385,7 @@ def test_torchrun_ends_the_others_when_a_rank_is_killed_and_the_run_goes_on(job:
     require_same(tmp_path, "all")
 
 
+@pytest.mark.long(kept="only here ranks have no more than what torchrun gives its processes")
 def test_processes_that_are_started_as_torchrun_does_it_are_ranks_and_the_first_speaks_for_all(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

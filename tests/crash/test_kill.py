@@ -19,7 +19,7 @@ from tests import sampling
 from tests.crash.job import AtAct, AtOperation, AtTime, Kill, Setup
 from tests.crash.lives import Campaign, Reference, run_life
 
-KILLS = sampling.number(4, 500, "INFINITY_CRASH_KILLS")
+KILLS = sampling.number(2, 500, "INFINITY_CRASH_KILLS")
 SEED = sampling.seed("INFINITY_CRASH_SEED")
 PART = 50  # kills in a test, so that several processes share them
 

@@ -120,11 +120,8 @@ def test_the_readme_begins_with_the_two_commands_that_set_everything_up() -> Non
 # -- commands and code are run ----------------------------------------------------------------------------------------
 
 
-_KEPT = pytest.mark.long(kept="only here what the README says is run as it is written, by a shell and by Python")
-
-
-def drawn(candidates: list[Block]) -> list[Any]:
-    """In `make test` one of each page in FIRST; by INFINITY_TESTS a share of the others, or all."""
+def drawn(candidates: list[Block], mark: pytest.MarkDecorator) -> list[Any]:
+    """The first block of each page in FIRST, with a mark; by INFINITY_TESTS a share of the others, or all."""
     first = [
         next(block for block in candidates if block.page == page)
         for page in FIRST
@@ -134,7 +131,7 @@ def drawn(candidates: list[Block]) -> list[Any]:
         return candidates
     others = sampling.some([block for block in candidates if block not in first])
     return [
-        pytest.param(block, marks=_KEPT) if block in first else block
+        pytest.param(block, marks=mark) if block in first else block
         for block in candidates
         if block in others or block in first
     ]
@@ -165,7 +162,7 @@ def is_run(block: Block) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("block", drawn([each for each in SHELL if is_run(each)]), ids=str)
+@pytest.mark.parametrize("block", drawn([each for each in SHELL if is_run(each)], pytest.mark.long), ids=str)
 def test_commands_run_as_they_are_written(block: Block, sandbox: Path) -> None:
     make_files(sandbox, block)
     for each in chain(block):
@@ -180,7 +177,14 @@ def test_python_code_compiles() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("block", drawn([each for each in PYTHON if is_run(each)]), ids=str)
+@pytest.mark.parametrize(
+    "block",
+    drawn(
+        [each for each in PYTHON if is_run(each)],
+        pytest.mark.long(kept="only here what the README says is run as it is written"),
+    ),
+    ids=str,
+)
 def test_python_code_runs_as_it_is_written(block: Block, sandbox: Path) -> None:
     make_files(sandbox, block)
     run_python(PRELUDE + (MODEL_IN_PRELUDE if goes_on_with_a_model(block.text) else "") + block.text, sandbox)

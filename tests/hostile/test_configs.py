@@ -17,7 +17,7 @@ from infinity.errors import InfinityError, SwapTimeoutError
 from tests.hostile.limits import failures
 from tests.sampling import number, seed
 
-CASES = number(50, 1000, "INFINITY_HOSTILE")
+CASES = number(24, 1000, "INFINITY_HOSTILE")
 _PARTS = 4
 
 WHOLE = """\

@@ -100,6 +100,20 @@ def train(plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, output
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def test_a_run_that_fails_keeps_its_generations(
+    plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
+) -> None:
+    plugin.pre_model_load(cfg)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for row in rows[:3]:
+        model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plugin._failed()
+    assert list((tmp_path / "swap").glob("generation-*.infinity"))
+
+
 def test_losses_are_those_without_the_plugin(
     plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
 ) -> None:
@@ -122,20 +136,6 @@ def test_afterwards_transformers_is_as_it_was(
     assert torch.optim.AdamW.__init__ is not before
     plugin.post_train_unload(cfg)
     assert torch.optim.AdamW.__init__ is before
-
-
-def test_a_run_that_fails_keeps_its_generations(
-    plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
-) -> None:
-    plugin.pre_model_load(cfg)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for row in rows[:3]:
-        model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    plugin._failed()
-    assert list((tmp_path / "swap").glob("generation-*.infinity"))
 
 
 def test_its_arguments_are_found_by_name(plugin: Any) -> None:

@@ -159,6 +159,7 @@ def losses_of(trainer: Trainer) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("used", ["by hand", "by the Trainer"])
 def test_a_trainer_trains_what_was_evaluated_before_and_resumes_it(
     used: str, checkpoint: Path, launch: Launch, rows: Rows, ids: torch.Tensor, tmp_path: Path

@@ -78,6 +78,20 @@ def saving(directory: Path, **options: Any) -> dict[str, Any]:
     return {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(directory, **(given | options))]}
 
 
+def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
+    rows: Rows, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    modules, logits = [made("Small"), made("Small")], []
+    for module, chosen in zip(modules, ("auto", strategy(swap)), strict=True):
+        one = trainer(tmp_path, strategy=chosen)
+        one.fit(module, loader(rows))
+        logits.append(torch.cat(one.predict(module, loader(rows[:8]))))
+    assert registry.is_offloaded(modules[1])
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    infinity.close(modules[1])
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "clipping, accumulation": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
@@ -86,6 +100,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_the_plain_script(
     way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
@@ -124,6 +139,7 @@ def test_lower_precision_is_near_the_plain_script(
     torch.testing.assert_close(found[1], found[0], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["16-true", "16-mixed"])
 def test_fp16_is_near_the_plain_script(
     precision: str, checkpoint: Path, rows: Rows, tmp_path: Path, swap: dict[str, Any]
@@ -154,20 +170,6 @@ def swap(tmp_path: Path) -> dict[str, Any]:
         "nvme": {"paths": [str(tmp_path / "swap")]},
         "commit_every": 1,
     }
-
-
-def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
-    rows: Rows, swap: dict[str, Any], tmp_path: Path
-) -> None:
-    modules, logits = [made("Small"), made("Small")], []
-    for module, chosen in zip(modules, ("auto", strategy(swap)), strict=True):
-        one = trainer(tmp_path, strategy=chosen)
-        one.fit(module, loader(rows))
-        logits.append(torch.cat(one.predict(module, loader(rows[:8]))))
-    assert registry.is_offloaded(modules[1])
-    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
-    infinity.close(modules[1])
 
 
 def test_infinitys_own_optimizers_work(rows: Rows, swap: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
@@ -258,6 +260,7 @@ def test_old_checkpoints_let_their_generations_go(checkpoint: Path, rows: Rows, 
         assert len(module.losses) == 2
 
 
+@pytest.mark.long
 def test_fit_goes_on_with_more_files_kept_in_the_room_that_the_store_has(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -273,6 +276,7 @@ def test_fit_goes_on_with_more_files_kept_in_the_room_that_the_store_has(
     assert (tmp_path / "step=4.ckpt.infinity" / "portable").is_dir()
 
 
+@pytest.mark.long
 def test_of_checkpoints_that_are_all_kept_older_ones_hold_a_copy(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -349,6 +353,7 @@ def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_
         assert one.global_step < 8
 
 
+@pytest.mark.long
 def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
     checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import infinity
 from infinity.cli.main import main
+from tests import processes
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, trainer
 
@@ -44,8 +45,13 @@ def stopped(checkpoint: Path, directory: Path, *, save_steps: int) -> Result:
     (directory / "swap.yaml").write_text(json.dumps(swap | {"commit_every": 1}))
     script = SCRIPT.format(out=str(directory / "out"), checkpoint=str(checkpoint), save_steps=save_steps)
     (directory / "train.py").write_text(script)
-    command = [sys.executable, "-m", "infinity.run", str(directory / "swap.yaml"), str(directory / "train.py")]
-    return subprocess.run(command, capture_output=True, text=True, cwd=directory)
+    return processes.run(launch_in, str(directory))
+
+
+def launch_in(directory: str) -> int:
+    """As `python -m infinity.run` does it."""
+    os.chdir(directory)
+    return main(["run", "swap.yaml", "train.py"])
 
 
 def test_ctrl_c_ends_in_one_line_that_names_the_folder_to_go_on_from(checkpoint: Path, tmp_path: Path) -> None:
@@ -76,8 +82,7 @@ def test_before_the_first_folder_it_says_that_none_names_the_states(checkpoint: 
 def test_a_script_that_is_stopped_before_it_has_a_model_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "swap.yaml").write_text("{}")
     (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
-    command = [sys.executable, "-m", "infinity.run", str(tmp_path / "swap.yaml"), str(tmp_path / "train.py")]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    ended = processes.run(launch_in, str(tmp_path))
     assert ended.returncode == 130
     assert ended.stderr.splitlines()[-1] == "infinity: stopped; nothing of it is durable, so that it begins anew"
 

@@ -180,7 +180,7 @@ def optimizer_of(model: Any) -> infinity.AdamW:
     return infinity.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(

@@ -46,7 +46,7 @@ def _config(tiers: dict[str, Any], gather: str, machines: str, kind: str) -> dic
     return tiers | {"ranks": {"gather": gather}, "memory": {"host": f"{64 * len(machines)}MiB", "device": f"{mib}MiB"}}
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("gather", ["auto", "none", "node", "world"])

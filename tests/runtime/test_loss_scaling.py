@@ -241,6 +241,7 @@ def one_phase_after_the_other(tmp_path_factory: Any) -> Run:
     return run
 
 
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize(
     "config",
     [

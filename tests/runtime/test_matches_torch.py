@@ -53,7 +53,7 @@ def assert_close(model: nn.Module, plain: nn.Module, tolerance: float = 2e-5) ->
         )
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "mixed"])
 def test_fp32_training_matches_torch(architecture: str, tier: str, offload: Any) -> None:

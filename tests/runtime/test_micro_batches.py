@@ -169,7 +169,7 @@ def loss_of(model: Any, count: int) -> Callable[[models.Batch], torch.Tensor]:
 
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("recomputes", ["nothing", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_the_weights_are_fetched_once_per_direction(count: int, recomputes: str, small: Small) -> None:
     """Of eight blocks with room for two: one micro-batch after the other fetches them for each."""
     model, batches = small(lambda: models.llama(8), count, recomputes, overlap="off")
@@ -233,6 +233,7 @@ def test_updates_begin_when_the_last_micro_batch_has_passed_a_unit(small: Small)
     assert of_step[-5] > 4  # long before the last unit
 
 
+@pytest.mark.long
 def test_several_calls_before_a_step_begin_no_update_for_nothing_once_the_number_is_known(small: Small) -> None:
     for known in (None, 3, 12):
         model, batches = small(lambda: models.llama(2), 4, overlap="during_backward")
@@ -253,6 +254,7 @@ def test_several_calls_before_a_step_begin_no_update_for_nothing_once_the_number
 # -- room --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long(kept="only here micro-batches have no room together")
 def test_more_micro_batches_than_the_device_has_room_for_go_in_groups(
     small: Small, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,7 +360,7 @@ def loss_that_fails(model: Any, batches: list[models.Batch], where: str, at: int
     return loss_fn
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("error", [Unhappy, KeyboardInterrupt])
 @pytest.mark.parametrize("recomputes", ["nothing", "reentrant"])
 @pytest.mark.parametrize("where", ["before", "amid", "after", "backward"])
@@ -397,6 +399,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved_raises(offload: Any, tmp_pa
         infinity.backward(model, model, inputs())
 
 
+@pytest.mark.long(kept="only here a transfer fails while micro-batches go through one unit after the other")
 def test_a_transfer_that_fails_is_an_error_and_nothing_hangs(small: Small) -> None:
     def run(*faults: _native.Fault) -> tuple[int, int]:
         """The number of transfers before the stages were learned, and of all."""

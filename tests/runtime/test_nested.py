@@ -282,7 +282,7 @@ def _small_modules_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["kept", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.__name__)
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=8)
 def test_every_shape_trains_and_evaluates_like_torch(
     shape: type[Shape], reentrant: Checkpointing, offload: Any
 ) -> None:
@@ -338,6 +338,7 @@ ALIKE = [("poolformer", None), ("glpn", None), ("funnel", None), ("git", None)]
 CASES = [*SAMPLE, *sampling.some([case for case in KEPT + RECOMPUTED if case not in SAMPLE])]
 
 
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [pytest.param(*case, marks=[pytest.mark.long] if case in ALIKE else []) for case in CASES],

@@ -166,7 +166,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 COMMITS = [{"commit_every": 1}, {"commit_every": 2, "keep": 2}, {"commit_every": "auto"}]
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("tiers", TIERS[1:])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -243,6 +243,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize(
     "kill",
     sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1),
@@ -328,6 +329,7 @@ def test_ranks_that_would_commit_other_steps_are_told(tmp_path: Path) -> None:
     assert all("commit_every" in told for told in run(2, differing, str(tmp_path)))
 
 
+@pytest.mark.long
 def test_ranks_that_are_killed_at_any_time_go_on_from_one_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
     drawn = random.Random(sampling.SEED)
     one = undisturbed(NVME, PAIR)
@@ -394,25 +396,25 @@ def test_a_run_goes_on_with_any_number_of_ranks(changing: Changing, undisturbed:
     changing.require_same((4, 2, 3, 1, 2), BATCHES, undisturbed(changing.config, BATCHES, changing.dtype))
 
 
-@pytest.mark.covering(strength=1)
-@pytest.mark.parametrize("moments", ["fp32", "int8"])
-@pytest.mark.parametrize("tiers", TIERS[1:])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("disks", [1, 2])
+@pytest.mark.long(kept="only here a run goes on with more ranks, then in one process, over two disks")
+@pytest.mark.parametrize("moments", ["int8"])
+@pytest.mark.parametrize("tiers", TIERS[3:])
+@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("disks", [2])
 def test_a_run_goes_on_with_more_ranks_and_in_one_process(changing: Changing, undisturbed: Undisturbed) -> None:
     changing.require_same((2, 3, 1), 6, undisturbed(changing.config, 6, changing.dtype, steps=3))
-
-
-KEPT = pytest.mark.long(kept="only here a rank dies while the number of ranks changes")
 
 
 @pytest.mark.parametrize(
     "kill",
     [
-        pytest.param(Kill(0, "end rename", "manifest", 0), marks=KEPT),
+        pytest.param(
+            Kill(0, "end rename", "manifest", 0),
+            marks=pytest.mark.long(kept="only here a rank dies while the number of ranks changes"),
+        ),
         # As after the one above: rank 0 has a manifest, rank 1 has none.
         pytest.param(Kill(1, "begin rename", "manifest", 0), marks=pytest.mark.long),
-        pytest.param(Kill(0, "end unlink", "manifest", 0), marks=KEPT),
+        pytest.param(Kill(0, "end unlink", "manifest", 0), marks=pytest.mark.long),
     ],
 )
 def test_a_rank_that_is_killed_while_a_run_changes_its_number_of_ranks_loses_nothing(
@@ -444,7 +446,7 @@ def test_the_commands_know_the_stores_of_all_ranks(tmp_path: Path, capsys: Any) 
     assert list(Path(folder).iterdir()) == []
 
 
-@pytest.mark.long(kept="only here a portable copy of ranks goes on in another number of them")
+@pytest.mark.long
 def test_a_portable_copy_of_ranks_goes_on_in_one_process_and_in_others(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

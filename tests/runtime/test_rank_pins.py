@@ -148,6 +148,7 @@ def there(counted: Counted, tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "kept").rename(counted.root)
 
 
+@pytest.mark.long(kept="only here ranks go on from each of several folders")
 def test_ranks_go_on_from_each_folder_to_the_same_bits(there: Path, counted: Counted) -> None:
     marker = read_marker(there / "checkpoint-2")
     assert marker is not None
@@ -208,6 +209,7 @@ def begun_again(root: str) -> tuple[int, dict[str, str]] | str:
     return began, weights_of(model)
 
 
+@pytest.mark.long
 def test_a_run_that_went_back_goes_on_from_its_own_newest_generation(tmp_path: Path) -> None:
     """Although a folder pins one of the same step, of the run before it went back."""
     (whole, _) = run(RANKS, pinning, str(tmp_path), [2, UNTIL])
@@ -217,6 +219,7 @@ def test_a_run_that_went_back_goes_on_from_its_own_newest_generation(tmp_path: P
     assert run(RANKS, begun_again, str(tmp_path)) == [(UNTIL, whole)] * RANKS
 
 
+@pytest.mark.long(kept="only here a rank has another generation of the same step")
 def test_ranks_never_go_on_from_parts_of_another_generation_of_the_step(tmp_path: Path) -> None:
     """One rank's store is put back as it was before the run went back."""
     (whole, _) = run(RANKS, pinning, str(tmp_path), [2])
@@ -402,6 +405,7 @@ def from_copy(root: str) -> tuple[int, dict[str, str]]:
     return steps[0], weights_of(model)
 
 
+@pytest.mark.long
 def test_where_all_pins_are_taken_the_oldest_becomes_a_portable_copy(tmp_path: Path, counted: Counted) -> None:
     whole = counted.whole
     assert run(RANKS, copying, str(tmp_path)) == [["checkpoint-2"]] * RANKS

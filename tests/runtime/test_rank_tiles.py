@@ -13,6 +13,7 @@ from tests.runtime.over_ranks import TIERS, on_rank, train
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("tiers", TIERS[1::2])
 def test_ranks_tile_alike_and_end_in_the_bits_of_one_process(tiers: dict[str, Any], tmp_path: Path) -> None:
     ranks, micro = 2, 2

@@ -61,7 +61,7 @@ def written(folder: str, config: dict[str, Any], dtype: str, when: str) -> dict[
     return weights
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gather", ["world", "none"])

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 STEPS = 4
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2])
@@ -62,7 +62,7 @@ def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Pat
     require_equal(tmp_path, config, 1, 3, steps=2, dtype="bfloat16", max_grad_norm=0.01)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("micro", [2, 4])

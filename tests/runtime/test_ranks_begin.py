@@ -142,6 +142,7 @@ def begun_or_resumed(path: str, folder: str, until: int, die: bool) -> int:
     return began
 
 
+@pytest.mark.long(kept="only here one rank alone has no generation")
 def test_auto_begins_anew_on_all_ranks_where_one_has_no_generation(tmp_path: Path) -> None:
     """As a kill between the manifests of the first generation leaves it."""
     llama()[0].save_pretrained(tmp_path / "model")

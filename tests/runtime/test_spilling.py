@@ -110,7 +110,7 @@ def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
     assert all(torch.equal(found[name], values) for name, values in expected.items())
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=3)
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
 _in_ram: dict[tuple[str, bool], Result] = {}
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("overlap", ["during_backward", "before_forward", "off"])
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_updates_beside_compute_change_no_bit(
@@ -202,6 +202,7 @@ def test_spilled_gradients_move_as_many_bytes_as_planned(
     assert (0 < len(after.plan.placement.gradients.in_ram) < after.plan.layout.trained_count) == small
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offload: Any, swap_config: Any) -> None:
     half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
@@ -232,6 +233,7 @@ def where_16_bits_pay(swap_config: Any, name: str, dtype: Any) -> dict[str, Any]
     return found[len(found) // 2]
 
 
+@pytest.mark.long
 @pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
@@ -352,7 +354,7 @@ def test_gradients_that_an_update_cannot_read_are_named(
     assert named == {"grad", "optimizer states"}
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offload: Any) -> None:

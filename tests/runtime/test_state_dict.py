@@ -104,6 +104,7 @@ def _nothing_is_gathered(model: nn.Module) -> bool:
     return not open_units and coordinator.readers.nobody
 
 
+@pytest.mark.covering(strength=1, most=12)
 @pytest.mark.parametrize("end", [_read_until_interrupted, _load_until_interrupted])
 @pytest.mark.parametrize("then", ["forward", "step", "evaluation", "state_dict", "load", "iterate", "gather", "close"])
 def test_after_an_interrupted_call_the_next_one_finds_nothing_open(then: str, end: Any, trained: Trained) -> None:

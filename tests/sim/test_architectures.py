@@ -45,7 +45,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("policy", [LAZY, random_policy(0)], ids=["lazy", "random"])
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 @pytest.mark.parametrize(

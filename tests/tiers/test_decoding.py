@@ -60,6 +60,7 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
         assert torch.equal(found.view(torch.uint8), expected[spec.name].view(torch.uint8)), (codec, spec.shape)
 
 
+@pytest.mark.covering(strength=1, most=6)
 @pytest.mark.parametrize("codec", ["nf4", "nf4_fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_once", [1 << 22, 128])

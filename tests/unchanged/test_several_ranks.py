@@ -66,7 +66,7 @@ def test_ranks_train_as_with_ddp(script: Script, plain: Plain, launched: Launche
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(SCRIPTS["trainer"], marks=pytest.mark.long(kept="ranks of which SIGKILL ends one")),
+        pytest.param(SCRIPTS["trainer"], marks=pytest.mark.long),
         *(SCRIPTS[name] for name in sampling.some(OTHERS)),
     ],
     ids=str,

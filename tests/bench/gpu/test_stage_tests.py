@@ -23,7 +23,7 @@ def test_wrong_beside_others(): assert os.environ.get("CUDA_LAUNCH_BLOCKING") ==
 """
 
 
-@pytest.mark.long(kept="only here stage 4 runs pytest again, in a process each time")
+@pytest.mark.long
 def test_a_failed_test_runs_again_by_itself_with_blocking_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

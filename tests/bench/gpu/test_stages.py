@@ -200,7 +200,7 @@ def test_updates_during_backward_end_in_the_same_bits_and_a_wrong_bit_is_told(mo
     assert len(seam_training.overlap_modes(steps=1)["other bits"]) == 4
 
 
-@pytest.mark.long(kept="only here all that stage 3 expects of training is run where there is no GPU")
+@pytest.mark.long
 @pytest.mark.usefixtures("sim")
 def test_what_stage_3_expects_of_training_holds_on_a_simulated_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,7 +233,7 @@ def test_what_stage_3_expects_of_native_threads_holds_where_copies_are_done_at_o
     assert len(lines) == 4
 
 
-@pytest.mark.long(kept="only here all that stage 3 expects of the order of copies is run where there is no GPU")
+@pytest.mark.long
 def test_what_stage_3_expects_of_order_is_right_and_never_late_where_copies_are_done_at_once(
     fake_gpu: Fake, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ RESULTS = Path(__file__).resolve().parents[3] / "bench" / "results"
         pytest.param("2026-11-21-step-overlap-256-clipped", marks=pytest.mark.long),
         pytest.param(
             "2026-11-21-step-overlap-2048-clipped",
-            marks=pytest.mark.long(kept="only here the simulation is compared with what was measured"),
+            marks=pytest.mark.long(kept="only here the simulation is compared with measurements"),
         ),
     ],
 )

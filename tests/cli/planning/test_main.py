@@ -172,6 +172,7 @@ def test_the_numbers_say_where_they_are_from(
     assert "measured now" not in there
 
 
+@pytest.mark.long
 def test_a_frozen_base_in_four_bits_is_read_twice_and_never_written(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["mgpt-13b", "--machine", "consumer", "--lora", "4", "--set", "weights=nvme", "optimizer=nvme"]
     bf16, nf4 = (told(capsys, *options, "--frozen", form) for form in ("bf16", "nf4"))
