@@ -103,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _sample(config: pytest.Config, simulated: list[pytest.Item]) -> set[pytest.Item]:
     """One case of every file."""
     of_files: dict[Path, list[pytest.Item]] = {}
-    for item in simulated:
+    for item in (each for each in simulated if each.get_closest_marker("long") is None):
         policy = DEVICES[_policy_of(item.path)]
         if item.function is config.stash[_FIRST].get(item.path) and item.callspec.params[_PARAMETER] is policy:  # type: ignore[attr-defined]
             of_files.setdefault(item.path, []).append(item)

@@ -22,7 +22,7 @@ from tests.models import llama
 from tests.sampling import number
 
 STEPS = 2
-CASES = number(24, 1000, "INFINITY_HOSTILE")
+CASES = number(16, 1000, "INFINITY_HOSTILE")
 PARTS = 4
 Case = tuple[str, Path, Path, int]
 """The kind of model, its run, a directory for the case alone, and the number of the case."""

@@ -17,7 +17,7 @@ from tests.hostile.mutations import mutate_json
 from tests.hostile.stores import config, loss_of, plain, typed
 from tests.sampling import number, seed
 
-CASES = number(24, 1000, "INFINITY_HOSTILE")
+CASES = number(8, 1000, "INFINITY_HOSTILE")
 _PARTS = 2
 
 Case = tuple[str, int]

@@ -45,10 +45,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = ["compiled"]
+FEW = ["as it is", "accumulation, clipping, cosine", "evaluation", "checkpointing", "by length"]
+"""The optimizers of the others are tried in tests/optim, and reentrant checkpointing in tests/runtime."""
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in SLOW] + sampling.some(SLOW))
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FEW else pytest.mark.long) for way in WAYS])
 def test_losses_and_norms_are_those_of_the_plain_script(
     way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
@@ -139,7 +140,7 @@ def test_the_state_of_the_trainer_is_that_of_the_plain_script(
 # -- without the launcher ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loaded", ["in RAM", "by infinity"])
+@pytest.mark.parametrize("loaded", [pytest.param("in RAM", marks=pytest.mark.long), "by infinity"])
 def test_infinitys_trainer_trains_saves_and_resumes_without_the_launcher(
     loaded: str, checkpoint: Path, rows: Rows, tmp_path: Path
 ) -> None:
@@ -232,7 +233,7 @@ def test_evaluation_in_bf16_names_the_dtype_to_load(
             one.evaluate()
 
 
-@pytest.mark.parametrize("before", ["nothing", "an evaluation"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.long), "an evaluation"])
 def test_a_trainer_that_would_begin_at_step_0_on_a_resumed_model_is_refused(
     before: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

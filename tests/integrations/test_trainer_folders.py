@@ -45,7 +45,13 @@ def test_a_run_goes_on_from_its_checkpoint_folder(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "folders", "with_a_copy"), [(1, 3, 3, 1), (3, 1, 1, 0), (2, None, 5, 2), (None, 2, 2, 0)]
+    ("before", "after", "folders", "with_a_copy"),
+    [
+        pytest.param(
+            1, 3, 3, 1, marks=pytest.mark.long(kept="only here more folders are kept than the store has room for")
+        ),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [(3, 1, 1, 0), (2, None, 5, 2), (None, 2, 2, 0)]),
+    ],
 )
 def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
     before: int | None,
@@ -140,7 +146,13 @@ def test_a_second_train_goes_on(checkpoint: Path, rows: Rows, launch: Launch, tm
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize(
+    "saves",
+    [
+        pytest.param(False, marks=pytest.mark.long),
+        pytest.param(True, marks=pytest.mark.long(kept="only here a second Trainer trains what the first one trained")),
+    ],
+)
 def test_two_trainers_train_one_model_one_after_the_other(
     saves: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

@@ -90,7 +90,14 @@ def reward(inputs: Path, output: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    "made", [sft_that_evaluates, dpo, dpo_with_precomputed_reference, reward], ids=lambda each: each.__name__
+    "made",
+    [
+        reward,
+        dpo,
+        pytest.param(sft_that_evaluates, marks=pytest.mark.long),
+        pytest.param(dpo_with_precomputed_reference, marks=pytest.mark.long),
+    ],
+    ids=lambda each: each.__name__,
 )
 def test_losses_are_those_of_the_plain_script(made: Made, inputs: Path, launch: Launch, tmp_path: Path) -> None:
     logs = []

@@ -36,6 +36,7 @@ def is_vertical(model: Any) -> bool:
     return micro_batches._known[model].chain is not None
 
 
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_and_norms_are_those_of_the_plain_script(
     way: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
