@@ -14,8 +14,9 @@ PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not 
 SHARE  ?= all
 SEED   ?= 0
 WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600 -m "not gpu and not simulated"
-MATRIX  = $(shell grep -rl 'mark.covering\|sampling.number' tests --include='test_*.py' | \
-            grep -v 'tests/crash/\|tests/stress/\|tests/fuzz/\|tests/hostile/\|test_corruption\|test_overlap\|test_faults.py\|test_sampling')
+# Files whose tests draw examples, beside those of the long forms that name them.
+DRAWING = $(shell grep -rlE 'sampling|hypothesis' tests --include='test_*.py' | \
+            grep -vE 'tests/(crash|stress|fuzz|hostile|docs|sim|unchanged|integrations)/|test_(corruption|overlap|faults|sampling)')
 # Their long tests are part of the long forms below that name them.
 APART   = tests/crash tests/stress tests/fuzz tests/hostile tests/docs tests/sim $(UNCHANGED) tests/runtime/test_corruption.py \
           tests/runtime/test_overlap.py tests/runtime/test_faults.py
@@ -86,7 +87,8 @@ faults-test: bootstrap
 
 # Every combination of the other tests' parameters.
 matrix-test: bootstrap
-	$(WHOLE) -m "not gpu and not simulated and not long" $(MATRIX)
+	$(WHOLE) -m "covering and not gpu and not simulated and not long" tests
+	$(WHOLE) -m "not covering and not gpu and not simulated and not long" $(DRAWING)
 
 # The other tests of more than 2 s of processor time, of which `make test` has a few.
 long-test: bootstrap
