@@ -129,7 +129,7 @@ def _long_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("simulated")]
     kept = {item for item in long if is_kept(item)}
     chosen = set(some([item for item in long if item not in kept]))
-    return set(long) - chosen - (set() if SAMPLE_IS_DONE else kept)
+    return set(long) - chosen - kept  # these may draw more with a larger share
 
 
 def is_kept(item: pytest.Item) -> bool:

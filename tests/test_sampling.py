@@ -103,3 +103,34 @@ def test_a_marked_test_runs_with_some_of_its_parameters_and_an_unmarked_one_with
     for name in ("a1 and first and True", "a2 and second and False", "a0 and third and True"):
         monkeypatch.setattr(sampling, "SHARE", sampling._share(""))
         assert outcomes("-k", f"test_marked and {name}")["passed"] == 1
+
+
+def test_a_long_test_runs_in_its_share_and_a_kept_one_always(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.long
+        @pytest.mark.parametrize("a", range(8))
+        def test_long(a): ...
+
+        @pytest.mark.long(kept="why")
+        def test_kept(): ...
+
+        @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.long)])
+        def test_case(a): ...
+        """
+    )
+    for share, is_done, passed in (("", False, 2), ("0.3", False, 5), ("0.3", True, 5), ("all", True, 11)):
+        monkeypatch.setattr(sampling, "SHARE", sampling._share(share))
+        monkeypatch.setattr(sampling, "SAMPLE_IS_DONE", is_done)
+        done = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "tests.sampling")
+        assert done.parseoutcomes()["passed"] == passed
+
+
+def test_at_most_so_many_cases_are_those_that_cover_most() -> None:
+    chosen = sampling.covering(EVERY, 1, most=2)
+    assert len(chosen) == 2
+    assert len(meetings([EVERY[index] for index in chosen], 1)) == 2 * len(AXES)
