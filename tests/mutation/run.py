@@ -93,12 +93,18 @@ class Copy:
             path.unlink()  # never written to: a process may still have it mapped
             path.write_bytes(built)
 
-    def try_tests(self, *arguments: str) -> tuple[int, str]:
-        """pytest's exit code, and the last line it printed that names a test."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
+    def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:
+        """pytest's exit code, and the last line it printed that names a test.
+
+        Args:
+            long: run the tests with the mark `long`, all of them, and not those of `make test`.
+        """
+        marks = "long and not gpu and not simulated" if long else "not gpu"
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, *arguments]
+        environment = self.environment | ({"INFINITY_TESTS": "all"} if long else {})
         try:
             done = subprocess.run(
-                command, cwd=self.path, env=self.environment, capture_output=True, text=True, timeout=_TIMEOUT_S
+                command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
             return 1, f"no end within {_TIMEOUT_S} s"
@@ -183,6 +189,8 @@ def _try(copy: Copy, mutant: Mutant) -> str:
         if mutant.native:
             copy.build()
         code, line = copy.try_tests(*mutant.tests)
+        if code == 0 and (found := copy.try_tests(*mutant.tests, long=True))[0] not in _NO_TEST_RAN:
+            code, line = found[0], f"by a long test only: {found[1]}"
     finally:
         copy.take_back(mutant, before)
     if code in _NO_TEST_RAN:
