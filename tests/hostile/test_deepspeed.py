@@ -61,6 +61,7 @@ def cases() -> list[tuple[str, str]]:
     return made + [(draw.choice(["ds.json", "ds.yaml"]), mutated(draw)) for _ in range(CASES)]
 
 
+@pytest.mark.long(kept="only here odd configs of DeepSpeed are converted")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_an_odd_config_ends_in_a_swap_config_or_one_line(part: int, tmp_path: Path) -> None:
