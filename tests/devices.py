@@ -38,13 +38,13 @@ _PARAMETER = "computes_on"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _takes_part(metafunc):
         return
-    path = metafunc.definition.path
-    names = list(DEVICES) if _wants_all(metafunc.config) else ["cpu"]
-    first = metafunc.config.stash.setdefault(_FIRST, {})
-    if metafunc.definition.get_closest_marker("long") is None and first.setdefault(path, metafunc.function) is (
-        metafunc.function
-    ):
-        names += [_policy_of(path)] * (len(names) == 1)
+    is_first = _is_first(metafunc)  # noted in any case: the sample is found by it
+    if _wants_all(metafunc.config):
+        names = list(DEVICES)
+    elif is_first:
+        names = ["cpu", _policy_of(metafunc.definition.path)]
+    else:
+        names = ["cpu"]
     cases = [
         pytest.param(DEVICES[name], id=name, marks=() if name == "cpu" else pytest.mark.simulated) for name in names
     ]
@@ -53,6 +53,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
 """Of each file the first function that takes part and is not `long`."""
+
+
+def _is_first(metafunc: pytest.Metafunc) -> bool:
+    """Whether `make test` runs a case of this function on the simulated device."""
+    if metafunc.definition.get_closest_marker("long") is not None:
+        return False
+    first = metafunc.config.stash.setdefault(_FIRST, {})
+    return first.setdefault(metafunc.definition.path, metafunc.function) is metafunc.function
 
 
 def _wants_all(config: pytest.Config) -> bool:
