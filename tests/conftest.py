@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import logging
 import os
@@ -55,6 +56,17 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     if report.passed:
         report.sections = [each for each in report.sections if each[0] == "Captured stdout call"]
     return report
+
+
+@pytest.fixture(scope="session")
+def bitsandbytes() -> Any:
+    """The library. Where it has no C code, as for a weight with an odd number of values, it computes in torch, but
+    compiled, once for each of the first sizes and dtypes, which takes most of a minute: here it does not compile."""
+    library = pytest.importorskip("bitsandbytes", "0.50")
+    operations = importlib.import_module("bitsandbytes.backends.default.ops")
+    for name in ("_dequantize_4bit_compute", "_dequantize_blockwise_compute"):
+        setattr(operations, name, getattr(operations, name).__wrapped__)
+    return library
 
 
 @pytest.fixture(autouse=True)

@@ -36,8 +36,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _bitsandbytes() -> None:
-    pytest.importorskip("bitsandbytes")
+def _bitsandbytes(bitsandbytes: Any) -> None:
+    """All tests need it."""
 
 
 @pytest.fixture(scope="module")

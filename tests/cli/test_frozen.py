@@ -85,9 +85,8 @@ def test_the_form_of_a_run_may_come_from_its_swap_config(job: dict[str, Any], tm
 
 
 def test_adapters_of_a_quantized_model_are_verified_merged_only(
-    job: dict[str, Any], tmp_path: Path, capsys: Any
+    job: dict[str, Any], tmp_path: Path, capsys: Any, bitsandbytes: Any
 ) -> None:
-    pytest.importorskip("bitsandbytes")
     quantize(tmp_path / "model", tmp_path / "small", "nf4")
     tokenizer().save_pretrained(tmp_path / "small")
     job["--model"] = tmp_path / "small"

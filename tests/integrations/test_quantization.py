@@ -39,9 +39,8 @@ def _without_bitsandbytes(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def quantized(tmp_path: Path) -> Path:
+def quantized(tmp_path: Path, bitsandbytes: Any) -> Path:
     """A base that bitsandbytes quantized."""
-    pytest.importorskip("bitsandbytes")
     llama()[0].bfloat16().save_pretrained(tmp_path / "base")
     return quantize(tmp_path / "base", tmp_path / "quantized", "nf4")
 

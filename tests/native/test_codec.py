@@ -82,19 +82,11 @@ def samples(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 @pytest.fixture
-def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The functions of bitsandbytes, with two changes.
-
-    The map for nested scales is ours: theirs has last bits that depend on torch.linspace, and so on the processor.
-    Where bitsandbytes has no C code, for a weight with an odd number of values, it computes in torch as it does here,
-    but compiled, once for each of the first sizes and dtypes, which takes most of a minute.
-    """
-    pytest.importorskip("bitsandbytes", "0.50")
-    from bitsandbytes import functional
-    from bitsandbytes.backends.default import ops
-
+def theirs(bitsandbytes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The functions of bitsandbytes, with our map for nested scales: theirs has last bits that depend on
+    torch.linspace, and so on the processor."""
+    functional = bitsandbytes.functional
     monkeypatch.setitem(functional.name2qmap, "dynamic", torch.tensor(_native.NESTED_MAP))
-    monkeypatch.setattr(ops, "_dequantize_4bit_compute", ops._dequantize_4bit_compute.__wrapped__)
     return functional
 
 

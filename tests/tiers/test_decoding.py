@@ -65,10 +65,9 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_once", [1 << 22, 128])
 def test_the_kernel_of_bitsandbytes_gives_the_bits_of_the_native_core(
-    codec: Codec, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+    codec: Codec, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch, bitsandbytes: Any
 ) -> None:
     """Its CPU kernel stands for that of a device here."""
-    pytest.importorskip("bitsandbytes")
     kernel, used = of_bitsandbytes(dtype), []
     assert decodes_alike(kernel, torch.device("cpu"), dtype)
 
