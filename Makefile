@@ -9,6 +9,8 @@ SHELL  := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 # Of pip's output the downloads that take a while, and errors. Its warnings are of the machine's own configuration.
 DOWNLOADS = 2> >(grep -v ^WARNING: >&2) | sed -un 's/^ *Downloading \(.* ([0-9.]* [MG]B)\)$$/  downloading \1/p'
+# Without what a process compiled, each that tests start compiles infinity again, for a second.
+unexport PYTHONDONTWRITEBYTECODE
 # One process of tests for each core; torch has one thread in each process (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 SHARE  ?= all
