@@ -2,20 +2,20 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := env PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/pip install -c constraints.txt
+PIP    := env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/pip install -c constraints.txt
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 BEGAN  := $(shell date +%s)
 SHELL  := /bin/bash
 .SHELLFLAGS := -o pipefail -c
-# Of pip's output the downloads that take a while, and errors. Its warnings are of the machine's own configuration.
-DOWNLOADS = 2> >(grep -v ^WARNING: >&2) | sed -un 's/^ *Downloading \(.* ([0-9.]* [MG]B)\)$$/  downloading \1/p'
-# Without what a process compiled, each that tests start compiles infinity again, for a second.
+# Show large downloads, errors and warnings from pip's output, without warnings of the machine's own configuration.
+DOWNLOADS = 2> >(grep -vE '^WARNING: (Location|Running pip as|The directory)' >&2) | sed -un 's/^ *Downloading \(.* ([0-9.]* [MG]B)\)$$/  downloading \1/p'
+# Let Python write .pyc files: otherwise every process that a test starts compiles infinity again, which takes a second.
 unexport PYTHONDONTWRITEBYTECODE
 # One process of tests for each core; torch has one thread in each process (tests/conftest.py).
 PYTEST := $(BIN)/pytest -q -n logical --maxprocesses 8 --dist worksteal -m "not gpu"
 SHARE  ?= all
 SEED   ?= 0
-WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) -rP --timeout 3600 -m "not gpu and not simulated"
+WHOLE   = INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) --hypothesis-seed=$(SEED) -rP --timeout 3600 -m "not gpu and not simulated"
 # Files whose tests draw examples, beside those of the long forms that name them.
 DRAWING = $(shell grep -rlE 'sampling|hypothesis' tests --include='test_*.py' | \
             grep -vE 'tests/(crash|stress|fuzz|hostile|docs|sim|unchanged|integrations)/|test_(corruption|overlap|faults|sampling)')
@@ -87,9 +87,9 @@ overlap-test: bootstrap
 faults-test: bootstrap
 	$(WHOLE) tests/runtime/test_faults.py
 
-# Every combination of the other tests' parameters.
+# The other combinations of parameters that a test with the mark `covering` has, and tests that draw for themselves.
 matrix-test: bootstrap
-	$(WHOLE) -m "covering and not gpu and not simulated and not long" tests
+	$(WHOLE) -m "covering and not gpu and not simulated and not long" $(APART:%=--ignore=%) tests
 	$(WHOLE) -m "not covering and not gpu and not simulated and not long" $(DRAWING)
 
 # The other tests of more than 2 s of processor time, of which `make test` has a few.
@@ -218,7 +218,7 @@ bench: bootstrap
 
 # Set-up: `runtime` is what infinity needs to run, `bootstrap` also what tests and developers' tools need. A part is done
 # again only if its own files have changed. The native core is compiled while torch and the libraries are installed; both
-# need .tools, so that two pips never install the same package at once.
+# need .tools, so that two pips never install the same package at once. ninja would take MAKEFLAGS for a limit to its jobs.
 runtime: $(VENV)/.tools
 	@$(MAKE) -s -j2 $(VENV)/.native $(VENV)/.libraries
 
@@ -227,7 +227,9 @@ bootstrap: runtime
 
 # The system packages that the build needs; only missing ones are installed.
 $(VENV)/.system: Makefile
-	@sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; missing=; \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "the versions in constraints.txt need Python 3.11 or later: set PYTHON=..."; exit 1; }; \
+	sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; missing=; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \
 	[ -e /usr/include/liburing.h ] || missing="$$missing liburing-dev"; \
 	[ -e /usr/include/xxhash.h ] || missing="$$missing libxxhash-dev"; \
@@ -235,7 +237,8 @@ $(VENV)/.system: Makefile
 	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$$missing python3-dev"; \
 	if [ -n "$$missing" ]; then \
 	  echo "system packages: installing$$missing"; \
-	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing && echo "system packages: $$SECONDS s"; \
+	  apt="$$sudo env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=a apt-get -qq -o DPkg::Lock::Timeout=300"; \
+	  $$apt update && $$apt install -y $$missing && echo "system packages: $$SECONDS s"; \
 	fi
 	@mkdir -p $(VENV) && touch $@
 
@@ -248,7 +251,7 @@ $(VENV)/.tools: constraints.txt | $(VENV)/.environment
 
 $(VENV)/.native: $(NATIVE) pyproject.toml $(VENV)/.tools
 	@echo "native core: compiling"; mkdir -p build; \
-	$(PIP) -v --no-build-isolation --no-deps -e . 2>&1 | tee build/native.log | \
+	env -u MAKEFLAGS -u MFLAGS $(PIP) -v --no-build-isolation --no-deps -e . 2>&1 | tee build/native.log | \
 	  sed -un 's|^ *\[\([0-9]*0\)/\([0-9]*\)\].*|native core: \1 of \2 files|p' || { cat build/native.log; exit 1; }; \
 	echo "native core: $$SECONDS s"; touch $@
 
@@ -261,8 +264,7 @@ $(VENV)/.libraries: pyproject.toml constraints.txt $(VENV)/.torch
 
 # pip would compile the native core to find the dependencies of a folder.
 define DEPENDENCIES
-import sys
-tomllib = __import__("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli", fromlist=["load"])
+import tomllib
 print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
 endef
 export DEPENDENCIES

@@ -26,6 +26,7 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
+from infinity.plan.machine import usable_cores
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.tiers.home import Home
@@ -49,6 +50,11 @@ def pytest_configure() -> None:
     settings.load_profile("infinity")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core that this process may use; xdist itself counts all of the machine."""
+    return usable_cores()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """The long forms print what they did (-rP); what was logged and warned of is shown of failures only."""
@@ -58,15 +64,20 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-@pytest.fixture(scope="session")
-def bitsandbytes() -> Any:
-    """The library. Where it has no C code, as for a weight with an odd number of values, it computes in torch, but
-    compiled, once for each of the first sizes and dtypes, which takes most of a minute: here it does not compile."""
+@pytest.fixture(scope="module")
+def bitsandbytes() -> Iterator[Any]:
+    """The library, which compiles nothing.
+
+    It has no C code for some weights, such as one with an odd number of values. It compiles what it does with torch
+    then, once for each of the first sizes and dtypes, which takes most of a minute.
+    """
     library = pytest.importorskip("bitsandbytes", "0.50")
     operations = importlib.import_module("bitsandbytes.backends.default.ops")
-    for name in ("_dequantize_4bit_compute", "_dequantize_blockwise_compute"):
-        setattr(operations, name, getattr(operations, name).__wrapped__)
-    return library
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in list(vars(operations).items()):
+            if name.endswith("_compute"):
+                patch.setattr(operations, name, getattr(function, "__wrapped__", function))
+        yield library
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +93,11 @@ def _collect() -> None:
     """Collect garbage. Where modules were imported since the last time, the collector need not look at their objects
     again: tests call it often."""
     global _frozen_modules
+    grown = len(sys.modules) > _frozen_modules + 100
+    if grown:
+        gc.unfreeze()  # what was in use then may be garbage now
     gc.collect()
-    if len(sys.modules) > _frozen_modules + 100:
+    if grown:
         gc.freeze()
         _frozen_modules = len(sys.modules)
 

@@ -1,10 +1,13 @@
 """How much of what could be tested is tested: a sample, a share, or all of it. INFINITY_TESTS says which.
 
-| INFINITY_TESTS | cases with the mark `covering`        | tests with the mark `long` | runs, examples (`number`)      |
-|----------------|---------------------------------------|----------------------------|--------------------------------|
-| not set        | a few, in which every two values meet | those that are `kept`      | a few                          |
-| 0.1            | those, and a tenth of the others      | and a tenth of the others  | a tenth of all, at least a few |
-| all            | all                                   | all                        | all                            |
+| INFINITY_TESTS | cases with the mark `covering`   | tests with the mark `long` | runs, examples (`number`)      |
+|----------------|----------------------------------|----------------------------|--------------------------------|
+| not set        | a few                            | those that are `kept`      | a few                          |
+| 0.1            | those, and a tenth of the others | and a tenth of the others  | a tenth of all, at least a few |
+| all            | all                              | all                        | all                            |
+
+With `covering(strength=2)`, the default, any two values of two parameters meet in some of the few; with strength=1 each
+value is tried. `most` bounds how many they are, and then some values may be left out.
 
 `long` is for tests of more than 2 s of processor time (tests/costs.py); `long(kept="why")` is for one that `make test`
 runs all the same, because no faster test finds the same fault.
@@ -101,8 +104,8 @@ def _axis(pair: tuple[str, Hashable]) -> str:
 
 @pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of those with `long`, a
-    share runs; every other one runs with all its parameters."""
+    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of those with `long`, also
+    of those parameters that have it, a share runs; every other one runs with all its parameters."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
         item
@@ -110,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function)
         and item.get_closest_marker("covering")
         and not item.get_closest_marker("simulated")  # drawn by tests/devices.py
+        and (is_kept(item) or not item.get_closest_marker("long"))
     ]
     for item in marked:
         functions.setdefault((str(item.path), item.originalname), []).append(item)

@@ -1,8 +1,8 @@
 """The default of `--dtype`, and a line that says why it is the one.
 
 The processor's flags decide, never a timing, so that a machine always has the same default: torch multiplies matrices
-of a 16-bit dtype fast where the processor has instructions for it, and elsewhere slower than fp32 ones. On a GPU the
-default is bf16.
+of a 16-bit dtype fast where the processor has instructions for it that torch uses, and elsewhere slower than fp32 ones.
+On a GPU the default is bf16.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from infinity.base.machine import processor
 
 _ROOT = Path("/")
 _X86 = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
-_ARM = {"bf16": ("bf16",), "fp16": ("asimdhp",)}
-"""For each 16-bit dtype the flags of the processors that have instructions for it, in the order of preference."""
+_ARM: Mapping[str, Sequence[str]] = {"bf16": ("bf16",), "fp16": ()}
+"""For each 16-bit dtype the flags of the processors that have instructions for it, in the order of preference. torch
+uses none for fp16 on 64-bit ARM."""
 
 Source = Literal["default", "option", "run"]
 """Who chose a dtype: nobody, the user, or the run that is resumed."""
@@ -57,13 +58,14 @@ def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> st
             return f"dtype {name}: {default.why} (--dtype takes another)"
         return f"dtype fp32: {default.why}, so 16 bits are slower (--dtype bf16 takes half the memory for weights)"
     flags = processor(root).flags
-    fast = _fast_flags(flags).get(name, ())
-    if device != "cpu" or not fast or flags.intersection(fast):
+    table = _fast_flags(flags)
+    if device != "cpu" or name not in table or flags.intersection(table[name]):
         return None
-    slow = f"this processor has {_no(fast)}, so torch multiplies such matrices slower than fp32 ones"
+    why = f"this processor has {_no(table[name])}" if table[name] else "torch uses no fp16 instructions of this processor"
+    slow = f"{why}, so it multiplies such matrices slower than fp32 ones"
     if source == "run":
         return f"dtype {name}, with which the run began: {slow}"
-    return f"dtype {name}: {slow}; --dtype fp32 is faster, and takes twice the memory for weights and gradients"
+    return f"dtype {name}: {slow}; --dtype {default.name} is faster"
 
 
 def _fast_flags(flags: frozenset[str]) -> Mapping[str, Sequence[str]]:

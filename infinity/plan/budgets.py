@@ -125,8 +125,8 @@ def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Stag
     while config.update.tile is None and numel >= 2 * _TILE_NUMEL_MIN and _TILES_MIN * tile_bytes() > staging:
         numel = round_up(numel // 2, _TILE_NUMEL_MIN)
     nbytes = tile_bytes()
-    of_all = sum(-(-group.numel // numel) for group in groups)  # no update has more
-    tiles = max(min(staging // nbytes, of_all, _TILES_MAX), _TILES_MIN)
+    model_tiles = sum(-(-group.numel // numel) for group in groups)
+    tiles = max(min(staging // nbytes, model_tiles, _TILES_MAX), _TILES_MIN)
     return Staging(numel, nbytes, tiles * nbytes, threads)
 
 

@@ -45,7 +45,7 @@ def test_the_output_is_what_peft_merges(job: dict[str, Any], tmp_path: Path, cap
 
 
 @pytest.mark.covering(strength=1, most=1)
-@pytest.mark.parametrize("form", ["nf4", "int8"])
+@pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_an_encoded_base_is_merged_as_it_decodes(form: str, job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     flags = ["--frozen", form, "--verify-output"]
     assert run(job | FEW, *MERGE, *flags) == 0

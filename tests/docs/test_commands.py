@@ -24,7 +24,7 @@ from tests.docs.sandbox import MODEL_IN_PRELUDE, PRELUDE, make_files, make_thing
 
 SHELL, PYTHON = blocks("sh"), blocks("python")
 FIRST = ("README.md",)
-"""Pages of which `make test` runs a command and code."""
+"""Pages of which `make test` runs the first code; the long forms the first command, too."""
 BENCH = {
     "": bench.build_parser,
     "step": bench.build_step_parser,

@@ -144,10 +144,9 @@ def train(model: nn.Module, batch: Batch, output: Path) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]
 
 
-ALWAYS = ["llama", "t5", "Qwen3Moe", "Falcon", "deberta"]
+ALWAYS = ["llama", "t5", "Qwen3Moe", "deberta"]
 
 
-@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize("name", ALWAYS + sampling.some([name for name in EVERY if name not in ALWAYS]))
 @pytest.mark.filterwarnings("ignore")
 def test_every_architecture_trains_as_without_infinity(name: str, launch: Launch, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type
 CHECK = "import sys, infinity; sys.exit(not infinity.__file__.startswith(sys.argv[1]))"
 _TIMEOUT_S = 900
 _SHARES = ("INFINITY_TESTS", "INFINITY_SAMPLE")
-"""Not for the tests here: those of `make test` have to find every mutant."""
+"""Not for the tests here: those of `make test` are tried first, and then all long ones."""
 _NO_TEST_RAN = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -94,7 +94,8 @@ class Copy:
             path.write_bytes(built)
 
     def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:
-        """pytest's exit code, and the last line it printed that names a test.
+        """pytest's exit code, and the last line it printed that names a test. Tests that do not end fail, but long ones,
+        which may only be long.
 
         Args:
             long: run the tests with the mark `long`, all of them, and not those of `make test`.
@@ -107,7 +108,7 @@ class Copy:
                 command, cwd=self.path, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            return 1, f"no end within {_TIMEOUT_S} s"
+            return int(not long), f"no end within {_TIMEOUT_S} s"
         named = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if done.returncode < 0:
             named.append(f"killed by signal {-done.returncode}")
@@ -189,8 +190,10 @@ def _try(copy: Copy, mutant: Mutant) -> str:
         if mutant.native:
             copy.build()
         code, line = copy.try_tests(*mutant.tests)
-        if code == 0 and (found := copy.try_tests(*mutant.tests, long=True))[0] not in _NO_TEST_RAN:
-            code, line = found[0], f"by a long test only: {found[1]}"
+        if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            found = copy.try_tests(*mutant.tests, long=True)
+            if found[0] not in _NO_TEST_RAN:
+                code, line = found[0], f"by a long test only: {found[1]}"
     finally:
         copy.take_back(mutant, before)
     if code in _NO_TEST_RAN:

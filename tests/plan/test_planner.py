@@ -50,6 +50,15 @@ def test_states_are_counted_to_the_byte() -> None:
     assert plan(torch.float32, **NVME, memory={"device": "32MiB", "host": "1GiB"}).layout.state_bytes == 8 * NUMEL
 
 
+@pytest.mark.parametrize(("layers", "tiles"), [(1, 3), (5, 5), (100, 21)])
+def test_staging_has_the_tiles_of_the_model_three_at_least_and_what_the_budget_allows(layers: int, tiles: int) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(layers)).bfloat16()
+    config = load_config({**NVME, "memory": {"device": "64MiB", "host": "8GiB"}, "nvme": {"paths": ["/tmp/never-made"]}})
+    made = make_plan(discover(model).units, config, torch.device("cpu"), can_recompute=False)
+    assert made.budgets.staging.nbytes == tiles * made.budgets.staging.tile_bytes
+
+
 def test_a_plan_stays_inside_its_budgets() -> None:
     for host in ("100MiB", "200MiB", "1GiB"):
         made = plan(memory={"device": "40MiB", "host": host})

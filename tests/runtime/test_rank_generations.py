@@ -243,10 +243,9 @@ KILLS = [
 ]
 
 
-@pytest.mark.covering(strength=1, most=4)
 @pytest.mark.parametrize(
     "kill",
-    sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1),
+    sampling.drawn(KILLS, [kill.axes for kill in KILLS], strength=1, most=4),
     ids=lambda kill: f"{kill.rank} {kill.moment} {kill.file} {kill.nth}",
 )
 def test_a_rank_that_is_killed_at_any_act_loses_no_generation(

@@ -6,11 +6,13 @@ They do as `python script`, `python -m infinity.run` and torchrun do, without th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -93,6 +95,8 @@ def _call(command: list[str], environment: dict[str, str], cwd: str, log: str) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    tempfile.tempdir = None
+    logging.getLogger("infinity").setLevel(logging.NOTSET)  # the server has imported tests/conftest.py
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(file, 1)
     os.dup2(file, 2)

@@ -44,6 +44,8 @@ def plan(options: argparse.Namespace) -> int:
     if options.lora:
         adapt(model, options.lora)
     scenario = _scenario(options, model, device, dtype)
+    if options.dtype is None and device.type == "cpu":
+        print(dtype_line(_dtype(options, device), "default", device.type), file=sys.stderr)
     try:
         outcome = scenario.outcome()
     except PlanError as error:
@@ -51,8 +53,6 @@ def plan(options: argparse.Namespace) -> int:
     alternatives = scenario.alternatives(outcome)
     if scenario.ranks > 1 and scenario.machine.is_gpu:
         print("several ranks on GPUs are not built yet: this is what they would do", file=sys.stderr)
-    if options.dtype is None and device.type == "cpu":
-        print(dtype_line(_dtype(options, device), "default", device.type), file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
