@@ -32,7 +32,7 @@ WHOLE_S = 400.0
 LONG = 60
 """How many tests with the mark `long` may be part of `make test`."""
 PROCESSES = 1200
-"""How many processes its tests may start."""
+"""How many processes its tests may start. What these start in turn, such as the ranks of torchrun, does not count."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _STARTING = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
+def _count_start(event: str, arguments: tuple[Any, ...]) -> None:
     global _started
     _started += event in _STARTING
 
@@ -73,7 +73,7 @@ def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-sys.addaudithook(_hear)
+sys.addaudithook(_count_start)
 multiprocessing.forkserver.connect_to_new_process = _counting(multiprocessing.forkserver.connect_to_new_process)
 multiprocessing.util.spawnv_passfds = _counting(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
 
@@ -109,7 +109,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     seconds, processes = item.stash[_seen]
     item.stash[_seen] = now = _processor_s(), _started
     long = item.get_closest_marker("long") is not None
-    report.user_properties = [(__name__, [report.when, now[0] - seconds, now[1] - processes, long])]
+    report.user_properties.append((__name__, [report.when, now[0] - seconds, now[1] - processes, long]))
     return report
 
 

@@ -30,7 +30,8 @@ class Forked:
     """A process that calls `function(*arguments)` with this process's environment; its exit code is what that returns.
 
     Attributes:
-        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`. Closed: nobody reads it.
+        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`. A
+            test may close it: then nobody reads it.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, apart: bool = False) -> None:

@@ -104,8 +104,8 @@ def _axis(pair: tuple[str, Hashable]) -> str:
 
 @pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of those with `long`, also
-    of those parameters that have it, a share runs; every other one runs with all its parameters."""
+    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of tests and parameters
+    with the mark `long` a share runs; every other test runs with all its parameters."""
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
         item

@@ -61,7 +61,9 @@ def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> st
     table = _fast_flags(flags)
     if device != "cpu" or name not in table or flags.intersection(table[name]):
         return None
-    why = f"this processor has {_no(table[name])}" if table[name] else "torch uses no fp16 instructions of this processor"
+    why = (
+        f"this processor has {_no(table[name])}" if table[name] else "torch uses no fp16 instructions of this processor"
+    )
     slow = f"{why}, so it multiplies such matrices slower than fp32 ones"
     if source == "run":
         return f"dtype {name}, with which the run began: {slow}"

@@ -51,7 +51,7 @@ def test_passes_and_micro_batches_may_be_combined(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_with_dropout_and_tied_weights_goes_on_where_it_was_stopped(number: int, tmp_path: Path) -> None:
     prepare(tmp_path, 2, attention_dropout=0.1, tie_word_embeddings=True)
     assert run(_job(tmp_path, "a") | {"--micro-batches": 3, "--steps": 6}) == 0

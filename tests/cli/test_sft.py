@@ -112,7 +112,6 @@ def plain(job: dict[str, Any], rows: list[dict[str, Any]]) -> tuple[list[float],
     return losses, {name: value.detach() for name, value in trainer.model.named_parameters()}
 
 
-@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("rows", [CHATS, ANSWERS], ids=["chats", "answers"])
 def test_losses_and_weights_are_those_of_trl(rows: list[dict[str, Any]], job: dict[str, Any]) -> None:
     write(job, rows)

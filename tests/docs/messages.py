@@ -77,9 +77,12 @@ def _covers(chunks: set[str], part: str, begin: int, count: int, said: int) -> b
 
 def _ends(chunk: str, rest: str, *, anywhere: bool) -> Iterator[int]:
     """How many characters of `rest` are the end of `chunk`; all of the chunk, unless it may begin anywhere."""
-    for size in range(len(chunk), 0 if anywhere else len(chunk) - 1, -1):
-        if size < len(rest) and rest.startswith(chunk[-size:]):
+    at = chunk.find(rest[0])
+    while at == 0 or (anywhere and at > 0):
+        size = len(chunk) - at
+        if size < len(rest) and rest.startswith(chunk[at:]):
             yield size
+        at = chunk.find(rest[0], at + 1)
 
 
 def printed_by(sources: dict[Path, set[str]], message: str) -> list[Path]:

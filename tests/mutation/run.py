@@ -94,8 +94,8 @@ class Copy:
             path.write_bytes(built)
 
     def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:
-        """pytest's exit code, and the last line it printed that names a test. Tests that do not end fail, but long ones,
-        which may only be long.
+        """pytest's exit code, and the last line it printed that names a test. Tests that do not end have failed; long
+        ones may only need more time, and have not.
 
         Args:
             long: run the tests with the mark `long`, all of them, and not those of `make test`.

@@ -54,7 +54,9 @@ def test_states_are_counted_to_the_byte() -> None:
 def test_staging_has_the_tiles_of_the_model_three_at_least_and_what_the_budget_allows(layers: int, tiles: int) -> None:
     with torch.device("meta"):
         model = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(layers)).bfloat16()
-    config = load_config({**NVME, "memory": {"device": "64MiB", "host": "8GiB"}, "nvme": {"paths": ["/tmp/never-made"]}})
+    config = load_config(
+        {**NVME, "memory": {"device": "64MiB", "host": "8GiB"}, "nvme": {"paths": ["/tmp/never-made"]}}
+    )
     made = make_plan(discover(model).units, config, torch.device("cpu"), can_recompute=False)
     assert made.budgets.staging.nbytes == tiles * made.budgets.staging.tile_bytes
 

@@ -25,7 +25,7 @@ LOST = ["lose"]
 """No answer ever comes: a SwapTimeoutError, and nothing hangs."""
 KINDS = ERRORS + SURVIVED + SILENT + LOST
 ENGINES = ["io_uring", "threads"]
-STRIDE = len(KINDS)  # the sample has so few of the operations that each fails in one way on each engine
+STRIDE = len(KINDS)  # the sample has every so many operations: each fails in one way on each engine
 
 
 def fault(index: int, kind: str) -> _native.Fault:

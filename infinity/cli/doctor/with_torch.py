@@ -59,7 +59,7 @@ class WithTorch:
         return lambda: getattr(self._gpus, what)()
 
     def processor(self) -> Found:
-        """The processor, and the default of --dtype where it computes: fp32 is slower than 16 bits are elsewhere."""
+        """The processor and, where it computes, the default of --dtype. A default of fp32 is a warning: it is slow."""
         from infinity.base.accelerator import current_device
         from infinity.base.machine import processor
         from infinity.cli.default_dtype import default_dtype

@@ -122,15 +122,36 @@ def _linears(model: nn.Module) -> list[nn.Module]:
     return [each for each in inside if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"]
 
 
-def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
-    """What a step of a model computes, and the device memory that its activations take. Matrix products and attention
-    are counted; what is looked up costs nothing."""
+@dataclass(frozen=True)
+class Shape:
+    """What of a model its work depends on.
+
+    Attributes:
+        products, trained: elements of the weights that a token is multiplied by, and of those that are trained.
+        blocks: how many.
+        width, inner: of what goes from block to block, and inside of one.
+        attention: `_attention_width`.
+        words: of the vocabulary.
+        itemsize: of the weights.
+    """
+
+    products: float
+    trained: float
+    blocks: int
+    width: int
+    inner: int
+    attention: float
+    words: int
+    itemsize: int
+
+
+def shape_of(model: Any) -> Shape:
+    """Matrix products and attention are counted; what is looked up costs nothing."""
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     linears = (each for each in model.modules() if isinstance(each, nn.Linear))
     heads = {each._parameters.get("weight") for each in linears} & looked_up  # tied
     active = _active_share(model)
     width, inner = widths(model)
-    words = max((weight.shape[0] for weight in looked_up), default=0)
     products = trained = 0.0
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2 or (parameter in looked_up and parameter not in heads):
@@ -138,17 +159,29 @@ def work_of(model: Any, batch: Batch, *, recompute: bool, vertical: bool) -> Wor
         numel = parameter.numel() * (active if ".experts." in name else 1.0)
         products += numel
         trained += numel if parameter.requires_grad else 0.0
-    layers = _blocks(model)
-    attention = 2.0 * batch.length * _attention_width(model, width) * layers
-    once = (2 * products + attention) * batch.tokens * batch.count
+    return Shape(
+        products,
+        trained,
+        blocks=_blocks(model),
+        width=width,
+        inner=inner,
+        attention=_attention_width(model, width),
+        words=max((weight.shape[0] for weight in looked_up), default=0),
+        itemsize=max(parameter.itemsize for parameter in model.parameters()),
+    )
+
+
+def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
+    """What a step of a model computes, and the device memory that its activations take."""
+    attention = 2.0 * batch.length * shape.attention * shape.blocks
+    once = (2 * shape.products + attention) * batch.tokens * batch.count
     again = once if recompute else 0.0
-    backward = again + (2 * products + 2 * trained + 2 * attention) * batch.tokens * batch.count
-    itemsize = max(parameter.itemsize for parameter in model.parameters())
-    kept = itemsize * layers * batch.tokens * width * (batch.micro_batches if vertical else 1)
-    block = itemsize * batch.tokens * (_BLOCK_WIDTHS * width + 3 * inner)
+    backward = again + (2 * shape.products + 2 * shape.trained + 2 * attention) * batch.tokens * batch.count
+    kept = shape.itemsize * shape.blocks * batch.tokens * shape.width * (batch.micro_batches if vertical else 1)
+    block = shape.itemsize * batch.tokens * (_BLOCK_WIDTHS * shape.width + 3 * shape.inner)
     if not recompute:
-        kept += layers * block * (batch.micro_batches if vertical else 1)
-    logits = min(_LOGITS_BYTES, 8 * batch.tokens * words)
+        kept += shape.blocks * block * (batch.micro_batches if vertical else 1)
+    logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
     return Work(
         forward_flops=once,
         backward_flops=backward,

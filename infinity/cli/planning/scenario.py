@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from infinity.base.machine import budgets_in_ram
-from infinity.cli.planning.model import Batch, work_of
+from infinity.cli.planning.model import Batch, Shape, shape_of, work_of
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
@@ -172,6 +172,7 @@ class Scenario:
 
         tiled = tile_to_fit(self.model, error, plan)
         self._discoveries.clear()
+        vars(self).pop("_shape", None)
         return tiled
 
     @property
@@ -192,7 +193,13 @@ class Scenario:
         return batch.passes if config.vertical else batch.count
 
     def _work(self, plan: Plan, config: SwapConfig, batch: Batch) -> Work:
-        return work_of(self.model, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical)
+        return work_of(
+            self._shape, batch, recompute=plan.placement.activations == "recompute", vertical=config.vertical
+        )
+
+    @cached_property
+    def _shape(self) -> Shape:
+        return shape_of(self.model)
 
     @cached_property
     def _discoveries(self) -> dict[tuple[str, str], Discovery]:

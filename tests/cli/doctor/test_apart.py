@@ -132,7 +132,7 @@ def test_whether_something_ends_is_asked_in_a_process_of_its_own() -> None:
 
 
 def _is_asked_to_end(left: Path, begun: Path) -> int:
-    """77, as a leader of processes, if a signal came while a probe ran. `begun` is there once that is waited for."""
+    """In a session of its own. Exit code 77 if a signal arrives while a probe runs, which `begun` tells."""
     os.setsid()
     signal.signal(signal.SIGTERM, _terminate)
 

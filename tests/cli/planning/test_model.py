@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from infinity.cli.planning.model import Batch, adapt, build, work_of
+from infinity.cli.planning.model import Batch, adapt, build, shape_of, work_of
 from infinity.cli.planning.presets import PRESETS
 from infinity.cli.planning.skeleton import skeleton
 from infinity.errors import ConfigError, ModelError
@@ -81,7 +81,8 @@ def test_what_cannot_be_planned_says_why(
 def attention(model: Any) -> float:
     """FLOPs of a forward that grow with the square of the length, for each token of it."""
     short, long = (
-        work_of(model, Batch(1, length), recompute=True, vertical=False).forward_flops / length for length in (64, 128)
+        work_of(shape_of(model), Batch(1, length), recompute=True, vertical=False).forward_flops / length
+        for length in (64, 128)
     )
     return (long - short) / 64
 
