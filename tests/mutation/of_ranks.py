@@ -93,7 +93,7 @@ OF_RANKS = [
         "infinity/coordinator/resuming.py",
         "        if not any(failed):\n",
         "        if not problem:\n",
-        (_GENERATIONS, "-k", "no_whole_generation and damaged"),
+        (_GENERATIONS, "-k", "no_whole_generation and state"),
     ),
     Mutant(
         "ranks find a store of the same run, or all of them none",

@@ -26,6 +26,7 @@ from infinity.io import durable
 from infinity.io.rank_stores import counts_in, rank_path, rank_paths
 from infinity.runtime.pins import pin
 from tests import sampling
+from tests.checkpoint.test_export import flip
 from tests.crash.job import kind_of
 from tests.ranks.workers import RankError, ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
@@ -263,7 +264,7 @@ def test_a_rank_that_is_killed_at_any_act_loses_no_generation(
     require_same(lives, one, 2)
 
 
-@pytest.mark.parametrize("how", ["missing", "damaged"])
+@pytest.mark.parametrize("how", ["no manifest", "a damaged manifest", "a damaged state"])
 def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(
     tmp_path: Path, undisturbed: Undisturbed, how: str
 ) -> None:
@@ -271,10 +272,12 @@ def test_where_one_rank_has_no_whole_generation_all_go_on_from_the_one_before(
     one = undisturbed(config, PAIR)
     run(2, on_rank, folder, config, 3, 1, {})
     newest = manifests(folder, 1, 2)[-1]
-    if how == "missing":
+    if how == "no manifest":
         newest.unlink()
-    else:
+    elif how == "a damaged manifest":
         newest.write_bytes(newest.read_bytes()[:-3])
+    else:  # which only reading it tells
+        flip(newest.parent, 3, "exp_avg")
     lives = run(2, on_rank, folder, config, STEPS, 1, {})
     assert {life.began for life in lives} == {2}
     require_same(lives, one, 2)
