@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all the set-up on a bare Debian or Ubuntu. The second time they are quick.
+# `make demo` and `make test` do all the set-up on a bare Debian 12 or Ubuntu 24.04. The second time they are quick.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
