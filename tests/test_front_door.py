@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,19 @@ def test_a_star_imports_all_public_names() -> None:
     found: dict[str, object] = {}
     exec("from infinity import *", found)
     assert set(infinity.__all__) <= set(found)
+
+
+@pytest.mark.parametrize("name", ["optim", "_native"])
+def test_a_room_is_the_module_of_that_name(name: str) -> None:
+    assert infinity.__getattr__(name) is importlib.import_module(f"infinity.{name}")
+
+
+def test_the_package_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["infinity", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("infinity", run_name="__main__", alter_sys=True)
+    assert not ended.value.code
+    assert infinity.__version__ in capsys.readouterr().out
 
 
 @pytest.mark.long

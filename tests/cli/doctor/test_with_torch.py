@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.base import accelerator
+from infinity.cli.doctor.rows import Found
 from infinity.cli.doctor.with_torch import WithTorch, with_torch
 from infinity.config import SwapConfig
 from infinity.io import devices
@@ -102,6 +104,14 @@ def test_the_processor_and_the_default_dtype_by_its_flags_are_named(
     assert found.state == state
     assert found.finding.startswith("Some CPU; this processor has ")
     assert f"so --dtype is {dtype} by default" in found.finding
+
+
+def test_where_a_gpu_computes_the_processor_has_no_default_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator, "current_device", lambda: torch.device("cuda"))
+    write(tmp_path, {"proc/cpuinfo": "model name\t: Some CPU\nflags\t: avx2"})
+    assert WithTorch(CONFIG, tmp_path).processor() == Found("ok", "Some CPU")
 
 
 def test_a_torch_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

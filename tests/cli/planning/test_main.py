@@ -20,9 +20,11 @@ from infinity.cli.planning.model import Batch, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
 from infinity.errors import PlanError
+from infinity.io.profile import save_profile
 from infinity.plan.disk import Disks
 from infinity.plan.machines import MACHINES
 from tests.cli.planning.scenarios import scenario_of
+from tests.io.test_store import measured
 
 H200 = ["--machine", "h200", "--batch-size", "4", "--sequence-length", "2048"]
 
@@ -255,3 +257,10 @@ def test_all_micro_batches_through_a_layer_are_offered_where_they_save() -> None
     scenario = replace(scenario_of("llama-3-8b", "consumer", weights="nvme"), batch=Batch(1, 2048, passes=8))
     offered = scenario.alternatives(scenario.outcome())
     assert any(each.changes.get("vertical") for each in offered)
+
+
+def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> None:
+    save_profile(tmp_path, measured(3e9, tmp_path))
+    sources: dict[str, str] = {}
+    assert here._disks([tmp_path], sources) == (3e9, 3e9, pytest.approx(1.0))
+    assert sources == {"disk": "profiled by infinity-bench, 2026-11-21"}
