@@ -124,7 +124,8 @@ def test_updates_begin_during_backward_on_every_rank(tmp_path: Path, tiers: dict
         assert all(first)
         assert all(second)
     else:  # the first step expects a gradient of the other head, too; rank 1 has nothing of the heads, one slice
-        assert (first, second) == ([3, 4, 4, 4], [3] * STEPS)
+        assert (first[0], max(first), max(second)) == (3, 4, 3)
+        assert min(first + second) >= 2, "more than one exchange was on its way when a backward had ended"
 
 
 def test_a_rank_that_is_late_changes_nothing(tmp_path: Path) -> None:
