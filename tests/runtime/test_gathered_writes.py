@@ -258,7 +258,7 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
     lines = 0
     for stop_after in itertools.count(1, 23 if sampling.SHARE else 67):
         tracer = _Interrupter(stop_after)
-        interrupted = False
+        interrupted, others = False, sys.gettrace()  # such as coverage's
         sys.settrace(tracer)
         try:
             with infinity.gathered(model, write=write):
@@ -267,7 +267,7 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            sys.settrace(None)
+            sys.settrace(others)
         coordinator = registry.coordinator_of(model)
         assert [record.unit.name for record in coordinator.units if record.views.gathered] == []
         assert coordinator.readers._gathering == 0

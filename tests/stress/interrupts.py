@@ -53,12 +53,13 @@ class CtrlC:
                 signal.raise_signal(signal.SIGINT)
             return trace
 
+        others = sys.gettrace()  # such as coverage's
         with self.armed():
             sys.settrace(trace)
             try:
                 yield
             finally:
-                sys.settrace(None)
+                sys.settrace(others)
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
