@@ -41,6 +41,8 @@ def _share(text: str) -> Fraction:
 
 SHARE = _share(os.environ.get("INFINITY_TESTS", ""))
 SAMPLE_IS_DONE = os.environ.get("INFINITY_SAMPLE", "") == "done"
+STRENGTH = 2 if SHARE and not SAMPLE_IS_DONE else 1
+"""For `drawn`, where every case takes long: `make test` has each value in a case, the long forms any two values."""
 SEED = int(os.environ.get("INFINITY_SEED") or 0)
 
 

@@ -102,7 +102,7 @@ def require_same(found: Result, wanted: Result) -> None:
 
 def drawn() -> list[dict[str, Any]]:
     """In `make test` each value is in a case, in the long forms any two values are."""
-    return sampling.drawn(CASES, CASES, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
+    return sampling.drawn(CASES, CASES, sampling.STRENGTH)
 
 
 def _id(case: dict[str, Any]) -> str:

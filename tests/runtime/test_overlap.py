@@ -160,7 +160,7 @@ def combinations() -> list[Combination]:
     every = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
     if os.environ.get("INFINITY_OVERLAP_FULL"):
         return every
-    return sampling.drawn(every, every, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
+    return sampling.drawn(every, every, sampling.STRENGTH)
 
 
 @pytest.mark.long(kept="overlap, clipping, accumulation, commits and placement meet nowhere else")

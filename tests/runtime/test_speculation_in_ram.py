@@ -40,7 +40,7 @@ CASES = [
 def drawn() -> list[Any]:
     """In `make test` each value is in a case, in the long forms any two values are."""
     axes = [dict(zip("odmw", case.values, strict=True)) for case in CASES]
-    return sampling.drawn(CASES, axes, 2 if sampling.SHARE and not sampling.SAMPLE_IS_DONE else 1)
+    return sampling.drawn(CASES, axes, sampling.STRENGTH)
 
 
 def offloaded(path: Path, dtype: torch.dtype = torch.bfloat16, **config: Any) -> tuple[Any, list[Any]]:

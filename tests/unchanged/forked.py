@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tests.processes import server
 
 
-class Forked:
+class ForkedScript:
     """What subprocess.Popen is for a command, of one process or of all ranks.
 
     Attributes:

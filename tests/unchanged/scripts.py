@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests import sampling
-from tests.unchanged.forked import Forked
+from tests.unchanged.forked import ForkedScript
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -109,7 +109,7 @@ class Job:
         resumes; its metrics say where it began.)"""
         return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
-    def _end(self, process: subprocess.Popen[bytes] | Forked) -> None:
+    def _end(self, process: subprocess.Popen[bytes] | ForkedScript) -> None:
         try:
             process.wait(_WITHIN_S)
         finally:
@@ -134,16 +134,16 @@ class Job:
             process.wait()
         assert process.returncode not in (0, None), f"{self.script} ended before it was killed"
 
-    def _victims(self, process: subprocess.Popen[bytes] | Forked) -> list[int]:
+    def _victims(self, process: subprocess.Popen[bytes] | ForkedScript) -> list[int]:
         """Of several ranks one: torchrun ends the others."""
-        if isinstance(process, Forked):
+        if isinstance(process, ForkedScript):
             return [process.victim]
         if self.ranks == 1:
             return [process.pid]
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
         return [int(children.split()[-1])]
 
-    def _started(self, resume: int | None) -> subprocess.Popen[bytes] | Forked:
+    def _started(self, resume: int | None) -> subprocess.Popen[bytes] | ForkedScript:
         script = str(ROOT / "examples" / "unchanged" / f"{self.script}.py")
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         command = [sys.executable, *(several if self.ranks > 1 else []), *self._launcher(resume), script]
@@ -164,7 +164,9 @@ class Job:
         if resume is not None:
             environment["RESUME"] = str(self.checkpoint(resume))
         if not self.spawned:
-            return Forked([*self._launcher(resume), script], environment, self.output.parent, self.log, self.ranks)
+            return ForkedScript(
+                [*self._launcher(resume), script], environment, self.output.parent, self.log, self.ranks
+            )
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=environment, cwd=self.output.parent, stdout=log, stderr=log)
 
