@@ -42,6 +42,7 @@ class UnitMachine(RuleBasedStateMachine):
         for home in self.states:
             self._fill(home.lease, OLD)
         self.unit = offloaded(unit_of(0, GROUPS), self.homes, self.shadows, self.health)
+        self.is_in_pieces = False
         self.gradients: Any = dict(self.unit.gradients.groups)
         self.futures: list[UpdateFuture] = []
         self._fill(self.homes.weights.lease, OLD)
@@ -70,8 +71,9 @@ class UnitMachine(RuleBasedStateMachine):
         shadow = None
         if speculative and self.resting_bytes:
             shadow = self.shadows.try_shadow(PAGES * PAGE_BYTES * self.in_ram, self.states)
-            assert shadow is not None
-            for lease in shadow.leases():
+            assert shadow is not None or self.is_in_pieces
+            speculative = shadow is not None
+            for lease in () if shadow is None else shadow.leases():
                 self._fill(lease, NEW)
         slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if in_slot and not self.in_ram else None
         update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
@@ -93,6 +95,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.update.to(UpdateState.DECIDED)
         if viewed and self.in_ram:
             self.update.keep_memory()
+            self.is_in_pieces = True  # where weights stay and states do not, free memory is no one piece any more
 
     @precondition(lambda self: self.unit.update is not None)
     @rule(group=st.integers(0, len(GROUPS) - 1))
