@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/pip install -c constraints.txt
+APT     = $$sudo env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=a apt-get -qq -o DPkg::Lock::Timeout=300
 NATIVE := $(shell find csrc -type f) CMakeLists.txt
 BEGAN  := $(shell date +%s)
 SHELL  := /bin/bash
@@ -185,7 +186,7 @@ gpu-prove: bootstrap
 
 # The C++ tests under ThreadSanitizer, then under AddressSanitizer with UndefinedBehaviorSanitizer.
 sanitize: bootstrap
-	@[ -e /usr/include/doctest/doctest.h ] || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq doctest-dev; }
+	@[ -e /usr/include/doctest/doctest.h ] || { sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $(APT) update && $(APT) install -y doctest-dev; }
 	for kind in thread address,undefined; do \
 	  $(BIN)/cmake -S . -B build/sanitize-$$kind -DINFINITY_PYTHON=OFF -DINFINITY_TESTS=ON -DINFINITY_SANITIZE=$$kind \
 	    -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null && $(BIN)/cmake --build build/sanitize-$$kind -j$$(nproc) && \
@@ -198,7 +199,7 @@ neon: bootstrap
 	@missing=; [ -e /usr/include/doctest/doctest.h ] || missing="$$missing doctest-dev"; \
 	command -v aarch64-linux-gnu-g++ >/dev/null || missing="$$missing g++-aarch64-linux-gnu"; \
 	command -v qemu-aarch64 >/dev/null || missing="$$missing qemu-user"; \
-	if [ -n "$$missing" ]; then sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $$sudo apt-get update -qq && $$sudo apt-get install -y -qq $$missing; fi
+	if [ -n "$$missing" ]; then sudo=; [ "$$(id -u)" = 0 ] || sudo=sudo; $(APT) update && $(APT) install -y $$missing; fi
 	mkdir -p build/neon/include
 	ln -sfn /usr/include/doctest build/neon/include/doctest
 	ln -sfn /usr/include/xxhash.h build/neon/include/xxhash.h
@@ -237,8 +238,7 @@ $(VENV)/.system: Makefile
 	[ -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing="$$missing python3-dev"; \
 	if [ -n "$$missing" ]; then \
 	  echo "system packages: installing$$missing"; \
-	  apt="$$sudo env DEBIAN_FRONTEND=noninteractive NEEDRESTART_MODE=a apt-get -qq -o DPkg::Lock::Timeout=300"; \
-	  $$apt update && $$apt install -y $$missing && echo "system packages: $$SECONDS s"; \
+	  $(APT) update && $(APT) install -y $$missing && echo "system packages: $$SECONDS s"; \
 	fi
 	@mkdir -p $(VENV) && touch $@
 

@@ -75,7 +75,7 @@ def test_within_its_limits_a_run_exceeds_nothing() -> None:
     found = Costs(tests, WHOLE_S)
     assert found.exceeded() == []
     assert found.summary() == (
-        f"5:40 of processor time for {10 + LONG} tests, of which {LONG} are long; {PROCESSES} processes were started"
+        f"6:40 of processor time for {10 + LONG} tests, of which {LONG} are long; {PROCESSES} processes were started"
     )
 
 

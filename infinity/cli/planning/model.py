@@ -130,7 +130,7 @@ class Shape:
         products, trained: elements of the weights that a token is multiplied by, and of those that are trained.
         blocks: how many.
         width, inner: of what goes from block to block, and inside of one.
-        attention: `_attention_width`.
+        attention: width of a block's queries, as attention computes with them (`_attention_width`).
         words: of the vocabulary.
         itemsize: of the weights.
     """
