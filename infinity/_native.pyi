@@ -42,6 +42,8 @@ class Arena:
     def nbytes(self) -> int: ...
     @property
     def huge_pages(self) -> bool: ...
+    def touch(self, pool: ThreadPool) -> None:
+        """Make all pages resident, by all threads; each keeps what it holds."""
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
 
@@ -226,7 +228,12 @@ class IOEngine:
         """
 
 class ThreadPool:
-    def __init__(self, threads: int, *, numa_node: int = -1) -> None: ...
+    """Args:
+    threads: with the one that calls.
+    nice: by how much the threads yield to the others of this process, as the command `nice` counts.
+    """
+
+    def __init__(self, threads: int, *, numa_node: int = -1, nice: int = 0) -> None: ...
     @property
     def threads(self) -> int: ...
     def close(self) -> None:

@@ -90,6 +90,8 @@ class Gpu:
     """As base.accelerator.Accelerator. Attributes: compute: the stream that models compute on."""
 
     device = torch.device("cuda", 0)
+    pins_resident = False
+    nice = 0
 
     def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
         self._clock, self._fluid, self._machine = clock, fluid, machine

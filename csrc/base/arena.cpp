@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <limits>
@@ -11,10 +12,24 @@
 #include <system_error>
 
 #include "base/numa.hpp"
+#include "base/page.hpp"
 
 namespace infinity {
 namespace {
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kTouchedAtOnce = std::size_t{64} << 20;
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;  // since Linux 5.14
+#endif
+
+// Each page keeps what it holds.
+void touch_pages(std::byte* first, std::size_t nbytes) {
+  if (madvise(first, nbytes, MADV_POPULATE_WRITE) == 0) return;
+  for (std::size_t at = 0; at < nbytes; at += kPageBytes) {
+    auto* const page = reinterpret_cast<volatile std::byte*>(first + at);
+    *page = *page;
+  }
+}
 }  // namespace
 
 Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbytes), pid_(getpid()) {
@@ -40,6 +55,13 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
 Arena::~Arena() {
   // A forked child does not have the mapping (MADV_DONTFORK); memory of its own may be at these addresses by now.
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
+}
+
+void Arena::touch(ThreadPool& pool) {
+  pool.parallel_for((nbytes_ + kTouchedAtOnce - 1) / kTouchedAtOnce, [this](std::size_t index) {
+    const std::size_t begin = index * kTouchedAtOnce;
+    touch_pages(address_ + begin, std::min(kTouchedAtOnce, nbytes_ - begin));
+  });
 }
 
 }  // namespace infinity

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 
+#include "base/thread_pool.hpp"
+
 namespace infinity {
 
 // Life cycle: mmap (huge pages advised) → [Python: cudaHostRegister] → leases carved by Python → munmap.
@@ -22,6 +24,8 @@ class Arena {
 
   [[nodiscard]] std::byte* address() const { return address_; }
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
+  // Makes all pages resident, by all threads: one alone brings 4 GB/s.
+  void touch(ThreadPool& pool);
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }
 

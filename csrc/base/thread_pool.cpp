@@ -1,9 +1,13 @@
 #include "base/thread_pool.hpp"
 
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -14,20 +18,38 @@
 #include "base/numa.hpp"
 
 namespace infinity {
+namespace {
 
+// One parallel_for, on its caller's stack.
+struct Loop {
+  const std::function<void(std::size_t)>& task;
+  const std::size_t count;
+  const Urgency urgency;
+  std::atomic<std::size_t> next{0};
+  unsigned helping = 0;  // threads, besides the caller's
+};
+
+}  // namespace
+
+void yield_by(int nice) {
+  // On Linux a thread has a priority of its own, by its id.
+  if (nice > 0) setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
+}
+
+// Invariant: a loop is in `open` while it may have tasks that nobody took; its caller destroys it once it is not, and
+// nobody helps. The mutex guards all but the loops' `next`.
 struct ThreadPool::Shared {
-  std::mutex caller;  // one parallel_for at a time
   std::mutex mutex;
   std::condition_variable work;
-  std::condition_variable finished;
-  const std::function<void(std::size_t)>* task = nullptr;
-  std::size_t count = 0;
-  std::atomic<std::size_t> next{0};
-  unsigned busy = 0;  // workers inside the current round
-  unsigned long round = 0;
+  std::condition_variable left;     // a loop is helped by nobody any more
+  std::deque<Loop*> open;           // urgent ones first, each kind in the order in which they came
+  std::atomic<unsigned> urgent{0};  // of them
   bool stop = false;
-  pid_t pid = getpid();
+  const int nice;
+  const pid_t pid = getpid();
   std::vector<std::thread> threads;
+
+  explicit Shared(int given_nice) : nice(given_nice) {}
 
   void stop_and_join() {
     {
@@ -38,37 +60,63 @@ struct ThreadPool::Shared {
     for (auto& thread : threads) thread.join();
   }
 
-  void drain(const std::function<void(std::size_t)>& current, std::size_t total, const std::function<void()>& between) {
-    for (std::size_t index = next.fetch_add(1); index < total; index = next.fetch_add(1)) {
-      current(index);
-      if (between) between();
+  void begin(Loop& loop) {
+    {
+      const std::lock_guard lock(mutex);
+      const auto behind = [&](const Loop* other) { return other->urgency < loop.urgency; };
+      open.insert(std::find_if(open.begin(), open.end(), behind), &loop);
+      if (loop.urgency == Urgency::urgent) ++urgent;
+    }
+    work.notify_all();
+  }
+
+  // All tasks of the loop are taken. The mutex is held.
+  void close(Loop& loop) {
+    const auto found = std::find(open.begin(), open.end(), &loop);
+    if (found == open.end()) return;
+    open.erase(found);
+    if (loop.urgency == Urgency::urgent) --urgent;
+  }
+
+  void end(Loop& loop) {
+    std::unique_lock lock(mutex);
+    close(loop);
+    left.wait(lock, [&] { return loop.helping == 0; });
+  }
+
+  // Returns whether it has taken the last task there is.
+  bool help(Loop& loop) const {
+    for (;;) {
+      const std::size_t index = loop.next.fetch_add(1);
+      if (index >= loop.count) return true;
+      loop.task(index);
+      if (loop.urgency == Urgency::ordinary && urgent.load(std::memory_order_relaxed) > 0) return false;
     }
   }
 
   void serve() {
-    unsigned long seen = 0;
     std::unique_lock lock(mutex);
     for (;;) {
-      work.wait(lock, [&] { return stop || (round != seen && task != nullptr); });
+      work.wait(lock, [&] { return stop || !open.empty(); });
       if (stop) return;
-      seen = round;
-      ++busy;
-      const auto* current = task;
-      const std::size_t total = count;
+      Loop& loop = *open.front();
+      ++loop.helping;
       lock.unlock();
-      drain(*current, total, nullptr);
+      const bool is_taken = help(loop);
       lock.lock();
-      if (--busy == 0) finished.notify_all();
+      if (is_taken) close(loop);
+      if (--loop.helping == 0) left.notify_all();
     }
   }
 };
 
-ThreadPool::ThreadPool(unsigned threads, int numa_node) : shared_(std::make_unique<Shared>()) {
+ThreadPool::ThreadPool(unsigned threads, int numa_node, int nice) : shared_(std::make_unique<Shared>(nice)) {
   if (threads == 0) throw std::invalid_argument("a thread pool needs at least one thread");
   try {
     for (unsigned index = 1; index < threads; ++index) {
       shared_->threads.emplace_back([shared = shared_.get(), numa_node] {
         run_on_node(numa_node);
+        yield_by(shared->nice);
         shared->serve();
       });
     }
@@ -89,30 +137,19 @@ ThreadPool::~ThreadPool() {
 
 unsigned ThreadPool::threads() const { return static_cast<unsigned>(shared_->threads.size()) + 1; }
 
+int ThreadPool::nice() const { return shared_->nice; }
+
 void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::size_t)>& task,
-                              const std::function<void()>& between) {
+                              const std::function<void()>& between, Urgency urgency) {
   Shared& shared = *shared_;
-  if (shared.threads.empty() || count < 2) {
-    for (std::size_t index = 0; index < count; ++index) {
-      task(index);
-      if (between) between();
-    }
-    return;
+  Loop loop{task, count, urgency};
+  const bool alone = shared.threads.empty() || count < 2;
+  if (!alone) shared.begin(loop);
+  for (std::size_t index = loop.next.fetch_add(1); index < count; index = loop.next.fetch_add(1)) {
+    task(index);
+    if (between) between();
   }
-  const std::lock_guard one_at_a_time(shared.caller);
-  {
-    const std::lock_guard lock(shared.mutex);
-    shared.task = &task;
-    shared.count = count;
-    shared.next = 0;
-    ++shared.round;
-  }
-  shared.work.notify_all();
-  shared.drain(task, count, between);
-  std::unique_lock lock(shared.mutex);
-  // A worker that wakes up only now must not see the task, which the caller is about to destroy.
-  shared.task = nullptr;
-  shared.finished.wait(lock, [&] { return shared.busy == 0; });
+  if (!alone) shared.end(loop);
 }
 
 }  // namespace infinity

@@ -156,6 +156,14 @@ void bind_base(py::module_& module) {
                              [](const Arena& arena) { return reinterpret_cast<std::uintptr_t>(arena.address()); })
       .def_property_readonly("nbytes", &Arena::nbytes)
       .def_property_readonly("huge_pages", &Arena::huge_pages)
+      .def(
+          "touch",
+          [](Arena& arena, const PyPool& pool) {
+            ThreadPool& threads = *pool.get();
+            const py::gil_scoped_release release;
+            arena.touch(threads);
+          },
+          py::arg("pool"))
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")
@@ -178,10 +186,10 @@ void bind_base(py::module_& module) {
       .def("failure", &PyFuture::failure);
 
   py::class_<PyPool>(module, "ThreadPool")
-      .def(py::init([](unsigned threads, int numa_node) {
-             return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads, numa_node));
+      .def(py::init([](unsigned threads, int numa_node, int nice) {
+             return std::make_unique<PyPool>(std::make_shared<ThreadPool>(threads, numa_node, nice));
            }),
-           py::arg("threads"), py::kw_only(), py::arg("numa_node") = -1)
+           py::arg("threads"), py::kw_only(), py::arg("numa_node") = -1, py::arg("nice") = 0)
       .def_property_readonly("threads", [](const PyPool& pool) { return pool.get()->threads(); })
       .def("close", &PyPool::close);
 }

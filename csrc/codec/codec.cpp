@@ -138,7 +138,9 @@ void decode_task(const EncodedWeight& weight, std::size_t task, void* out, DType
 }
 
 void decode_weights(const EncodedWeight& weight, void* out, DType dtype, Isa isa, ThreadPool& pool) {
-  pool.parallel_for(decode_tasks(weight), [&](std::size_t task) { decode_task(weight, task, out, dtype, isa); });
+  pool.parallel_for(
+      decode_tasks(weight), [&](std::size_t task) { decode_task(weight, task, out, dtype, isa); }, nullptr,
+      Urgency::urgent);
 }
 
 }  // namespace infinity

@@ -108,11 +108,12 @@ struct WeightDecoder::Impl {
   void decode(const DecodeJob& job) const {
     const std::vector<std::size_t>& ends = job.ends;
     if (ends.empty()) return;
-    pool->parallel_for(ends.back(), [&](std::size_t task) {
+    const auto decode_one = [&](std::size_t task) {
       const auto part = static_cast<std::size_t>(std::upper_bound(ends.begin(), ends.end(), task) - ends.begin());
       const DecodePart& found = job.parts[part];
       decode_task(found.weight, task - (part > 0 ? ends[part - 1] : 0), found.out, found.dtype, isa);
-    });
+    };
+    pool->parallel_for(ends.back(), decode_one, nullptr, Urgency::urgent);
   }
 };
 

@@ -113,11 +113,14 @@ std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPo
   if (numel == 0) return {};
   const std::size_t gone = first % kPartialNumel;  // elements of the first partial that come before
   std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
-  pool.parallel_for(partials.size(), [&](std::size_t index) {
-    const IeeeArithmetic ieee;
-    const std::size_t begin = std::max(index * kPartialNumel, gone) - gone;
-    partials[index] = work(begin, std::min((index + 1) * kPartialNumel - gone, numel));
-  });
+  pool.parallel_for(
+      partials.size(),
+      [&](std::size_t index) {
+        const IeeeArithmetic ieee;
+        const std::size_t begin = std::max(index * kPartialNumel, gone) - gone;
+        partials[index] = work(begin, std::min((index + 1) * kPartialNumel - gone, numel));
+      },
+      nullptr, Urgency::urgent);
   return partials;
 }
 

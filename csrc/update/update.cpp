@@ -17,6 +17,7 @@ struct UpdatePipeline::Impl {
   const std::size_t tile_bytes;
   const pid_t pid = getpid();
   const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
+  const int nice;
   Driver driver;
   std::thread thread;  // last: starts when everything else is there
 
@@ -24,8 +25,12 @@ struct UpdatePipeline::Impl {
        std::size_t nbytes, Isa isa)
       : tile_numel(numel),
         tile_bytes(nbytes),
+        nice(pool->nice()),
         driver(inbox, std::move(engine), std::move(pool), std::move(staging), numel, nbytes, isa),
-        thread([this] { driver.run(); }) {}
+        thread([this] {
+          yield_by(nice);
+          driver.run();
+        }) {}
 
   ~Impl() {
     inbox->post([this] { driver.stop(); });

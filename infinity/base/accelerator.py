@@ -56,7 +56,12 @@ class Accelerator(Protocol):
 
     Attributes:
         device: with its index.
+        pins_resident: pinning makes all pages resident, in one thread: they are better touched by all threads before.
+        nice: by how much the threads that compute updates yield to those that feed the device (_native.ThreadPool).
     """
+
+    pins_resident: bool
+    nice: int
 
     @property
     def device(self) -> torch.device: ...
@@ -129,6 +134,9 @@ class TorchAccelerator:
     Args:
         device: with its index: without it the runtime would open a context on the first one.
     """
+
+    pins_resident = True
+    nice = 10
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

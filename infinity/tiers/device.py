@@ -46,7 +46,7 @@ class DeviceTier:
         self.accelerator = accelerator
         budgets, gate = plan.budgets, open_gate(accelerator)
         memory, slots = _slab(accelerator, plan), budgets.slot_bytes
-        refused = arena.pin(accelerator)
+        refused = arena.pin(accelerator, pool)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
         # torch may have given memory that others freed, and that kernels queued before still use.

@@ -98,7 +98,7 @@ class Resources:
             if arena.secondary:
                 self.secondary = self.arena.lease(arena.secondary, "copies of weights of other ranks").space()
             self.staging = self.arena.lease(arena.staging, "the update's tiles")
-            self.pool = _open_pool(staging.threads, node)
+            self.pool = _open_pool(staging.threads, node, 0 if accelerator is None else accelerator.nice)
             self.decoding = open_decoding(plan, self.arena, self.pool)
             self.device = open_device(accelerator, plan, self.arena, self.engine, self.pool)
             self._register()
@@ -255,9 +255,9 @@ def make_directory(path: Path) -> None:
         durable.sync_directory(place.parent)
 
 
-def _open_pool(threads: int, node: int) -> _native.ThreadPool:
+def _open_pool(threads: int, node: int, nice: int) -> _native.ThreadPool:
     try:
-        return _native.ThreadPool(threads, numa_node=node)
+        return _native.ThreadPool(threads, numa_node=node, nice=nice)
     except OSError as error:
         raise ConfigError(
             f"update.threads: {threads} threads cannot be started ({os.strerror(error.errno or 0)}): this process may "

@@ -46,6 +46,9 @@ class SimAccelerator:
         counts: of "synchronize", "synchronize that waited", "copies up", "bytes up", and so on down and within.
     """
 
+    pins_resident = False
+    nice = 0
+
     def __init__(
         self, policy: Policy = LAZY, *, refuse: str = "", out_of_memory_at: int | None = None, shut: bool = False
     ) -> None:
