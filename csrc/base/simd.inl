@@ -259,6 +259,20 @@ inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
   std::memcpy(to, from, nbytes);
 }
 
+// One vector; `to` is aligned to its size.
+template <class Vector>
+inline void store_vector_past_caches(void* to, Vector value) {
+#if defined(__AVX512F__)
+  _mm512_stream_si512(static_cast<__m512i*>(to), std::bit_cast<__m512i>(value));
+#elif defined(__AVX2__)
+  _mm256_stream_si256(static_cast<__m256i*>(to), std::bit_cast<__m256i>(value));
+#elif defined(__SSE2__)
+  _mm_stream_si128(static_cast<__m128i*>(to), std::bit_cast<__m128i>(value));
+#else
+  store(to, value);
+#endif
+}
+
 inline void finish_stores() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -67,7 +67,9 @@ bool update(const py::object& weight, const py::object& residual, const py::obje
   const Isa isa = isa_from(isa_name);
   ThreadPool& threads = *pool.get();
   const py::gil_scoped_release unlocked;
-  return optimizer_update(format, {w.data, r.data, m.data, v.data, g.data, true}, 0, numel, segments, isa, threads);
+  StateBuffers buffers{w.data, r.data, m.data, v.data, g.data};
+  buffers.weight.past_caches = true;
+  return optimizer_update(format, buffers, 0, numel, segments, isa, threads);
 }
 
 std::vector<double> land(const py::object& dst, const std::string& dst_dtype, const py::object& src,

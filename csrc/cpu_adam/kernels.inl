@@ -36,21 +36,23 @@ namespace {
 #include "cpu_adam/reductions.inl"
 #include "cpu_adam/rules.inl"
 
-StepFacts apply_rule(float* p, const float* g, float* m, float* v, std::size_t numel, const Constants& c) {
+template <bool past>
+StepFacts apply_rule(float* p, const float* g, const MomentPass& m, const MomentPass& v, std::size_t numel,
+                     const Constants& c) {
   switch (c.rule) {
     case Rule::adamw:
-      return apply_to_blocks<AdamW>(p, g, m, v, numel, c);
+      return apply_to_blocks<AdamW, past>(p, g, m, v, numel, c);
     case Rule::adam:
-      return apply_to_blocks<Adam>(p, g, m, v, numel, c);
+      return apply_to_blocks<Adam, past>(p, g, m, v, numel, c);
     case Rule::lion:
-      return apply_to_blocks<Lion>(p, g, m, v, numel, c);
+      return apply_to_blocks<Lion, past>(p, g, m, v, numel, c);
     case Rule::adagrad:
-      return apply_to_blocks<Adagrad>(p, g, m, v, numel, c);
+      return apply_to_blocks<Adagrad, past>(p, g, m, v, numel, c);
     case Rule::sgd:
       break;
   }
-  return c.uses_exp_avg ? apply_to_blocks<Sgd>(p, g, m, v, numel, c)
-                        : apply_to_blocks<SgdWithoutMomentum>(p, g, m, v, numel, c);
+  return c.uses_exp_avg ? apply_to_blocks<Sgd, past>(p, g, m, v, numel, c)
+                        : apply_to_blocks<SgdWithoutMomentum, past>(p, g, m, v, numel, c);
 }
 
 // Fills the rest of a scratch block with copies of its last element: the whole block is computed, but no values other
@@ -68,6 +70,25 @@ struct Block {
 
   [[nodiscard]] bool whole() const { return numel == kBlockNumel; }
 };
+
+// A block of new values: written where it goes, or put together in the L1 cache and stored past the caches.
+template <class Value>
+class NewBlock {
+ public:
+  NewBlock(Value* place, const Block& block, bool past_caches) : place_(place), past_(past_caches && block.whole()) {}
+
+  [[nodiscard]] Value* values() { return past_ ? scratch_ : place_; }
+  void store() {
+    if (past_) store_past_caches(place_, scratch_, sizeof scratch_);
+  }
+
+ private:
+  Value* place_;
+  bool past_;
+  alignas(64) Value scratch_[kBlockNumel];
+};
+
+bool past_caches(const StateMemory& memory) { return memory.past_caches && memory.apart(); }
 
 struct Int8Place {
   float* scale;
@@ -87,19 +108,24 @@ template <bool is_signed>
 class Moment {
  public:
   // `fresh`: it is zero, whatever the memory holds.
-  Moment(Moments moments, void* data, const Block& block, bool fresh) : moments_(moments), data_(data), block_(block) {
-    if (moments == Moments::fp32) fp32_ = static_cast<float*>(data) + block.at;
+  Moment(Moments moments, const StateMemory& memory, const Block& block, bool fresh)
+      : moments_(moments), memory_(memory), block_(block) {
+    if (moments == Moments::fp32) to_ = static_cast<float*>(memory.to) + block.at;
     if (fresh) {
-      std::memset(values(), 0, kBlockNumel * sizeof(float));
+      std::memset(scratch_, 0, sizeof scratch_);
       return;
     }
     if (moments == Moments::fp32) {
-      if (block.whole()) return;
-      std::memcpy(scratch_, fp32_, block.numel * sizeof(float));
+      const float* const from = static_cast<const float*>(memory.from) + block.at;
+      if (block.whole()) {
+        from_ = from;
+        return;
+      }
+      std::memcpy(scratch_, from, block.numel * sizeof(float));
     } else if (moments == Moments::bf16) {
-      widen<Bf16>(data, block.at, block.numel, scratch_);
+      widen<Bf16>(memory.from, block.at, block.numel, scratch_);
     } else {
-      const Int8Place place = int8_place(data, block.at);
+      const Int8Place place = int8_place(const_cast<void*>(memory.from), block.at);
       if (block.whole()) {
         decode_block<is_signed>(place.codes, *place.scale, scratch_);
         return;
@@ -111,22 +137,32 @@ class Moment {
     pad(scratch_, block.numel);
   }
 
-  [[nodiscard]] float* values() { return moments_ == Moments::fp32 && block_.whole() ? fp32_ : scratch_; }
+  [[nodiscard]] const float* values() const { return from_; }
+  [[nodiscard]] MomentPass pass() { return {from_, goes_straight() ? to_ : scratch_}; }
+
+  // Whether the rule's results may be stored past the caches at once.
+  [[nodiscard]] bool past() const {
+    return goes_straight() && past_caches(memory_) && reinterpret_cast<std::uintptr_t>(to_) % sizeof(Floats) == 0;
+  }
 
   // Writes the values back in their format. `largest`: of their magnitudes.
   void store(const Constants& c, float largest) {
+    const bool past = past_caches(memory_);
     if (moments_ == Moments::fp32) {
-      if (!block_.whole()) std::memcpy(fp32_, scratch_, block_.numel * sizeof(float));
+      if (!goes_straight()) std::memcpy(to_, scratch_, block_.numel * sizeof(float));
     } else if (moments_ == Moments::bf16) {
       alignas(64) std::uint16_t random[kBlockNumel];
       random_bits(c.seed, c.step, block_.block, is_signed ? Stream::exp_avg : Stream::exp_avg_sq, random);
-      store_stochastically(scratch_, static_cast<std::uint16_t*>(data_) + block_.at, random + block_.offset,
-                           block_.numel);
+      NewBlock<std::uint16_t> rounded(static_cast<std::uint16_t*>(memory_.to) + block_.at, block_, past);
+      store_stochastically(scratch_, rounded.values(), random + block_.offset, block_.numel);
+      rounded.store();
     } else {
-      const Int8Place place = int8_place(data_, block_.at);
+      const Int8Place place = int8_place(memory_.to, block_.at);
       *place.scale = largest;
       if (block_.whole()) {
-        encode_block<is_signed>(scratch_, largest, place.codes);
+        NewBlock<std::uint8_t> codes(place.codes, block_, past);
+        encode_block<is_signed>(scratch_, largest, codes.values());
+        codes.store();
         return;
       }
       std::uint8_t codes[kBlockNumel];
@@ -136,42 +172,56 @@ class Moment {
   }
 
  private:
+  [[nodiscard]] bool goes_straight() const { return moments_ == Moments::fp32 && block_.whole(); }
+
   Moments moments_;
-  void* data_;
+  StateMemory memory_;
   Block block_;
-  float* fp32_ = nullptr;
   alignas(64) float scratch_[kBlockNumel];
+  const float* from_ = scratch_;
+  float* to_ = nullptr;
 };
 
-// The master where it lies as fp32, else null.
-float* master_in_place(const StateFormat& format, const StateBuffers& buffers) {
-  if (format.master == Master::weight) return static_cast<float*>(buffers.weight);
-  return format.master == Master::fp32 ? static_cast<float*>(buffers.residual) : nullptr;
+// The memory of the master where that is fp32, else null.
+const StateMemory* wide_master(const StateFormat& format, const StateBuffers& buffers) {
+  if (format.master == Master::weight) return &buffers.weight;
+  return format.master == Master::fp32 ? &buffers.residual : nullptr;
 }
 
 // `finite`: the values are.
 void store_weights(const StateFormat& format, const StateBuffers& buffers, const Block& block, const float* master,
                    bool finite, const Constants& c) {
   const std::size_t at = block.at;
-  float* const wide = master_in_place(format, buffers);
-  if (wide != nullptr && wide + at != master) std::memcpy(wide + at, master, block.numel * sizeof(float));
-  auto* const narrow = static_cast<std::uint16_t*>(buffers.weight) + at;
+  if (const StateMemory* const wide = wide_master(format, buffers)) {
+    float* const place = static_cast<float*>(wide->to) + at;
+    if (past_caches(*wide) && block.whole()) {
+      store_past_caches(place, master, kBlockNumel * sizeof(float));
+    } else if (place != master) {
+      std::memcpy(place, master, block.numel * sizeof(float));
+    }
+  }
   if (format.master == Master::weight) return;
+  // New weights beside an fp32 master are written only: past the caches also where they lie.
+  const bool past = format.master == Master::fp32 ? buffers.weight.past_caches : past_caches(buffers.weight);
+  if (format.weight == DType::fp16) {
+    NewBlock<Half> narrow(static_cast<Half*>(buffers.weight.to) + at, block, past);
+    store_fp16(master, narrow.values(), block.numel);
+    return narrow.store();
+  }
+  NewBlock<std::uint16_t> narrow(static_cast<std::uint16_t*>(buffers.weight.to) + at, block, past);
   if (format.master == Master::split16) {
-    store_split16(master, narrow, static_cast<std::int16_t*>(buffers.residual) + at, block.numel, finite);
+    NewBlock<std::int16_t> rest(static_cast<std::int16_t*>(buffers.residual.to) + at, block,
+                                past_caches(buffers.residual));
+    store_split16(master, narrow.values(), rest.values(), block.numel, finite);
+    rest.store();
   } else if (format.master == Master::none) {
     alignas(64) std::uint16_t random[kBlockNumel];
     random_bits(c.seed, c.step, block.block, Stream::weight, random);
-    store_stochastically(master, narrow, random + block.offset, block.numel);
-  } else if (format.weight == DType::bf16 && buffers.weight_past_caches && block.whole()) {
-    alignas(64) std::uint16_t rounded[kBlockNumel];
-    store_bf16(master, rounded, kBlockNumel, finite);
-    store_past_caches(narrow, rounded, sizeof rounded);
-  } else if (format.weight == DType::bf16) {
-    store_bf16(master, narrow, block.numel, finite);
+    store_stochastically(master, narrow.values(), random + block.offset, block.numel);
   } else {
-    store_fp16(master, static_cast<Half*>(buffers.weight) + at, block.numel);
+    store_bf16(master, narrow.values(), block.numel, finite);
   }
+  narrow.store();
 }
 
 bool update_block(const StateFormat& format, const StateBuffers& buffers, const Block& block, const Constants& c) {
@@ -183,46 +233,53 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
     pad(gradient, block.numel);
     g = gradient;
   }
-  float* p = master_in_place(format, buffers);
-  if (p != nullptr && block.whole()) {
-    p += block.at;
+  float* p = master;
+  const StateMemory* const wide = wide_master(format, buffers);
+  if (wide != nullptr && !wide->apart() && block.whole()) {
+    p = static_cast<float*>(wide->to) + block.at;
   } else {
     load_master(format, buffers, block.at, block.numel, master);
     pad(master, block.numel);
-    p = master;
   }
   StepFacts facts;
   if (c.uses_exp_avg && c.uses_exp_avg_sq) {
     Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
-    facts = apply_rule(p, g, m.values(), v.values(), kBlockNumel, c);
+    facts = m.past() && v.past() ? apply_rule<true>(p, g, m.pass(), v.pass(), kBlockNumel, c)
+                                 : apply_rule<false>(p, g, m.pass(), v.pass(), kBlockNumel, c);
     m.store(c, facts.largest_m);
     v.store(c, facts.largest_v);
   } else if (c.uses_exp_avg) {
     Moment<true> m(format.moments, buffers.exp_avg, block, c.fresh);
-    facts = apply_rule(p, g, m.values(), nullptr, kBlockNumel, c);
+    facts = m.past() ? apply_rule<true>(p, g, m.pass(), {}, kBlockNumel, c)
+                     : apply_rule<false>(p, g, m.pass(), {}, kBlockNumel, c);
     m.store(c, facts.largest_m);
   } else if (c.uses_exp_avg_sq) {
     Moment<false> v(format.moments, buffers.exp_avg_sq, block, c.fresh);
-    facts = apply_rule(p, g, nullptr, v.values(), kBlockNumel, c);
+    facts = v.past() ? apply_rule<true>(p, g, {}, v.pass(), kBlockNumel, c)
+                     : apply_rule<false>(p, g, {}, v.pass(), kBlockNumel, c);
     v.store(c, facts.largest_v);
   } else {
-    facts = apply_rule(p, g, nullptr, nullptr, kBlockNumel, c);
+    facts = apply_rule<false>(p, g, {}, {}, kBlockNumel, c);
   }
   store_weights(format, buffers, block, p, facts.finite, c);
   return facts.finite;
 }
 
 // Whether all states are fp32 and are used where they lie: then many blocks are updated in one pass.
-bool all_in_place(const StateFormat& format, const Constants& c) {
-  return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh;
+bool all_in_place(const StateFormat& format, const StateBuffers& buffers, const Constants& c) {
+  return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh &&
+         !buffers.weight.apart() && !buffers.exp_avg.apart() && !buffers.exp_avg_sq.apart();
 }
 
 bool update_in_place(const StateBuffers& buffers, std::size_t at, std::size_t numel, const Constants& c) {
-  const auto from = [at](void* stream) { return static_cast<float*>(stream) + at; };
-  float* const m = c.uses_exp_avg ? from(buffers.exp_avg) : nullptr;
-  float* const v = c.uses_exp_avg_sq ? from(buffers.exp_avg_sq) : nullptr;
-  return apply_rule(from(buffers.weight), static_cast<const float*>(buffers.grad) + at, m, v, numel, c).finite;
+  const auto in = [at](const StateMemory& memory) { return static_cast<float*>(memory.to) + at; };
+  const auto pass = [&](const StateMemory& memory, bool used) {
+    return used ? MomentPass{in(memory), in(memory)} : MomentPass{};
+  };
+  const MomentPass m = pass(buffers.exp_avg, c.uses_exp_avg);
+  const MomentPass v = pass(buffers.exp_avg_sq, c.uses_exp_avg_sq);
+  return apply_rule<false>(in(buffers.weight), static_cast<const float*>(buffers.grad) + at, m, v, numel, c).finite;
 }
 
 bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t begin, std::size_t end,
@@ -231,7 +288,7 @@ bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t 
   for (std::size_t at = begin; at < end;) {
     const std::size_t offset = index % kBlockNumel;
     std::size_t numel = kBlockNumel - offset < end - at ? kBlockNumel - offset : end - at;
-    if (all_in_place(format, c) && end - at >= kBlockNumel) {
+    if (all_in_place(format, buffers, c) && end - at >= kBlockNumel) {
       numel = (end - at) / kBlockNumel * kBlockNumel;
       finite &= update_in_place(buffers, at, numel, c);
     } else {
@@ -240,7 +297,10 @@ bool update(const StateFormat& format, const StateBuffers& buffers, std::size_t 
     at += numel;
     index += numel;
   }
-  if (buffers.weight_past_caches) finish_stores();
+  if (buffers.weight.past_caches || buffers.residual.past_caches || buffers.exp_avg.past_caches ||
+      buffers.exp_avg_sq.past_caches) {
+    finish_stores();
+  }
   return finite;
 }
 
@@ -248,7 +308,7 @@ template <bool is_signed>
 void decode_moments(Moments moments, const void* data, float* values, std::size_t numel) {
   for (std::size_t at = 0; at < numel; at += kBlockNumel) {
     const std::size_t count = numel - at < kBlockNumel ? numel - at : kBlockNumel;
-    Moment<is_signed> moment(moments, const_cast<void*>(data), {at, count, 0, 0}, false);
+    Moment<is_signed> moment(moments, StateMemory(const_cast<void*>(data)), {at, count, 0, 0}, false);
     std::memcpy(values + at, moment.values(), count * sizeof(float));
   }
 }

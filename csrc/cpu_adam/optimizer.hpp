@@ -52,17 +52,30 @@ struct Segment {
   Hyperparameters hyper;
 };
 
+// Memory of one state. Its new values go `to` one place; its current ones come `from` there, or from another place that
+// is only read.
+struct StateMemory {
+  void* to = nullptr;
+  const void* from = nullptr;
+  // Nobody reads the new values soon, for a checksum or a write: where that saves traffic, they are stored past the
+  // caches.
+  bool past_caches = false;
+
+  StateMemory() = default;
+  StateMemory(void* in_place) : to(in_place), from(in_place) {}  // NOLINT: a pointer is memory updated in place
+
+  [[nodiscard]] bool apart() const { return from != to; }
+};
+
 // Memory of elements [first, first + numel). `residual` is the second stream of `Master`; null where the format or the
-// rules have no such stream. For int8 moments `first` is a multiple of kChunkNumel.
+// rules have no such stream. For int8 moments `first` is a multiple of kChunkNumel, and where the new values go to
+// another place, the current scales are there already.
 struct StateBuffers {
-  void* weight;
-  void* residual;
-  void* exp_avg;
-  void* exp_avg_sq;
-  const void* grad;
-  // New bf16 weights beside an fp32 master may be stored past the caches: nobody reads them soon, for a checksum or a
-  // write.
-  bool weight_past_caches = false;
+  StateMemory weight;
+  StateMemory residual;
+  StateMemory exp_avg;
+  StateMemory exp_avg_sq;
+  const void* grad = nullptr;
 };
 
 // Throws std::invalid_argument unless the segments are sorted, disjoint, within [0, numel), count steps from 1, and
@@ -70,8 +83,9 @@ struct StateBuffers {
 void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, const StateFormat& format);
 
 // One step on elements [begin, end) of the buffers, which hold elements [first, …) of a flat buffer whose segments were
-// checked. Elements in no segment are left alone. Runs in the calling thread; several threads may work on different
-// elements, cut at multiples of kCutNumel.
+// checked. Elements in no segment, and moments that
+// no rule uses, are left alone, also where the new values go to another place. Runs in the calling thread; several
+// threads may work on different elements, cut at multiples of kCutNumel.
 //
 // Everything per element is fp32 without contraction, and rounding to bf16 moments takes its random bits from (seed,
 // step, index): the result depends on nothing but the inputs, not on ISA, threads or cuts (but for which NaN a NaN is).

@@ -65,9 +65,23 @@ struct StepFacts {
   float largest_v;
 };
 
-// `numel` is a multiple of kBlockNumel.
-template <class Rule>
-StepFacts apply_to_blocks(float* p, const float* g, float* m, float* v, std::size_t numel, const Constants& given) {
+// A moment in fp32: its current values, and where the new ones go, which may be the same place.
+struct MomentPass {
+  const float* from = nullptr;
+  float* to = nullptr;
+};
+
+// `numel` is a multiple of kBlockNumel. `past`: new moments are stored past the caches, at aligned places.
+template <class Rule, bool past>
+StepFacts apply_to_blocks(float* p, const float* g, const MomentPass& m, const MomentPass& v, std::size_t numel,
+                          const Constants& given) {
+  const auto store_moment = [](float* to, Floats value) {
+    if constexpr (past) {
+      store_vector_past_caches(to, value);
+    } else {
+      store(to, value);
+    }
+  };
   const Constants c = given;
   Ints bad{};
   Ints most_m{};
@@ -76,17 +90,17 @@ StepFacts apply_to_blocks(float* p, const float* g, float* m, float* v, std::siz
     auto weight = load<Floats>(p + i);
     Floats first{};
     Floats second{};
-    if constexpr (Rule::kUsesM) first = load<Floats>(m + i);
-    if constexpr (Rule::kUsesV) second = load<Floats>(v + i);
+    if constexpr (Rule::kUsesM) first = load<Floats>(m.from + i);
+    if constexpr (Rule::kUsesV) second = load<Floats>(v.from + i);
     Rule::apply(weight, load<Floats>(g + i) * c.grad_scale, first, second, c);
     store(p + i, weight);
     bad |= not_finite(weight);
     if constexpr (Rule::kUsesM) {
-      store(m + i, first);
+      store_moment(m.to + i, first);
       most_m = maximum(most_m, magnitude_bits(first));
     }
     if constexpr (Rule::kUsesV) {
-      store(v + i, second);
+      store_moment(v.to + i, second);
       most_v = maximum(most_v, magnitude_bits(second));  // a NaN may have a sign
     }
   }

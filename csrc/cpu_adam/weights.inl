@@ -39,14 +39,14 @@ inline void load_master(const StateFormat& format, const StateBuffers& buffers, 
                         float* __restrict master) {
   switch (format.master) {
     case Master::weight:
-      return widen<Fp32>(buffers.weight, at, numel, master);
+      return widen<Fp32>(buffers.weight.from, at, numel, master);
     case Master::fp32:
-      return widen<Fp32>(buffers.residual, at, numel, master);
+      return widen<Fp32>(buffers.residual.from, at, numel, master);
     case Master::none:
-      return widen<Bf16>(buffers.weight, at, numel, master);
+      return widen<Bf16>(buffers.weight.from, at, numel, master);
     case Master::split16:
-      return load_split16(static_cast<const std::uint16_t*>(buffers.weight) + at,
-                          static_cast<const std::int16_t*>(buffers.residual) + at, numel, master);
+      return load_split16(static_cast<const std::uint16_t*>(buffers.weight.from) + at,
+                          static_cast<const std::int16_t*>(buffers.residual.from) + at, numel, master);
   }
 }
 

@@ -96,30 +96,29 @@ std::vector<Sums> sums_of(const std::vector<Span>& spans) {
   return result;
 }
 
-// Copies bytes [begin, end) of the tile's part of a state whose new values go to another place than the current ones.
-void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
-  const std::byte* source = tile.job->streams[state]->source + tile.job->bytes(state, tile.first);
-  std::memcpy(tile.memory[state] + begin, source + begin, end - begin);
+// The current values of a state that go to another place than the new ones: those of the tile's element 0.
+const std::byte* source_of(const Tile& tile, State state) {
+  const StateStream* stream = tile.job->streams[state];
+  if (stream == nullptr || stream->source == nullptr) return nullptr;
+  return stream->source + tile.job->bytes(state, tile.first);
 }
 
-// The states that are brought.
-std::vector<State> brought_states(const Job& job) {
+// Copies bytes [begin, end) of the tile's part of a state from there.
+void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
+  std::memcpy(tile.memory[state] + begin, source_of(tile, state) + begin, end - begin);
+}
+
+// The states whose new values go to another place.
+std::vector<State> states_apart(const Tile& tile) {
   std::vector<State> result;
   std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result),
-               [&](State state) { return job.streams[state] != nullptr && job.streams[state]->source != nullptr; });
+               [&](State state) { return source_of(tile, state) != nullptr; });
   return result;
-}
-
-void bring_piece(const Tile& tile, std::size_t begin, std::size_t end) {
-  for (const State state : brought_states(*tile.job)) {
-    const auto [from, to] = tile.job->piece(state, begin, end);
-    bring(tile, state, from, to);
-  }
 }
 
 // An update of a piece changes some of the scales of its chunk only, so each page of them is brought before all pieces.
 void bring_scales(const Tile& tile) {
-  for (const State state : brought_states(*tile.job)) {
+  for (const State state : states_apart(tile)) {
     if (!tile.job->int8(state)) continue;
     for (std::size_t at = 0; at < tile.numel; at += kChunkNumel) {
       const std::size_t from = at / kChunkNumel * kChunkBytes;
@@ -128,16 +127,47 @@ void bring_scales(const Tile& tile) {
   }
 }
 
+bool changes(const UpdateJob& job, const Segment& segment, State state) {
+  if (!job.arithmetic || segment.skip) return false;
+  if (state == State::exp_avg) return segment.hyper.uses_exp_avg();
+  return state != State::exp_avg_sq || segment.hyper.uses_exp_avg_sq();
+}
+
+// Of elements [begin, end), brings what the update leaves alone: the rest it reads from its source.
+void bring_rest(const Tile& tile, std::size_t begin, std::size_t end) {
+  const UpdateJob& job = tile.job->given;
+  for (const State state : states_apart(tile)) {
+    const auto bring_elements = [&](std::size_t from, std::size_t to) {
+      if (from >= to) return;
+      const auto [first, last] = tile.job->piece(state, from, to);
+      bring(tile, state, first, last);
+    };
+    std::size_t done = begin;
+    for (const Segment& segment : job.segments) {
+      if (segment.end <= tile.first + begin || !changes(job, segment, state)) continue;
+      if (segment.begin >= tile.first + end) break;
+      bring_elements(done, std::max<std::uint64_t>(segment.begin, tile.first + begin) - tile.first);
+      done = std::min<std::uint64_t>(segment.end, tile.first + end) - tile.first;
+    }
+    bring_elements(done, end);
+  }
+}
+
+StateMemory memory_of(const Tile& tile, State state) {
+  StateMemory memory(tile.memory[state]);
+  if (const std::byte* source = source_of(tile, state)) memory.from = source;
+  const StateStream* stream = tile.job->streams[state];
+  memory.past_caches = stream != nullptr && stream->file == nullptr && (memory.apart() || state == State::weight);
+  return memory;
+}
+
 void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa) {
   const UpdateJob& job = tile.job->given;
+  bring_rest(tile, begin, end);
   if (!job.arithmetic) return;
-  StateBuffers buffers;
-  buffers.weight = tile.memory[State::weight];
-  buffers.residual = tile.memory[State::residual];
-  buffers.exp_avg = tile.memory[State::exp_avg];
-  buffers.exp_avg_sq = tile.memory[State::exp_avg_sq];
-  buffers.grad = tile.memory[State::grad];
-  buffers.weight_past_caches = job.weight.file == nullptr && job.weight.source == nullptr;
+  const StateBuffers buffers{memory_of(tile, State::weight), memory_of(tile, State::residual),
+                             memory_of(tile, State::exp_avg), memory_of(tile, State::exp_avg_sq),
+                             tile.memory[State::grad]};
   const bool finite = optimizer_update(job.format, buffers, tile.first, begin, end, job.segments, isa);
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
@@ -202,7 +232,6 @@ std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa, 
         const std::size_t end = std::min(begin + task, tile.numel);
         damage[index] = first_damage(pages(tile, Pages::read, begin, end));
         if (damage[index]) return;
-        bring_piece(tile, begin, end);
         update_piece(tile, begin, end, isa);
         sums[index] = sums_of(pages(tile, Pages::written, begin, end));
       },
