@@ -218,6 +218,13 @@ def open_accelerator(device: torch.device) -> Accelerator | None:
     return None if device.type == "cpu" else TorchAccelerator(device)
 
 
+def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device, for this thread's kernels. The host does not wait for the copy."""
+    if tensor.device == device or device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from infinity.base import accelerator
 from infinity.cli.world import ALONE, World
 from infinity.errors import ConfigError
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that a model is trained on at once.
+    """Sequences that a model is trained on at once, in host memory until a model takes them.
 
     Attributes:
         ids: int64 [sequences, tokens].
@@ -39,14 +40,17 @@ class Batch:
             return self.ids.shape[0] * (self.ids.shape[1] - 1)
         return int((self.labels[:, 1:] != self.NOTHING).sum())
 
-    def inputs(self) -> dict[str, Any]:
-        """What a model of transformers is called with to compute logits. Without a mask, and without a cache, it tells
-        the examples of a sequence apart by their positions."""
-        return {"input_ids": self.ids} | ({} if self.positions is None else {"position_ids": self.positions})
+    def inputs_of(self, model: Any) -> dict[str, Any]:
+        """What a model of transformers is called with to compute logits, on its device. Without a mask, and without a
+        cache, it tells the examples of a sequence apart by their positions."""
+        given = {"input_ids": self.ids} | ({} if self.positions is None else {"position_ids": self.positions})
+        return {name: accelerator.bring(tensor, model.device) for name, tensor in given.items()}
 
     def loss_of(self, model: Any) -> torch.Tensor:
-        """The mean over the tokens that are learned."""
-        loss: torch.Tensor = model(**self.inputs(), labels=self.ids if self.labels is None else self.labels).loss
+        """The mean over the tokens that are learned, on the model's device."""
+        given = self.inputs_of(model)
+        given["labels"] = given["input_ids"] if self.labels is None else accelerator.bring(self.labels, model.device)
+        loss: torch.Tensor = model(**given).loss
         return loss
 
 

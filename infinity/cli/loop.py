@@ -176,11 +176,16 @@ class Run:
         learning_rate = float(self._optim.param_groups[0]["lr"])
         together = self.options.micro_batches
         batches = [next(self._batches) for _ in range(self.options.gradient_accumulation * together)]
-        shared, parts = list(zip(batches, self._shares(batches), strict=True)), list[float]()
+        shared, of_batches = list(zip(batches, self._shares(batches), strict=True)), list[torch.Tensor]()
         for first in range(0, len(batches), together):
             is_last = first + together == len(batches)
             with nullcontext() if is_last or together == 1 else no_sync(self.model):
-                parts += self._backward(shared[first : first + together], len(batches))
+                some = shared[first : first + together]
+                try:
+                    of_batches += self._backward(some, len(batches))
+                except torch.OutOfMemoryError as error:
+                    raise _refusal(some[0][0], error) from error
+        parts = torch.stack(of_batches).tolist()  # once: a device's host waits here for all that was queued
         tokens = sum(batch.ids.numel() for batch in batches) * self._world.count
         loss = self._mean(told(self.model, "the loss", parts))
         self._update(step, loss, progress)
@@ -217,8 +222,8 @@ class Run:
             without(each, before, after) for each in (self._began, self._first, self._now)
         )
 
-    def _backward(self, shared: Sequence[tuple[Batch, float | None]], of_step: int) -> list[float]:
-        """One backward pass. Returns the part that each batch has in the loss of the step.
+    def _backward(self, shared: Sequence[tuple[Batch, float | None]], of_step: int) -> list[torch.Tensor]:
+        """One backward pass. Returns the part that each batch has in the loss of the step, a number each.
 
         Args:
             shared: batches with their shares.
@@ -237,7 +242,7 @@ class Run:
             loss_of(0).backward()
         else:
             backward(self.model, loss_of, range(len(shared)))
-        return [parts[index].item() for index in range(len(shared))]
+        return [parts[index] for index in range(len(shared))]
 
     def _shares(self, batches: Sequence[Batch]) -> Sequence[float | None]:
         """What the mean loss of each batch counts for in the step: each token that is learned counts the same,
@@ -257,11 +262,8 @@ class Run:
             return batch.loss_of(self.model)
         except InfinityError:
             raise
-        except (IndexError, RuntimeError) as error:  # sequences too long, or too many: only the model knows
-            raise ModelError(
-                f"the model cannot take sequences of {batch.ids.shape[1]} tokens, {batch.ids.shape[0]} at a time "
-                f"({raised(error)}): give a smaller --sequence-length or --batch-size"
-            ) from error
+        except (IndexError, RuntimeError) as error:
+            raise _refusal(batch, error) from error
 
     def _update(self, step: int, loss: float, progress: PlainProgress | RichProgress) -> None:
         """The optimizer's step. It is skipped when the loss or a gradient is not finite. If the loss is scaled and a
@@ -303,6 +305,22 @@ class Run:
             evaluations=self.history.evaluations,
             again=again(self.options, extended=self.origin.extended),
         )
+
+
+def _refusal(batch: Batch, error: Exception) -> ModelError:
+    """What a model's forward raised, and what can be done about it, where its kind tells: an index or a size that does
+    not fit is of a sequence that is too long."""
+    asked = f"sequences of {batch.ids.shape[1]} tokens, {batch.ids.shape[0]} at a time"
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return ModelError(
+            f"there is no memory for {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size, or "
+            "a smaller memory.device, which leaves more for activations"
+        )
+    if isinstance(error, IndexError) or any(word in str(error) for word in ("size", "shape")):
+        return ModelError(
+            f"the model cannot take {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size"
+        )
+    return ModelError(f"the model's forward failed with {asked}: {raised(error)}")
 
 
 def _prepare(model: Any, options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from infinity.base import accelerator
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
 
@@ -104,7 +105,7 @@ def write(
         torch.manual_seed(drawing.seed % 2**64)
     try:
         found = model.generate(
-            ids.to(model.device),
+            accelerator.bring(ids, model.device),
             attention_mask=torch.ones_like(ids, device=model.device),
             generation_config=settings,
             streamer=streamer,

@@ -138,6 +138,7 @@ class Constant:
     """A model whose loss of a sequence is its number."""
 
     training = True
+    device = torch.device("cpu")
 
     def train(self, mode: bool = True) -> None:
         self.training = mode
