@@ -173,7 +173,8 @@ class Coordinator(Stepping):
             if self.shared is None:
                 self._gradients_land(unit.index)
             with self.timeline.stall("gradient", unit.name):
-                self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate)
+                more = self.passes.spanning > 1
+                self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate, more=more)
 
     @transition
     def complete(self, index: int) -> None:

@@ -164,7 +164,8 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
 
 def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
     """Device memory for fetched weights, and for gradients on their way to the host: for those of two units where that
-    leaves enough, so that the next unit's come while the last one's are copied.
+    leaves enough, so that the next unit's come while the last one's are copied; in fp32 where it leaves enough for
+    that, too, so that those of several micro-batches add up there.
 
     Where the device has no memory of its own, weights in RAM are used where they are, and gradients where they come.
 
@@ -172,11 +173,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         PlanError: memory.device is too small for what is needed at once.
     """
     limits = problem.limits
-    one, two = problem.rings
+    one, *larger = problem.rings
     decoding = 0 if limits.in_place else problem.decoding_bytes
 
     def ring_beside(nbytes: int) -> int:
-        return two if 4 * two <= limits.device and nbytes + decoding + two <= limits.device else one
+        fits = [ring for ring in larger if 4 * ring <= limits.device and nbytes + decoding + ring <= limits.device]
+        return max(fits, default=one)
 
     if limits.shares and weights.tier == "device":
         raise PlanError(

@@ -11,8 +11,11 @@ and writes to the store are chained to it.
 
 Where the ring has no room, what was packed first is sent as far as it has come.
 
+Where more gradients of the same parameters are about to come, a piece holds fp32, and they add up in it: one copy goes
+down for all of them. The adds and their order are those of host memory.
+
 What is the first gradient of its parameter, in the dtype it is kept in, is copied to its place. What is to be added to
-another, or converted, is copied to a bounce buffer first.
+another in host memory, or converted, is copied to a bounce buffer first.
 """
 
 from __future__ import annotations
@@ -73,23 +76,34 @@ class Packed:
 
     Attributes:
         target: host memory of the whole group, in `dtype`.
-        added: names of those that are added to what is in the target.
+        held: the dtype on the device: that in which autograd gives them, or fp32, where they add up.
+        added: names of those that are added to what is in the target. None where they add up here.
         landing: once it was sent.
     """
 
     group: Group
     target: memoryview
     dtype: torch.dtype
+    held: torch.dtype
+    adds_up: bool
     lease: SlabLease
     uses: Uses
     specs: list[ParameterSpec] = field(default_factory=list)
     added: set[str] = field(default_factory=set)
     landing: Landing | None = None
 
-    @property
-    def flat(self) -> torch.Tensor:
-        """The group on the device, as autograd gives it."""
-        return self.lease.memory.view(self.group.dtype)
+    def of(self, spec: ParameterSpec) -> torch.Tensor:
+        """The gradient of a parameter, on the device."""
+        return self.lease.memory.view(self.held)[spec.offset : spec.offset + spec.numel]
+
+    def takes(self, spec: ParameterSpec, *, add: bool) -> bool:
+        """Whether a gradient can be packed into this piece, or added there. What adds up here holds all that came of
+        its parameter: else the order of the adds would be another one."""
+        if self.landing is not None:
+            return False
+        if spec in self.specs:
+            return add and self.adds_up
+        return not (add and self.adds_up)
 
 
 class _Downward:
@@ -125,37 +139,44 @@ class GradientQueue(_Downward):
         self._open: list[Packed] = []
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
-    def begin(self, group: Group, target: memoryview, dtype: torch.dtype) -> Packed:
+    def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> Packed:
         """A piece of the ring for gradients of a group.
 
         Args:
             target: host memory of the whole group, where nobody else writes until the piece has landed.
             dtype: of what is in the target.
+            adds_up: more gradients of these parameters are about to come, and the target is fp32.
         """
+        adds_up = adds_up and group.numel * torch.float32.itemsize <= self._ring.nbytes
+        held = torch.float32 if adds_up else group.dtype
         while True:
-            lease = self._ring.try_lease(group.numel * group.dtype.itemsize)
+            lease = self._ring.try_lease(group.numel * held.itemsize)
             if lease is not None:
                 break
             if not self._open:
                 raise AssertionError(f"a ring of {self._ring.nbytes} bytes has no room for {group.numel} gradients")
             self.send(self._open[0])
-        packed = Packed(group, target, dtype, lease, Uses(self._accelerator, lambda: lease.after))
+        packed = Packed(group, target, dtype, held, adds_up, lease, Uses(self._accelerator, lambda: lease.after))
         self._open.append(packed)
         return packed
 
     def pack(self, packed: Packed, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into a piece, behind what this thread's stream computes."""
+        """Put one gradient into a piece that takes it, behind what this thread's stream computes."""
+        if spec in packed.specs:
+            packed.uses.begin_behind_others()
+            packed.of(spec).add_(gradient.reshape(-1))
+            return
         packed.specs.append(spec)
         if add:
             packed.added.add(spec.name)
         packed.uses.begin()
-        packed.flat[spec.offset : spec.offset + spec.numel].copy_(gradient.reshape(-1))
+        packed.of(spec).copy_(gradient.reshape(-1))
 
     def send(self, packed: Packed) -> Landing:
         """Queue the copy down. Nothing is packed into this piece any more. A piece that could not be sent is as before:
         it may be sent again, or dropped."""
         if packed.landing is None:
-            direct = not packed.added and packed.dtype == packed.group.dtype
+            direct = not packed.added and packed.dtype == packed.held
             try:
                 packed.landing = self._send_to_place(packed) if direct else self._send_to_bounce(packed)
             except BaseException:
@@ -194,7 +215,7 @@ class GradientQueue(_Downward):
 
     def _land_over(self, packed: Packed, bounce: memoryview) -> Landing:
         event = self._copy(packed, torch.frombuffer(bounce, dtype=torch.uint8))
-        source_dtype = packed.group.dtype
+        source_dtype = packed.held
         pieces = [
             _native.LandingPiece(
                 _range(packed.target, spec, packed.dtype),
@@ -212,7 +233,7 @@ class GradientQueue(_Downward):
         """Copy what was packed, in as few copies as there are gaps."""
         after = [] if not packed.specs else packed.uses.events()
         event = None
-        itemsize = packed.group.dtype.itemsize
+        itemsize = packed.held.itemsize
         for first, end in _runs(packed.specs, packed.group):
             begin, stop = first * itemsize, end * itemsize
             event = self._accelerator.copy(

@@ -110,6 +110,14 @@ class Uses:
                 self._accelerator.wait(stream, event)
         self._last[stream] = None
 
+    def begin_behind_others(self) -> None:
+        """This thread's stream is about to use what other streams may have written."""
+        self.begin()
+        here = self._accelerator.current()
+        for stream, event in self._last.items():
+            if stream != here:
+                self._accelerator.wait(here, self._accelerator.record(stream) if event is None else event)
+
     def end(self) -> None:
         """Until `begin` is called again no stream uses the memory."""
         for stream, event in self._last.items():

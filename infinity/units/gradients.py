@@ -5,7 +5,7 @@ _native.land_gradient.
 
 A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
 in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
-accumulated in one step begins the next in fp32.
+accumulated in one step begins the next in fp32, and so does one whose micro-batches come one right after the other.
 
 Gradients without room in RAM, or without room there to be widened, land in a window of RAM and wait in the store
 (tiers/window.py). They are written when the backward of another unit begins.
@@ -105,12 +105,13 @@ class GroupGradients:
         begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
         return self._view()[begin:end]
 
-    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool) -> None:
+    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
         """Take one gradient.
 
         Args:
             gradient: of the parameter's shape, on its device.
             accumulate: add it to the one that is there.
+            more: further gradients of the group's parameters are about to be added.
 
         Raises:
             PlanError: a second gradient before a step, with no room for fp32 accumulation.
@@ -125,13 +126,13 @@ class GroupGradients:
         elif not self.present:
             # What comes from a device and spills moves fewer bytes in the dtype it comes in.
             room = self._room_bytes if self._queue is None else self._home_bytes
-            wide = self._accumulates and room >= self._fp32_bytes
+            wide = (self._accumulates or more) and room >= self._fp32_bytes
             self.dtype = torch.float32 if wide else self._group.dtype
             self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
             self._accumulates = False
         self.present.add(spec.name)
         if self._queue is not None:
-            self._pack(self._queue, spec, gradient.detach(), add=adds)
+            self._pack(self._queue, spec, gradient.detach(), add=adds, more=more)
             return
         flat = gradient.detach().reshape(-1).contiguous()
         if self.dtype not in (torch.float32, flat.dtype):
@@ -146,17 +147,20 @@ class GroupGradients:
             first=spec.offset,
         )
 
-    def _pack(self, queue: GradientQueue, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
+    def _pack(
+        self, queue: GradientQueue, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool
+    ) -> None:
         if not spec.numel:
             self._sums.pop(spec.name, None)
             return
-        if self._packed is not None and (self._packed.landing is not None or spec in self._packed.specs):
+        if self._packed is not None and not self._packed.takes(spec, add=add):
             self.send()
         if not add and any(spec.name in landing.names for landing in self._on_way):
             self.settle()  # the native thread may still read the one that this one takes the place of
         self._sums.pop(spec.name, None)
         if self._packed is None:
-            self._packed = queue.begin(self._group, self._view(), self.dtype)
+            adds_up = more and not add and self.dtype == torch.float32
+            self._packed = queue.begin(self._group, self._view(), self.dtype, adds_up=adds_up)
         queue.pack(self._packed, spec, gradient, add=add)
 
     def send(self) -> None:
