@@ -13,7 +13,9 @@ STAGES = (
     Stage(3, "seam", 90, "gpu.stage_seam", True, "order and lifetimes of copies beside a kernel that sleeps", 20),
     Stage(4, "tests", 120, "gpu.stage_tests", True, "tests/gpu: the same bits from every tier", 20),
     Stage(5, "host", 30, "gpu.stage_host", False, "Adam alone 80-200 GB/s, 3-7 Gparam/s; the disk", 10),
-    Stage(6, "step", 150, "gpu.stage_step", True, "a step of 1.24 B parameters in each placement beside torch", 25),
+    Stage(6, "step", 100, "gpu.stage_step", True, "a step of 1.24 B parameters in each placement beside torch", 25),
+    Stage(7, "commands", 120, "gpu.stage_commands", True, "every command ends well; a killed run is resumed", 30),
+    Stage(8, "rows", 300, "gpu.stage_rows", True, "3.2 B and 8 B in RAM beside torch and FSDP2, and the bound", 30),
 )
 
 NUMBERS = tuple(stage.number for stage in STAGES)

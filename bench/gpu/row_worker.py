@@ -1,0 +1,201 @@
+"""One model of stage 8 in a process of its own: torch in device memory, FSDP2 with its shards in host memory, or
+infinity. Each "step" on stdin measures the next row of the job."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from peers.protocol import Contender, serve
+from peers.workload import Job
+
+import infinity
+from gpu.step_worker import MasterAdamW
+from infinity.coordinator import registry
+
+
+@dataclasses.dataclass
+class Rows(Contender):
+    """Attributes:
+    rows: those still to measure: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: as the plan says).
+    begin: takes a row's settings over.
+    """
+
+    rows: Iterator[dict[str, Any]] = dataclasses.field(default_factory=lambda: iter(()))
+    begin: Callable[[dict[str, Any]], None] = lambda row: None
+    job: Job | None = None
+
+
+def setup(job: Job) -> Rows:
+    """Options: device, contender ("torch", "fsdp2" or "infinity"), config, rows, warmups, steps."""
+    device = torch.device(job.options["device"])
+    make = {"torch": _torch, "fsdp2": _fsdp2, "infinity": _infinity}[job.options["contender"]]
+    made = make(job, device)
+    made.job, made.rows = job, iter(job.options["rows"])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return made
+
+
+def _batches(job: Job, device: torch.device) -> list[torch.Tensor]:
+    most = max(row["micro_batches"] for row in job.options["rows"])
+    work = dataclasses.replace(job.workload, micro_batches=most)
+    return [tokens.to(device) for tokens in work.build_batches()]
+
+
+def _torch(job: Job, device: torch.device) -> Rows:
+    with device:
+        model = job.workload.build_model()
+    optim, batches = MasterAdamW(model, job.workload), _batches(job, device)
+    return _plain(model, batches, lambda row: optim.step(), device)
+
+
+def _fsdp2(job: Job, device: torch.device) -> Rows:
+    """Its weights are fp32 in host memory, and bf16 where it computes; torch's fused AdamW updates them there."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", "tcp://127.0.0.1:29511", rank=0, world_size=1
+    )
+    mesh = torch.distributed.init_device_mesh(device.type, (1,))
+    with device:
+        model = job.workload.build_model()
+    model.to("cpu").float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    model.to(device) if device.type == "cuda" and not _all_sharded(model) else None
+    work = job.workload
+    optim = torch.optim.AdamW(
+        model.parameters(), lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay, fused=True
+    )
+
+    def step(row: dict[str, Any]) -> None:
+        if row["max_grad_norm"] is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), row["max_grad_norm"])
+        optim.step()
+        optim.zero_grad()
+
+    return _plain(model, _batches(job, device), step, device)
+
+
+def _all_sharded(model: torch.nn.Module) -> bool:
+    return not any(buffer.device.type == "cpu" for buffer in model.buffers())
+
+
+def _plain(
+    model: Any, batches: list[torch.Tensor], update: Callable[[dict[str, Any]], None], device: torch.device
+) -> Rows:
+    now: dict[str, Any] = {}
+    for name, buffer in model.named_buffers():  # those of rotary embeddings, which nobody shards
+        module, _, last = name.rpartition(".")
+        model.get_submodule(module)._buffers[last] = buffer.to(device)
+
+    def step() -> Any:
+        total = torch.zeros((), device=device)
+        for tokens in batches[: now["micro_batches"]]:
+            loss = model(input_ids=tokens, labels=tokens).loss / now["micro_batches"]
+            loss.backward()
+            total += loss.detach()
+        update(now)
+        return total
+
+    facts = {"numel": sum(parameter.numel() for parameter in model.parameters())}
+    return Rows(step, lambda: _synchronize(device), facts=facts, begin=now.update)
+
+
+def _infinity(job: Job, device: torch.device) -> Rows:
+    work, batches = job.workload, _batches(job, device)
+    with device:
+        model = work.build_model()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    model = infinity.offload(model, job.options["config"], device=device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optim = infinity.AdamW(trained, lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay)
+    speculation = registry.coordinator_of(model).speculation
+    planned, now = speculation.mode, dict[str, Any]()
+
+    def begin(row: dict[str, Any]) -> None:
+        now.update(row)
+        optim.max_grad_norm = row["max_grad_norm"]
+        speculation.mode = row.get("overlap") or planned
+
+    def step() -> Any:
+        count = now["micro_batches"]
+
+        def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
+            return loss
+
+        if count == 1:
+            loss = loss_of(batches[0])
+            loss.backward()
+            losses = [loss.detach()]
+        else:
+            losses = infinity.backward(model, loss_of, batches[:count])
+        optim.step()
+        optim.zero_grad()
+        return torch.stack(losses).sum()
+
+    def settle() -> None:
+        infinity.synchronize(model)
+        _synchronize(device)
+
+    counted = infinity.statistics(model)
+    return Rows(
+        step,
+        settle,
+        facts={"numel": numel, "plan": counted.plan.describe(), "arena_bytes": counted.arena_bytes},
+        counters=lambda: _counters(infinity.statistics(model)),
+        close=lambda: infinity.close(model),
+        begin=begin,
+    )
+
+
+def _counters(statistics: infinity.Statistics) -> dict[str, float]:
+    stalled = {f"waits_{cause}_s": seconds for cause, seconds in statistics.stall_s.items()}
+    return stalled | {
+        "adam_s": statistics.adam_s,
+        "idle_s": statistics.device_idle_s,
+        "updates_speculative": statistics.updates.early,
+        "updates_undone": statistics.updates.undone,
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def turn(contender: Contender) -> dict[str, Any]:
+    """The next row: warm-up steps, then measured ones, with the wait for all that is under way inside the clock."""
+    assert isinstance(contender, Rows)
+    assert contender.job is not None
+    options, row = contender.job.options, next(contender.rows)
+    contender.begin(row)
+    for _ in range(row.get("warmups", options["warmups"])):
+        contender.step()
+    contender.settle()
+    if options["device"] == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before, steps, each = contender.counters(), row.get("steps", options["steps"]), []
+    began = last = time.perf_counter()
+    for _ in range(steps):
+        loss = contender.step()
+        each.append(time.perf_counter() - last)
+        last = time.perf_counter()
+    contender.settle()
+    seconds = (time.perf_counter() - began) / steps
+    counters = {name: round((value - before[name]) / steps, 4) for name, value in contender.counters().items()}
+    found = {"seconds": round(seconds, 4), "host_s": [round(value, 3) for value in each], "loss": round(float(loss), 4)}
+    if options["device"] == "cuda":
+        found["device_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    return found | {name: value for name, value in counters.items() if value}
+
+
+if __name__ == "__main__":
+    serve(setup, turn)

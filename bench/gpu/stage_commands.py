@@ -1,0 +1,137 @@
+"""Stage 7: every command, as a user types it, on a small model of its own: each ends well, and a run that was killed
+ends in the bits of one that was not. Several run at once, as starting takes longer than the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from gpu.record import Options, Record, run
+from gpu.runner import ROOT
+
+_AT_ONCE = 4
+_TRAINED = ["--sequence-length", "128", "--batch-size", "2", "--lr", "1e-3"]
+_SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+folder, out = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(folder)
+text = next(path.read_text() for path in sorted((Path(folder).parent / "text").iterdir()))
+ids = (tokenizer(text[:20000])["input_ids"] * 10)[:640]
+rows = [{"input_ids": (row := torch.tensor(ids[at : at + 64])), "labels": row} for at in range(0, 640, 64)]
+arguments = TrainingArguments(
+    out, max_steps=4, per_device_train_batch_size=2, report_to=[], logging_steps=1, save_strategy="no"
+)
+trainer = Trainer(AutoModelForCausalLM.from_pretrained(folder), arguments, train_dataset=rows)
+assert trainer.train().training_loss < 20
+"""
+
+
+def stage(record: Record, options: Options) -> None:
+    work = options.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    model, text = work / "input" / "checkpoint", work / "input" / "text"
+    made = record.measure("a model", "made", lambda: _make(work / "input", record), good=lambda found: found["rc"] == 0)
+    if made is None or made["rc"]:
+        return
+    (work / "script.py").write_text(_SCRIPT)
+
+    def swap(name: str, **fields: Any) -> list[str]:
+        values = {
+            "weights": "nvme",
+            "optimizer": "nvme",
+            "commit_every": 1,
+            "nvme": {"paths": [str(work / name)]},
+            "memory": {"device": "1GiB", "host": "2GiB"},  # others compute there at the same time
+        }
+        (work / f"{name}.yaml").write_text(json.dumps(values | fields))
+        return ["--config", str(work / f"{name}.yaml")]
+
+    def finetune(name: str, steps: int, *more: str) -> list[str]:
+        files = ["--model", str(model), "--data", str(text), "--output", str(work / f"out-{name}")]
+        return ["finetune", *files, *swap(name), "--steps", str(steps), *_TRAINED, *more]
+
+    still = {"commit_every": 0}
+    write = ["--prompt", "the quick brown", "--max-tokens", "8"]
+    commands: dict[str, Sequence[str]] = {
+        "doctor": ["doctor", *swap("doctor")[1:]],
+        "plan": ["plan", "--model", str(model), *swap("plan")],
+        "finetune": finetune("whole", 6, "--verify-output"),
+        "finetune, evaluated": finetune(
+            "eval", 4, "--eval-split", "0.1", "--eval-steps", "2", "--sample", "the quick", "--sample-tokens", "4"
+        ),
+        "finetune, micro-batches": finetune("micro", 3, "--micro-batches", "2"),
+        "finetune, accumulation": finetune("sums", 3, "--gradient-accumulation", "2", "--no-chunked-loss"),
+        "finetune, LoRA on NF4": finetune("lora", 4, "--lora", "8", "--frozen", "nf4"),
+        "generate": ["generate", "--model", str(work / "out-whole"), *swap("write", **still), *write],
+        "generate, adapters": ["generate", "--model", str(work / "out-lora"), *swap("adapters", **still), *write],
+        "run, a Trainer's script": ["run", swap("run")[1], str(work / "script.py"), str(model), str(work / "trained")],
+    }
+    behind = {name for name in commands if name.startswith("generate")}
+    with ThreadPoolExecutor(_AT_ONCE) as at_once:
+        for names in (commands.keys() - behind, behind):
+            begun = {name: at_once.submit(_call, commands[name], record) for name in commands if name in names}
+            if names is behind:
+                begun["finetune, killed and resumed"] = at_once.submit(_killed, finetune("killed", 6), work, record)
+            for name, future in begun.items():
+                record.measure(name, "ends with 0, its bits are those expected", future.result, good=_is_well)
+
+
+def _is_well(found: dict[str, Any]) -> bool:
+    return found["rc"] == 0 and found.get("same", True)
+
+
+def _make(folder: Path, record: Record) -> dict[str, Any]:
+    size = ["--hidden", "256", "--layers", "4", "--vocabulary", "2048", "--text-bytes", "200000"]
+    return _done([sys.executable, str(ROOT / "examples" / "make_demo_checkpoint.py"), str(folder), *size], record)
+
+
+def _call(command: Sequence[str], record: Record) -> dict[str, Any]:
+    return _done([sys.executable, "-m", "infinity", *command], record)
+
+
+def _done(command: Sequence[str], record: Record) -> dict[str, Any]:
+    began = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=max(record.left_s - 2, 1), check=False
+    )
+    print(done.stdout[-3000:], done.stderr[-6000:], sep="\n", file=sys.stderr)
+    found: dict[str, Any] = {"rc": done.returncode, "seconds": round(time.monotonic() - began, 1)}
+    return found | {"tail": (done.stderr.strip() or done.stdout.strip())[-1500:] if done.returncode else ""}
+
+
+def _killed(command: Sequence[str], work: Path, record: Record) -> dict[str, Any]:
+    """Kill the run once a step is durable; resume it; compare its model with that of the whole run."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "infinity", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        while process.poll() is None and record.left_s > 12:
+            if any(
+                int(path.name.split("-")[1].split(".")[0]) for path in (work / "killed").glob("generation-*.infinity")
+            ):
+                break
+            time.sleep(0.02)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    again = _call(["finetune", "--resume", str(work / "killed")], record)
+    files = [work / f"out-{name}" / "model.safetensors" for name in ("whole", "killed")]
+    same = all(path.exists() for path in files) and files[0].read_bytes() == files[1].read_bytes()
+    return again | {"same": same}
+
+
+if __name__ == "__main__":
+    run(stage)
