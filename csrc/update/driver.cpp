@@ -10,6 +10,8 @@
 namespace infinity {
 namespace {
 
+constexpr std::size_t kTilesInMemory = 16;
+
 Failure canceled(const char* why) { return {FailureKind::canceled, "update", "", 0, 0, ECANCELED, why, why}; }
 
 bool same_form(const UpdateJob& one, const UpdateJob& other) {
@@ -284,15 +286,16 @@ bool Driver::compute_in_memory() {
     give_up(job);
     return true;
   }
+  const std::size_t tiles = jobs_.empty() && reading_.empty() ? kTilesInMemory : 1;
   const std::uint64_t first = job->next;
-  const std::uint64_t end = std::min<std::uint64_t>(first + tile_numel_, job->given.numel);
+  const std::uint64_t end = std::min<std::uint64_t>(first + tiles * tile_numel_, job->given.numel);
   advance(in_memory_, end);
   if (!job->anything_to_do(first, end)) {
     tell(*job);
     finish_if_ended(*job);
     return true;
   }
-  const auto tile = take_tile(job, first, TilePhase::reading);
+  const auto tile = take_tile(job, first, TilePhase::reading, tiles);
   ++job->uncomputed;
   read(tile);
   compute(tile);
@@ -327,12 +330,13 @@ void Driver::compute(const std::shared_ptr<Tile>& tile) {
 
 // One tile.
 
-std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase) {
+std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase,
+                                        std::size_t tiles) {
   auto tile = std::make_shared<Tile>();
   tile->job = job;
   tile->phase = phase;
   tile->first = first;
-  tile->numel = static_cast<std::size_t>(std::min<std::uint64_t>(tile_numel_, job->given.numel - first));
+  tile->numel = static_cast<std::size_t>(std::min<std::uint64_t>(tiles * tile_numel_, job->given.numel - first));
   if (phase == TilePhase::ahead || !job->in_memory()) tile->buffer = staging_.take();
   ++counts_[static_cast<std::size_t>(phase)];
   ++job->tiles;

@@ -29,7 +29,8 @@ namespace infinity {
 // Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
 // the other, and their new states are written. Jobs in memory have a queue of their own and no staging: their tiles are
 // computed, in order, while no tile of another job is ready. So they do not let the disk idle, and wait for it only
-// where it is faster than the processor.
+// where it is faster than the processor. While there is no other job, a tile in memory is as long as many: each ends
+// with threads that wait for the last piece, and the next one wakes them.
 class Driver {
  public:
   Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
@@ -85,7 +86,8 @@ class Driver {
   bool compute_in_memory();
   void wait();
   void advance(Queue& queue, std::uint64_t end);
-  std::shared_ptr<Tile> take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase);
+  std::shared_ptr<Tile> take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase,
+                                  std::size_t tiles = 1);
   void read(const std::shared_ptr<Tile>& tile);
   void transfer(const std::shared_ptr<Tile>& tile, OpKind kind, const std::vector<State>& states);
   void transferred(const std::shared_ptr<Tile>& tile, State state, const std::optional<Failure>& failure);
