@@ -108,14 +108,17 @@ def cross_entropy(
             f"{list(labels.shape)}; they must be [..., H], [V, H] and [...]"
         )
     flat = labels.reshape(-1)
-    chosen = (flat != ignore_index).nonzero().squeeze(1)
+    has_label = flat != ignore_index
+    least, most = torch.where(has_label, flat, 0).aminmax() if flat.numel() else (flat.new_zeros(()),) * 2
+    # At once: on a device the host waits here for all that was queued.
+    count, smallest, largest = torch.stack((has_label.sum(), least, most)).tolist()
+    if smallest < 0 or largest >= vocabulary:
+        wrong = smallest if smallest < 0 else largest
+        raise ConfigError(f"chunked_cross_entropy: a label is {wrong}, and the vocabulary has {vocabulary} tokens")
+    chosen = _places(has_label, count)
     wanted = flat[chosen]
-    if wanted.numel() and not (int(wanted.min()) >= 0 and int(wanted.max()) < vocabulary):
-        raise ConfigError(
-            f"chunked_cross_entropy: a label is {int(wanted.max())}, and the vocabulary has {vocabulary} tokens"
-        )
     if divisor is None:
-        divisor = float(wanted.numel()) if wanted.numel() else math.nan
+        divisor = float(count) if count else math.nan
     head = _Head(scale, softcap, max(chunk_bytes // 4, 1), float(divisor))
     found: tuple[torch.Tensor, ...] = _CrossEntropy.apply(
         hidden.reshape(-1, width), weight, bias, chosen, wanted, head, beside
@@ -157,18 +160,18 @@ class _Head:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.float()
 
-    def gradient(
-        self, logits: torch.Tensor, normal: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def gradient(self, logits: torch.Tensor, normal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Of what `linear` gave, times `divisor * share`; takes the place of the logits.
 
         Args:
             normal: the logarithm of the sum of the exponentials of all logits of a token, [tokens, 1].
-            rows, labels: of the tokens whose label is among these logits, and which logit that is.
+            labels: of the tokens, counted from the first of these logits; one that is not among them is that of others.
         """
         slope = None if self.softcap is None else 1.0 - (logits / self.softcap).square_()
         gradient = logits.sub_(normal).exp_()
-        gradient[rows, labels] -= 1.0
+        rows = torch.arange(len(labels), device=labels.device)
+        inside = (labels >= 0) & (labels < logits.shape[1])  # the host does not ask which ones: others lose nothing
+        gradient[rows, labels.clamp(0, logits.shape[1] - 1)] -= inside.to(gradient.dtype)
         if slope is not None:
             gradient.mul_(slope)
         return gradient.mul_(self.share * self.scale)
@@ -256,8 +259,7 @@ class _Pieces:
             whole = len(starts) == 1
             if of_states is None and ((of_weight is None and of_bias is None) or not whole):
                 continue
-            rows = torch.arange(len(labels), device=labels.device)
-            gradient = self._head.gradient(logits, normal, rows, labels).to(states.dtype)
+            gradient = self._head.gradient(logits, normal, labels).to(states.dtype)
             if of_states is not None:
                 torch.mm(*(each.to(of_states.dtype) for each in (gradient, self._weight)), out=of_states[part])
             if whole:
@@ -272,14 +274,20 @@ class _Pieces:
             part = slice(start, start + count)
             bias = None if self._bias is None else self._bias[part]
             logits = self._head.logits(self._states, self._weight[part], bias)
-            rows = ((self._labels >= start) & (self._labels < start + count)).nonzero().squeeze(1)
-            gradient = self._head.gradient(logits, normal, rows, self._labels[rows] - start).to(self._states.dtype)
+            gradient = self._head.gradient(logits, normal, self._labels - start).to(self._states.dtype)
             _to_head(
                 gradient,
                 self._states,
                 None if of_weight is None else of_weight[part],
                 None if of_bias is None else of_bias[part],
             )
+
+
+def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
+    """Where a mask is true, `count` times. Where the count is given no device's host waits for it."""
+    if chosen.device.type == "cpu":
+        return chosen.nonzero().squeeze(1)
+    return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
 def _to_head(

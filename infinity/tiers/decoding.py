@@ -3,7 +3,8 @@
 [Note: decoding] At home the weights of a group with a codec are smaller than in a slot (state/codec.py). A fetch reads
 them into memory of their own (`landing`), which is given back once they are decoded into the slot. What rests in RAM is
 decoded from there. On a device the small form crosses the bus, and is decoded there, on the stream that computes: NF4
-by bitsandbytes' kernel, if that is installed and gives our bits, all else by torch's operations.
+by one kernel of Triton's (triton_nf4.py), else by bitsandbytes', if one of them is installed and gives our bits; all
+else by torch's operations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 from infinity import _native
 from infinity.io.arena import PinnedArena, Space
 from infinity.plan.plan import Plan
-from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, parts_of, row_numel
+from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, encoded_bytes, parts_of, row_numel
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.home import WeightsHome
@@ -125,7 +126,17 @@ def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, o
             part = codes[at : at + rows].float() * scales[at : at + rows] * ROW_FACTOR
             out.view(codes.shape)[at : at + rows] = part
         return
-    kernel = nf4_kernel(out.device, out.dtype) if codec in ("nf4", "nf4_fp32") else None
+    is_nf4 = codec in ("nf4", "nf4_fp32")
+    fused = fused_nf4(out.device, out.dtype) if is_nf4 else None
+    if fused is not None:
+        fused(parts, codec, out)
+    else:
+        _decode_in_pieces(parts, codec, out, nf4_kernel(out.device, out.dtype) if is_nf4 else None)
+
+
+def _decode_in_pieces(
+    parts: dict[str, torch.Tensor], codec: _native.WeightCodec, out: torch.Tensor, kernel: Kernel | None
+) -> None:
     for at in range(0, out.numel(), _DEVICE_NUMEL):
         count = min(_DEVICE_NUMEL, out.numel() - at)
         of_blocks = _scales(parts, codec, at // BLOCK_NUMEL, -(-(at + count) // BLOCK_NUMEL))
@@ -173,6 +184,70 @@ _BEYOND = 16
 """Scales that bitsandbytes' kernel may read behind the last one, for threads that have no element."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """Takes the codes of so many elements and the fp32 scales of their blocks, and returns the values."""
+
+
+Fused = Callable[[dict[str, torch.Tensor], str, torch.Tensor], None]
+"""Decodes a whole parameter of NF4 from its parts."""
+
+
+@cache
+def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
+    """Triton's kernel for a device, where that is installed and decodes to the bits of our own operations, which take
+    several launches and passes for each piece of a parameter."""
+    if device.type == "cpu" or importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        fused = of_triton()
+        agrees = all(fused_alike(fused, codec, device, dtype) for codec in ("nf4", "nf4_fp32"))
+    except Exception as error:  # without a compiler for the device, or of another release
+        logger.info("Triton cannot be used to decode NF4 (%s: %s)", type(error).__name__, error)
+        return None
+    if not agrees:
+        logger.warning("Triton's kernel decodes NF4 to other bits on %s, and is not used", device)
+        return None
+    return fused
+
+
+def of_triton() -> Fused:
+    """Raises ImportError."""
+    kernel = importlib.import_module("infinity.tiers.triton_nf4").decode
+
+    def fused(parts: dict[str, torch.Tensor], codec: str, out: torch.Tensor) -> None:
+        nested = codec == "nf4"
+        kernel(
+            parts["codes"],
+            parts["scales"] if nested else parts["scales"].view(torch.float32),
+            parts["nested_scales"].view(torch.float32) if nested else None,
+            parts["offset"].view(torch.float32) if nested else None,
+            value_map(out.device),
+            scale_map(out.device),
+            out,
+            block_numel=BLOCK_NUMEL,
+            nested_blocks=NESTED_BLOCKS,
+        )
+
+    return fused
+
+
+def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel decodes every code, with scales of many sizes and a last block that is not whole, as our own
+    operations do."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shape = torch.Size([4096 * BLOCK_NUMEL - 13])
+    ranges = parts_of(codec, shape)
+    data = torch.randint(0, 256, (encoded_bytes(codec, shape),), dtype=torch.uint8, generator=generator, device="cpu")
+    for name in ("scales", "nested_scales", "offset"):
+        if name in ranges and not (name == "scales" and codec == "nf4"):
+            begin, nbytes = ranges[name]
+            numbers = data[begin : begin + nbytes].view(torch.float32)
+            exponents = torch.randint(-20, 4, numbers.shape, generator=generator, device="cpu")
+            numbers.copy_(torch.rand(numbers.shape, generator=generator, device="cpu") * torch.exp2(exponents.float()))
+    there = data.to(device)
+    parts = {name: there[begin : begin + nbytes] for name, (begin, nbytes) in ranges.items()}
+    ours, theirs = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    _decode_in_pieces(parts, codec, ours, None)
+    fused(parts, codec, theirs)
+    return torch.equal(ours, theirs)
 
 
 @cache

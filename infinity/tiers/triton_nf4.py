@@ -1,0 +1,88 @@
+"""NF4 to weights in one kernel, for devices that Triton compiles for: 0.5 bytes of codes are read for each element and
+one value is written, with nothing in between. Imported only where Triton is installed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+
+_BYTES = 1024
+"""Of codes, for one program: 2048 elements."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    nested,
+    offset,
+    values,
+    scale_values,
+    out,
+    numel,
+    block_bytes: tl.constexpr,
+    nested_blocks: tl.constexpr,
+    is_nested: tl.constexpr,
+    count: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * count + tl.arange(0, count)
+    inside = at * 2 < numel
+    packed = tl.load(codes + at, mask=inside, other=0).to(tl.int32)
+    block = at // block_bytes
+    if is_nested:
+        code = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
+        scale = tl.load(scale_values + code) * tl.load(nested + block // nested_blocks, mask=inside, other=0.0)
+        scale += tl.load(offset)
+    else:
+        scale = tl.load(scales + block, mask=inside, other=0.0)
+    first = tl.load(values + (packed >> 4)) * scale
+    second = tl.load(values + (packed & 15)) * scale
+    both = tl.interleave(first, second)
+    if out.dtype.element_ty == tl.bfloat16:  # to the nearest, ties to even, on every device and in the interpreter
+        bits = both.to(tl.uint32, bitcast=True)
+        both = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    element = tl.program_id(0).to(tl.int64) * count * 2 + tl.arange(0, count * 2)
+    tl.store(out + element, both.to(out.dtype.element_ty), mask=element < numel)
+
+
+def decode(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    nested: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    values: torch.Tensor,
+    scale_values: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    block_numel: int,
+    nested_blocks: int,
+) -> None:
+    """Queue the kernel on the current stream.
+
+    Args:
+        codes: uint8, two elements in each, the first one in the upper half.
+        scales: of blocks of `block_numel`: fp32, or uint8 codes of `scale_values` where they are nested.
+        nested: fp32, of `nested_blocks` blocks each; with `offset`, one fp32 number: what is added to every scale.
+        values, scale_values: fp32 [16] and [256]: what the codes stand for.
+        out: bf16, fp16 or fp32, as many as there are elements.
+    """
+    grid = (triton.cdiv(out.numel(), 2 * _BYTES),)
+    unused: Any = scales
+    _decode[grid](
+        codes,
+        scales,
+        unused if nested is None else nested,
+        unused if offset is None else offset,
+        values,
+        scale_values,
+        out,
+        out.numel(),
+        block_bytes=block_numel // 2,
+        nested_blocks=nested_blocks,
+        is_nested=nested is not None,
+        count=_BYTES,
+        enable_fp_fusion=False,  # a product and a sum are rounded each
+    )
