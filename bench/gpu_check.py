@@ -102,7 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work", type=Path, default=Path("build"), help="folder on the disk to measure; gets a folder that goes again"
     )
-    parser.add_argument("--stages", type=_numbers, default=NUMBERS, help="of 0 to 6, such as 0,5 (default: all)")
+    parser.add_argument("--stages", type=_numbers, default=NUMBERS, help="of 0 to 8, such as 0,5 (default: all)")
     parser.add_argument("--budget", type=float, default=_BUDGET_S, help=f"seconds (default {_BUDGET_S:.0f})")
     parser.add_argument(
         "--settings", type=json.loads, default={}, help='JSON, by stage: {"pinning": {"sizes_gib": [4]}}'

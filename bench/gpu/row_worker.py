@@ -15,6 +15,7 @@ from peers.workload import Job
 import infinity
 from gpu.step_worker import MasterAdamW
 from infinity.coordinator import registry
+from infinity.io.events import take
 
 
 @dataclasses.dataclass
@@ -22,10 +23,12 @@ class Rows(Contender):
     """Attributes:
     rows: those still to measure: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: as the plan says).
     begin: takes a row's settings over.
+    pipeline: that updates, whose tiles are traced.
     """
 
     rows: Iterator[dict[str, Any]] = dataclasses.field(default_factory=lambda: iter(()))
     begin: Callable[[dict[str, Any]], None] = lambda row: None
+    pipeline: Any = None
     job: Job | None = None
 
 
@@ -153,6 +156,7 @@ def _infinity(job: Job, device: torch.device) -> Rows:
         counters=lambda: _counters(infinity.statistics(model)),
         close=lambda: infinity.close(model),
         begin=begin,
+        pipeline=registry.coordinator_of(model).resources.pipeline,
     )
 
 
@@ -163,6 +167,20 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
         "idle_s": statistics.device_idle_s,
         "updates_speculative": statistics.updates.early,
         "updates_undone": statistics.updates.undone,
+    }
+
+
+def _of_tiles(events: Any, steps: int) -> dict[str, Any]:
+    """The rate of the update while it computed, and how long it stood still between its first tile and its last."""
+    if not len(events):
+        return {}
+    begin, end = events["begin_ns"].astype(float) / 1e9, events["end_ns"].astype(float) / 1e9
+    gaps = sorted((float(after - before) for before, after in zip(end[:-1], begin[1:], strict=True)), reverse=True)
+    return {
+        "gparam_per_s": round(float(events["numel"].sum()) / float((end - begin).sum()) / 1e9, 2),
+        "tiles": len(events) / steps,
+        "gaps_s": round(sum(gaps) / steps, 3),
+        "longest_s": [round(gap, 3) for gap in gaps[: 3 * steps]],
     }
 
 
@@ -182,6 +200,10 @@ def turn(contender: Contender) -> dict[str, Any]:
     contender.settle()
     if options["device"] == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    pipeline = contender.pipeline
+    if pipeline is not None:
+        pipeline.trace(True)
+        take(pipeline)
     before, steps, each = contender.counters(), row.get("steps", options["steps"]), []
     began = last = time.perf_counter()
     for _ in range(steps):
@@ -191,7 +213,14 @@ def turn(contender: Contender) -> dict[str, Any]:
     contender.settle()
     seconds = (time.perf_counter() - began) / steps
     counters = {name: round((value - before[name]) / steps, 4) for name, value in contender.counters().items()}
-    found = {"seconds": round(seconds, 4), "host_s": [round(value, 3) for value in each], "loss": round(float(loss), 4)}
+    found: dict[str, Any] = {
+        "seconds": round(seconds, 4),
+        "host_s": [round(value, 3) for value in each],
+        "loss": round(float(loss), 4),
+    }
+    if pipeline is not None:
+        found["adam"] = _of_tiles(take(pipeline).events, steps)
+        pipeline.trace(False)
     if options["device"] == "cuda":
         found["device_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
     return found | {name: value for name, value in counters.items() if value}

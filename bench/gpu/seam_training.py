@@ -1,13 +1,9 @@
-"""Training on the GPU beside the seam's promises: memory, events, threads, updates, torch's own race detector.
-
-python -m gpu.seam_training sanitizer        three steps; run with TORCH_CUDA_SANITIZER=1
-"""
+"""Training on the GPU beside the seam's promises: memory, events, threads, updates. (torch's own race detector,
+TORCH_CUDA_SANITIZER, dies in torch's code, and finds nothing.)"""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -19,7 +15,6 @@ from torch import nn
 
 import infinity
 from gpu.cuda import DEVICE
-from gpu.runner import ROOT
 from infinity.coordinator import registry
 
 _MIB = 1 << 20
@@ -303,26 +298,3 @@ def events_in_evaluation(passes: int = 60) -> dict[str, int]:
                     found[f"after {number}"] = len(device.uploads._reading) + len(device.slots._left)
         infinity.close(model)
     return found
-
-
-def sanitized(work: Path, limit_s: float) -> dict[str, Any]:
-    """Three steps in a process under torch's race detector; its exit code and what it said."""
-    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1", "GPU_WORK": str(work)}
-    done = subprocess.run(
-        [sys.executable, "-m", "gpu.seam_training", "sanitizer"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=limit_s,
-    )
-    said = done.stdout + done.stderr
-    return {"rc": done.returncode, "races": said.count("CSAN detected"), "said": said[-1500:]}
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as directory:
-        offloaded_model, its_optim, its_batch = offloaded(Path(directory))
-        print(train(offloaded_model, its_optim, its_batch, 3, aside=False))
-        infinity.close(offloaded_model)

@@ -87,6 +87,7 @@ MODELS = (
         B8,
         (
             row("8,192 tokens, unclipped", clipped=False, warmups=8),
+            row("8,192 tokens, unclipped, before forward", clipped=False, overlap="before_forward"),
             row("8,192 tokens, clipped"),
             row("32,768 tokens, clipped", 4, steps=2),
         ),
@@ -98,12 +99,13 @@ MODELS = (
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `device`; `models`, the names of those to run; `shape`, fields of every Workload."""
+    """Settings: `device`; `models`, the names of those to run; `shape`, fields of every Workload; `tflops`, the rate
+    that torch reaches, where its row is not measured."""
     options.work.mkdir(parents=True, exist_ok=True)
     chosen, shape = options.settings.get("models"), options.settings.get("shape", {})
     rates = _adam_rates(options)
     record.note("adam_gparam_per_s", rates)
-    flops_per_s: float | None = None
+    flops_per_s: float | None = options.settings.get("tflops", 0.0) * 1e12 or None
     for model in MODELS:
         if chosen is not None and model.name not in chosen:
             continue
@@ -135,7 +137,8 @@ def _adam_rates(options: Options) -> dict[str, float]:
     """By the first word of stage 5's formats."""
     rows = options.found.get("host", {}).get("adam", {}).get("rows", {})
     found = {name: each["gparam_per_s"] for name, each in rows.items()}
-    return {kind: rate for kind in ("split16", "int8") for name, rate in found.items() if kind in name}
+    kinds = {"split16": "split16, fp32 moments", "int8": "int8 moments"}
+    return {kind: rate for kind, said in kinds.items() for name, rate in found.items() if said in name}
 
 
 def _tokens(model: Model, each: dict[str, Any]) -> int:

@@ -133,13 +133,6 @@ def _training(record: Record, options: Options) -> None:
         good=lambda found: found["after 60"] <= max(found["after 10"], seam_training.BLOCKS),
         least_s=3,
     )
-    record.measure(
-        "three steps under TORCH_CUDA_SANITIZER=1",
-        "no race",
-        lambda: seam_training.sanitized(options.work, min(40.0, record.left_s - 2)),
-        good=lambda found: found["rc"] == 0 and found["races"] == 0,
-        least_s=15,
-    )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import infinity
 from infinity.base.accelerator import open_accelerator
 from infinity.coordinator import registry
 from infinity.io.arena import PinnedArena
+from infinity.tiers import decoding
 from tests.conftest import states_of, weights_of
 from tests.models import Batch, llama, loss_of
 
@@ -243,6 +244,28 @@ def test_fp32_training_matches_torch(tier: str, gpu: torch.device, offload: Any)
         expected.append(loss.item())
     model = place(offload, build(torch.float32, gpu)[0], (tier, tier), gpu)
     torch.testing.assert_close(train(model, batch), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_kernel_decodes_nf4_to_the_same_bits(dtype: torch.dtype, gpu: torch.device) -> None:
+    assert decoding.fused_nf4(gpu, dtype) is not None
+
+
+def test_micro_batches_that_add_up_on_the_device_end_in_the_bits_of_ordinary_ones(
+    gpu: torch.device, offload: Any
+) -> None:
+    results = []
+    for vertical in (True, False):
+        built, batch = build(torch.bfloat16, gpu)
+        model = place(offload, built, ("host", "host"), gpu)
+        optim = infinity.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            infinity.backward(model, lambda each, model=model: loss_of(model, each) / 3, [batch] * 3, vertical=vertical)
+            optim.step()
+            optim.zero_grad()
+        results.append(result_of(model, []))
+    require_same(results[1], results[0])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory")

@@ -114,11 +114,16 @@ class GradientsMachine(RuleBasedStateMachine):
     def send(self) -> None:
         self.group.send()
 
-    @rule(which=st.integers(0, 1), value=st.sampled_from([1.0, -3.0, 0.00390625]), accumulate=st.booleans())
-    def land(self, which: int, value: float, accumulate: bool) -> None:
+    @rule(
+        which=st.integers(0, 1),
+        value=st.sampled_from([1.0, -3.0, 0.00390625]),
+        accumulate=st.booleans(),
+        more=st.booleans(),
+    )
+    def land(self, which: int, value: float, accumulate: bool, more: bool) -> None:
         spec = SPECS[which]
         adds = accumulate and spec.name in self.sums
-        self.group.land(spec, gradient(value), accumulate=accumulate)
+        self.group.land(spec, gradient(value), accumulate=accumulate, more=more)
         self.sums[spec.name] = self.sums.get(spec.name, 0.0) * adds + value
         assert self.group.dtype is torch.float32 or not adds
 
@@ -196,6 +201,39 @@ def test_a_second_gradient_of_a_parameter_sends_the_first(rig: Rig) -> None:
     group.land(SPECS[0], gradient(3.0), accumulate=True)
     assert group.sum_squares(SPECS[0]) == 36.0 * SPECS[0].numel
     assert rig.sim.counts["copies down"] == 3
+
+
+GREAT = 2.0**24
+"""In fp32 one more changes nothing: sums tell in which order they were made."""
+
+
+def test_gradients_that_follow_one_another_add_up_in_the_ring(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    for value in (GREAT, 1.0, -GREAT, 3.0):
+        for spec in SPECS:
+            group.land(spec, gradient(value), accumulate=True, more=True)
+    assert rig.sim.counts["copies down"] == 0
+    assert [group.sum_squares(spec) for spec in SPECS] == [9.0 * spec.numel for spec in SPECS]
+    assert (rig.sim.counts["copies down"], rig.sim.counts["bytes down"]) == (1, 2 * PAGE_BYTES)
+
+
+def test_what_had_to_make_room_is_added_to_in_host_memory_in_the_same_order(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[0], gradient(GREAT), accumulate=True, more=True)
+    group.send()
+    for value in (1.0, -GREAT):  # first together they would come to another sum
+        group.land(SPECS[0], gradient(value), accumulate=True, more=True)
+    assert group.sum_squares(SPECS[0]) == 0.0
+    assert rig.sim.counts["copies down"] == 3
+
+
+def test_a_ring_without_room_for_fp32_adds_up_in_host_memory(rig: Rig) -> None:
+    lease = rig.arena.lease(2 * PAGE_BYTES, "gradients")
+    group = GroupGradients(UNIT, UNIT.groups[0], lease, None, None, rig.gradients(ring_pages=1), pool())
+    for value in (1.0, 2.0):
+        group.land(SPECS[0], gradient(value), accumulate=True, more=True)
+    assert group.sum_squares(SPECS[0]) == 9.0 * SPECS[0].numel
+    assert rig.sim.counts["copies down"] == 2
 
 
 @pytest.mark.parametrize("dropped", [False, True])
