@@ -27,7 +27,7 @@ from infinity.units.health import Health
 from infinity.units.room import Room
 from infinity.units.shadows import Shadows
 from infinity.units.shared import SharedGradients
-from infinity.units.speculation import Predictable, Speculation
+from infinity.units.speculation import Predictable, Speculation, Timed
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 
@@ -88,7 +88,8 @@ class Parts(Lender):
         self.shards = shards
         self.passes = Passes([each.arrivals for each in gradients])
         self.updates = Updates(resources, shadows)
-        self.speculation = Speculation(resources.plan.placement.updates.overlap)
+        timed = None if resources.device is None else Timed()
+        self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
         self.room = Room(self.units, resources, self.updates, self.timeline, open_pool(resources, shards))
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress, shards)

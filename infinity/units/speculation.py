@@ -1,9 +1,15 @@
-"""Whether updates speculate: what the config allows, and what the last steps have shown. No clock is asked."""
+"""Whether updates speculate: what the config allows, and what the last steps have shown.
+
+[Note: steps that are timed] Beside a backward that a device computes, updates cost what the device's copies and the
+threads that feed it lose: whether that gains depends on the machine and the model. So with `auto` some steps are timed
+with speculation and some without, taking turns, and the faster way is kept for a while. No bit depends on it.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Set
+import time
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 _MEMORY = 0.75  # of what was known before a step, the share that stays known after it
 _WRONG_MAX = 0.3  # a wrong speculation moves the states once for nothing
+_LEARNING = 10  # steps before any is timed: they learn the order of units, and a device compiles and allocates
+_TURN, _TURNS = 3, 4  # steps of one way before the other has its turn, and turns
+_GAIN = 0.97  # of the time with speculation: what is not below that is no reason to do without
+_KEPT = 500  # steps until they are timed again
 
 
 class Predictable(Protocol):
@@ -49,17 +59,62 @@ class Counts:
     clipped: int = 0
 
 
+class Timed:
+    """Which way is faster ([Note: steps that are timed]).
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._steps = 0
+        self._last: tuple[bool, float] | None = None  # how the step before went, and when it was decided
+        self._seconds: dict[bool, float] = {}  # the least between two decisions of the same way
+        self._chosen = True
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the step under way is to."""
+        timed = self._steps - _LEARNING
+        if 0 <= timed < _TURN * _TURNS:
+            return timed // _TURN % 2 == 0
+        return self._chosen
+
+    def step_decided(self) -> None:
+        way, now = self.speculates, self._clock()
+        if self._last is not None and self._last[0] == way and self._steps >= _LEARNING:
+            self._seconds[way] = min(self._seconds.get(way, float("inf")), now - self._last[1])
+        self._last = way, now
+        self._steps += 1
+        if self._steps == _LEARNING + _TURN * _TURNS:
+            self._chosen = not self._seconds[False] < _GAIN * self._seconds[True]
+            logger.info(
+                "a step takes %.3f s with updates that begin during backward, and %.3f s with updates before the "
+                "forward: the next ones are %s",
+                self._seconds[True],
+                self._seconds[False],
+                "of the first kind" if self._chosen else "of the second kind",
+            )
+        elif self._steps == _LEARNING + _TURN * _TURNS + _KEPT:
+            self._steps, self._seconds = _LEARNING, {}
+
+
 class Speculation:
     """What is expected is always the same: no clipping, no skipping, no other hyperparameters or loss scale, no further
     backward pass.
+
+    Args:
+        timed: tells which way is faster, with `auto`; None: speculation is.
 
     Attributes:
         mode: as the plan has it.
         counts: what became of the updates.
     """
 
-    def __init__(self, mode: Overlap) -> None:
+    def __init__(self, mode: Overlap, timed: Timed | None = None) -> None:
         self.mode = mode
+        self._timed = timed
         self.counts = Counts()
         self._wrong = 0.0
         self._warned: set[str] = set()
@@ -68,7 +123,7 @@ class Speculation:
     def worth_it(self) -> bool:
         """Whether to speculate in this step."""
         if self.mode == "auto":
-            return self._wrong <= _WRONG_MAX
+            return self._wrong <= _WRONG_MAX and (self._timed is None or self._timed.speculates)
         return self.mode == "during_backward"
 
     def _learn(self, *, wrong: bool) -> None:
@@ -88,6 +143,8 @@ class Speculation:
             clipped: the gradients are not multiplied by what was expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
+        if self._timed is not None:
+            self._timed.step_decided()
         self.counts.undone += len(wrong)
         self.counts.early += len(right)
         self.counts.late += len(requested - right)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from infinity.units.speculation import Counts, Speculation
+from infinity.units.speculation import Counts, Speculation, Timed
 
 NONE: set[int] = set()
 
@@ -88,3 +88,40 @@ def test_each_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         (True, False),
         (False, True),
     ]
+
+
+class Machine:
+    """A clock: steps take a time of their own with speculation, and without."""
+
+    def __init__(self, during: float, before: float) -> None:
+        self._seconds, self._now = {True: during, False: before}, 0.0
+        self.timed = Timed(lambda: self._now)
+
+    def steps(self, count: int) -> list[bool]:
+        ways = []
+        for _ in range(count):
+            ways.append(self.timed.speculates)
+            self._now += self._seconds[ways[-1]]
+            self.timed.step_decided()
+        return ways
+
+
+@pytest.mark.parametrize(
+    ("before", "speculates"),
+    [pytest.param(0.9, False, id="slower"), pytest.param(0.98, True, id="hardly"), (1.2, True)],
+)
+def test_the_faster_way_is_kept_and_both_are_tried_again(before: float, speculates: bool) -> None:
+    machine = Machine(1.0, before)
+    assert machine.steps(10) == [True] * 10
+    tried = [True] * 3 + [False] * 3
+    assert machine.steps(12) == tried * 2
+    assert machine.steps(500) == [speculates] * 500
+    assert machine.steps(12) == tried * 2
+
+
+def test_one_slow_step_decides_nothing() -> None:
+    machine = Machine(1.0, 1.2)
+    machine.steps(11)
+    machine._now += 100.0  # an evaluation
+    machine.steps(11)
+    assert machine.steps(1) == [True]
