@@ -74,7 +74,7 @@ def test_ranks_train_the_bits_of_one_process_wherever_their_weights_come_from(
     assert found == [(losses[rank::ranks], norms, weights) for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("gather", ["none", "node"])
+@pytest.mark.parametrize("gather", [pytest.param("none", marks=pytest.mark.long), "node"])
 def test_frozen_and_unused_weights_and_evaluations_between_steps(tmp_path: Path, gather: str) -> None:
     config = _config(TIERS[3], gather, "aab", "float32")
     options = {"disturbed": True, "some": True, "model": {"frozen": True, "twice": True}}
@@ -114,7 +114,7 @@ def of_small_blocks(folder: str, gather: str, machines: str) -> dict[str, str]:
     return weights
 
 
-@pytest.mark.parametrize("gather", ["auto", "node", "none"])
+@pytest.mark.parametrize("gather", [*(pytest.param(each, marks=pytest.mark.long) for each in ("auto", "none")), "node"])
 def test_a_rank_that_has_no_slice_of_anything_gathers_as_the_others_do(tmp_path: Path, gather: str) -> None:
     expected = of_small_blocks(str(tmp_path / "one"), gather, "")
     assert run(4, of_small_blocks, str(tmp_path / "all"), gather, "aaab") == [expected] * 4
@@ -144,7 +144,10 @@ def counted(folder: str, config: dict[str, Any], machines: str) -> tuple[list[Co
     return counts, plan.layout.arena.secondary, 0 if plan.peers.near is None else plan.peers.near.count
 
 
-@pytest.mark.parametrize(("gather", "machines", "near"), [("none", "aa", 1), ("node", "aabb", 2), ("auto", "abab", 2)])
+@pytest.mark.parametrize(
+    ("gather", "machines", "near"),
+    [("none", "aa", 1), pytest.param("node", "aabb", 2, marks=pytest.mark.long), ("auto", "abab", 2)],
+)
 def test_weights_come_from_all_ranks_once_a_step(tmp_path: Path, gather: str, machines: str, near: int) -> None:
     config = _config(TIERS[3], gather, machines, "float32")
     for counts, copies, count in run(len(machines), counted, str(tmp_path), config, machines):
@@ -186,7 +189,9 @@ def test_states_are_cut_over_all_ranks_and_copies_over_those_of_g(
             assert whole <= copies + found[index + 1][2] <= whole * padding
 
 
-@pytest.mark.parametrize(("gather", "machines"), [("auto", "aa"), ("node", "aa"), ("world", "ab")])
+@pytest.mark.parametrize(
+    ("gather", "machines"), [("auto", "aa"), pytest.param("node", "aa", marks=pytest.mark.long), ("world", "ab")]
+)
 def test_without_ranks_nearer_than_others_there_are_no_copies(tmp_path: Path, gather: str, machines: str) -> None:
     config = _config(TIERS[3], gather, machines, "float32")
     for counts, copies, count in run(len(machines), counted, str(tmp_path), config, machines):

@@ -175,7 +175,7 @@ def plainly(root: str) -> dict[str, str] | str:
     return weights_of(model)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_folder_with_a_marker_can_be_gone_on_from_whenever_a_rank_is_killed(
@@ -279,7 +279,7 @@ def letting_go(root: str, how: str) -> list[list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("how", ["unpinned", "removed"])
+@pytest.mark.parametrize("how", [pytest.param("unpinned", marks=pytest.mark.long), "removed"])
 def test_what_one_rank_lets_go_all_let_go(tmp_path: Path, how: str) -> None:
     assert [seen[-1] for seen in run(RANKS, letting_go, str(tmp_path), how)] == [["checkpoint-2", "checkpoint-3"]] * 2
     for path in rank_paths(tmp_path / "swap", RANKS):
@@ -296,16 +296,10 @@ def let_go_at_the_end(root: str) -> None:
     infinity.close(model)
 
 
-def test_a_pin_that_not_all_ranks_have_goes_with_the_next_resume(tmp_path: Path) -> None:
+def test_what_no_rank_can_go_on_from_is_said_and_its_pin_goes_with_the_next_resume(tmp_path: Path) -> None:
     run(RANKS, let_go_at_the_end, str(tmp_path))
     paths = rank_paths(tmp_path / "swap", RANKS)
     assert [len(read_pins(path)) for path in paths] == [1, 2]
-    assert run(RANKS, going_on, str(tmp_path), "checkpoint-2", 2)[0][0] == 3
-    assert [len(read_pins(path)) for path in paths] == [1, 1]
-
-
-def test_what_no_rank_can_go_on_from_is_said(tmp_path: Path) -> None:
-    run(RANKS, let_go_at_the_end, str(tmp_path))
     assert all(
         "is not there, nor is its infinity.json" in str(each)
         for each in run(RANKS, outcome, str(tmp_path), "checkpoint-1")
@@ -315,6 +309,8 @@ def test_what_no_rank_can_go_on_from_is_said(tmp_path: Path) -> None:
     with pytest.raises(ResumeError, match="of 2 ranks, and this one has one process"):
         infinity.resume(Blocks(torch.float32), config(str(tmp_path)), folder=tmp_path / "checkpoint-2", device="cpu")
     assert all("another number of ranks cannot keep them" in str(each) for each in run(3, plainly, str(tmp_path)))
+    assert run(RANKS, going_on, str(tmp_path), "checkpoint-2", 2)[0][0] == 3
+    assert [len(read_pins(path)) for path in paths] == [1, 1]
 
 
 def failing(root: str) -> str:
