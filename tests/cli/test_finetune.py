@@ -26,6 +26,7 @@ from infinity.cli import loop
 from infinity.cli.main import main
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.report import make_report, processors_alone
+from tests import processes
 from tests.models import VOCABULARY, bert, llama
 from tests.processes import Forked
 
@@ -438,16 +439,29 @@ def test_a_run_that_nobody_reads_any_more_goes_on_to_its_end(job: dict[str, Any]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 8
 
 
-@pytest.mark.long(kept="only here the command is a process as a shell starts it, with its own imports and streams")
+def require_plain(out: str, errors: str) -> None:
+    assert "step 8/8" in out
+    for said in (out, errors):
+        assert "\r" not in said
+        assert "\x1b" not in said
+
+
+@pytest.mark.long
 def test_lines_that_are_piped_are_plain(job: dict[str, Any], tmp_path: Path) -> None:
+    """The command is a process as a shell starts it, with its own imports and streams."""
     command = [sys.executable, "-m", "infinity.cli.main", *arguments_of(job, "--verify-output")]
     environment = os.environ | {"FORCE_COLOR": "1", "TTY_COMPATIBLE": "1"}
     done = subprocess.run(command, capture_output=True, env=environment)
     assert done.returncode == 0, done.stderr
-    assert b"step 8/8" in done.stdout
-    for said in (done.stdout, done.stderr):
-        assert b"\r" not in said
-        assert b"\x1b" not in said
+    require_plain(done.stdout.decode(), done.stderr.decode())
+
+
+def test_lines_that_a_forked_process_pipes_are_plain(job: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    done = processes.run(main, arguments_of(job, "--verify-output"))
+    assert done.returncode == 0, done.stderr
+    require_plain(done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "adagrad", "sgd"])

@@ -120,7 +120,7 @@ SAVED: dict[str, tuple[list[Act], list[Act], str]] = {
     "the same step is saved again in place": (TWICE, [("train", 1), ("save", "rotate")], "2"),
 }
 """The acts of a first life, those of the life that is killed, and the step that it goes back to."""
-ACTS = sampling.number(2, 400)
+ACTS = sampling.number(1, 400)
 
 
 @pytest.mark.timeout(3600)

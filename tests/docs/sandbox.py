@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from tests import processes, sampling
 from tests.docs.pages import Block, blocks
 
 MODEL = "path/or/hub-id"
@@ -137,4 +138,19 @@ def run_shell(block: Block, place: Path) -> None:
 
 
 def run_python(code: str, place: Path) -> None:
-    require_success([sys.executable, "-c", code], place)
+    """In a process of its own; in `make test` it is forked from one that has imported the libraries."""
+    if sampling.SHARE:
+        require_success([sys.executable, "-c", code], place)
+        return
+    done = processes.run(_execute, code, str(place), environment(place))
+    assert done.returncode == 0, f"{code}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def _execute(code: str, place: str, variables: dict[str, str]) -> None:
+    import huggingface_hub.constants
+
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(place)
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # was read when the libraries were imported
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

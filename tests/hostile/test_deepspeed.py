@@ -36,8 +36,8 @@ TEXTS = [
     '{"gradient_clipping": 1e999}', '{"zero_optimization": ' * 500 + "{}" + "}" * 500, "[" * 100_000,
     '{"a":' * 100_000, "\ufeff{}", "// x\n{}", "/* x */ {}", '{"bf16": {"enabled": true}} trailing', "{'bf16': {}}",
     '{"bf16": {"enabled": True}}', '{"\ud83d\ude00": 1, "bf16": {}}',
-    json.dumps({f"key{number}": number for number in range(50_000)} | {"bf16": {}}),
-    json.dumps({"zero_optimization": {f"stage{number}": number for number in range(20_000)}}),
+    json.dumps({f"key{each}": each for each in range(number(5_000, 50_000))} | {"bf16": {}}),
+    json.dumps({"zero_optimization": {f"stage{each}": each for each in range(number(2_000, 20_000))}}),
     json.dumps({"bf16": {}, "n" * 500_000: "v" * 400_000}), "x" * (2 << 20), "\x00" * 1000,
 ]  # fmt: skip
 
@@ -61,7 +61,6 @@ def cases() -> list[tuple[str, str]]:
     return made + [(draw.choice(["ds.json", "ds.yaml"]), mutated(draw)) for _ in range(CASES)]
 
 
-@pytest.mark.long(kept="only here odd configs of DeepSpeed are converted")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_an_odd_config_ends_in_a_swap_config_or_one_line(part: int, tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ def anyones() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
-@pytest.mark.parametrize(("kib", "layers"), [(64, 4), (8 << 10, 120)])
+@pytest.mark.parametrize(
+    ("kib", "layers"), [(64, 4), (2 << 10, 30), pytest.param(8 << 10, 120, marks=pytest.mark.long)]
+)
 def test_little_locked_memory_costs_one_warning_and_no_bit(kib: int, layers: int, anyones: Path) -> None:
     out, log = run(
         f"""

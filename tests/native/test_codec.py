@@ -187,7 +187,7 @@ def test_a_nested_scale_may_be_anything(theirs: Any) -> None:
         assert np.array_equal(ours[1].view(np.int32), state.absmax.numpy().view(np.int32))
 
 
-@pytest.mark.covering(strength=2)
+@pytest.mark.covering(strength=1)
 @every_isa
 @every_dtype
 @pytest.mark.parametrize("codec", ["nf4", "nf4_fp32"])

@@ -108,7 +108,7 @@ SIZES = [  # with elements in no segment, and whole tiles of them
 ELSEWHERE = [STATES, ("residual", "exp_avg", "exp_avg_sq"), ("weight",), ("exp_avg",)]
 
 
-@pytest.mark.covering
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("write", [False, True])
 @pytest.mark.parametrize("elsewhere", ELSEWHERE, ids="+".join)
 @pytest.mark.parametrize(("moments", "numel", "tile", "parts"), SIZES)

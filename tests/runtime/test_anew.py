@@ -236,6 +236,7 @@ def fp32_values(reference: nn.Module) -> Callable[[str], torch.Tensor]:
     return values.__getitem__
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("master", ["split16", "fp32"])
 @pytest.mark.parametrize("tier", ["nvme", "host"])
 def test_the_master_keeps_all_its_bits(

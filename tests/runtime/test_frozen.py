@@ -233,6 +233,7 @@ def test_what_reads_a_generation_finds_the_decoded_values(
             assert torch.equal(generation.weight(name), value), name
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("kind", ["flip", "error"])
 def test_a_disk_that_fails_or_lies_about_encoded_weights_is_named(codec: Any, kind: Any, offload: Offload) -> None:

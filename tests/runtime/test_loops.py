@@ -190,6 +190,7 @@ def left_at(places: list[str], numbers: tuple[int, ...]) -> list[tuple[str, int]
     return [pair for pair in pairs if pair in {*few, *sampling.some([each for each in pairs if each not in few])}]
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("kind", [PerPass, PerStep])
 @pytest.mark.parametrize("every", [1, 2])
 def test_wherever_a_loop_is_left_it_goes_on_to_the_same_bits(kind: type[Loop], every: int, tmp_path: Path) -> None:

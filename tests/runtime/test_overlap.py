@@ -328,6 +328,7 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
         infinity.close(model)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 @pytest.mark.parametrize("commit_every", [0, 1])
 def test_a_second_step_with_the_same_gradients_goes_on_from_the_first(

@@ -207,6 +207,7 @@ def test_layers_in_blocks_can_be_tiled(architecture: str, offload: Any, tmp_path
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("where", ["lm_head", "model.layers.1.mlp.down_proj"])
 def test_micro_batches_go_through_tiles_one_after_the_other(

@@ -12,11 +12,12 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator
+from tests.sampling import number
 from tests.sim.accelerator import Misuse, SimAccelerator
 from tests.sim.clocks import Unordered
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 
-POLICIES = [LAZY, EAGER, *(random_policy(seed) for seed in range(4))]
+POLICIES = [LAZY, EAGER, *(random_policy(seed) for seed in range(number(1, 4)))]
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
