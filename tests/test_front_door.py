@@ -26,8 +26,10 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert imported_by("import infinity").split() == []
 
 
-def test_a_name_imports_what_it_needs() -> None:
-    assert {"torch", "numpy"} <= set(imported_by("from infinity import AdamW").split())
+def test_a_name_and_a_command_import_what_they_need() -> None:
+    """In a new process, where no test has imported it before."""
+    needed = "import sys; from infinity import AdamW; assert {'torch', 'numpy'} <= sys.modules.keys()"
+    assert "transformers" in imported_by(f"{needed}; import infinity.cli.finetune").split()
 
 
 def test_the_three_lists_of_public_names_agree() -> None:
