@@ -34,6 +34,12 @@ from infinity.units.weights import Residency
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
+# torch.manual_seed keeps the stack of its caller for each kind of device that may come later. Tests call it often, and
+# the stack of a test is deep.
+for _kind in (torch.cuda, torch.xpu, torch.mtia):
+    if not _kind.is_available():
+        _kind.manual_seed_all = lambda seed: None
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

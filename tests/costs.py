@@ -10,11 +10,13 @@ session, or a library, pays for it.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -54,26 +56,23 @@ class Cost:
 
 _started = 0
 _TICKS = os.sysconf("SC_CLK_TCK")
-_STARTING = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-
-
-def _count_start(event: str, arguments: tuple[Any, ...]) -> None:
-    global _started
-    _started += event in _STARTING
 
 
 def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
-    """A way to start a process of which Python's audit hooks do not hear."""
+    """A way to start a process. (An audit hook would be called by each `id`, too.)"""
 
-    def counted(*arguments: Any) -> Any:
+    @functools.wraps(start)
+    def counted(*arguments: Any, **options: Any) -> Any:
         global _started
         _started += 1
-        return start(*arguments)
+        return start(*arguments, **options)
 
     return counted
 
 
-sys.addaudithook(_count_start)
+for _name in ("fork", "forkpty", "posix_spawn"):
+    setattr(os, _name, _counting(getattr(os, _name)))
+subprocess.Popen._execute_child = _counting(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
 multiprocessing.forkserver.connect_to_new_process = _counting(multiprocessing.forkserver.connect_to_new_process)
 multiprocessing.util.spawnv_passfds = _counting(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ import infinity
 from tests.models import Batch, gpt2, llama, loss_of, mixtral, tied_llama
 
 MODELS = {"llama": llama, "tied_llama": tied_llama, "mixtral": mixtral, "gpt2": gpt2}
-STEPS = 3
+STEPS = 2
 Config = Callable[..., dict[str, Any]]
 
 

@@ -24,7 +24,7 @@ from tests.models import gpt2, llama, loss_of, mixtral, tied_llama
 
 CODECS = ("nf4", "nf4_fp32", "int8_rows")
 LAYER = "model.layers.1.mlp.up_proj.weight"
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

@@ -193,4 +193,4 @@ def test_training_goes_on_after_a_save(config: Config, tmp_path: Path, opened: l
         losses += train(model, optim, batch, 1)
         infinity.save_pretrained(model, tmp_path / f"out-{step}")
     assert losses == pytest.approx(wanted, rel=1e-4)
-    assert isinstance(hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out-2").lm_head, nn.Linear)
+    assert isinstance(hf.AutoModelForCausalLM.from_pretrained(tmp_path / f"out-{STEPS - 1}").lm_head, nn.Linear)

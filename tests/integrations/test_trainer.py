@@ -60,7 +60,7 @@ def test_losses_and_norms_are_those_of_the_plain_script(
             one.train()
             logs.append(log_of(one))
             assert (run is not None) == registry.is_offloaded(one.model)
-    assert len(logs[0]) >= 12
+    assert len(logs[0]) >= 8
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-6, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_an_eight_bit_optimizer_becomes_int8_moments(
 
 def test_lion_is_infinitys(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     with launch():
-        one = trainer(checkpoint, rows, tmp_path / "out", optim="lion_32bit", learning_rate=1e-4)
+        one = trainer(checkpoint, rows, tmp_path / "out", optim="lion_32bit", learning_rate=1e-4, max_steps=6)
         before = one.evaluate()["eval_loss"]
         one.train()
         assert type(one.optimizer.optimizer) is infinity.Lion

@@ -178,7 +178,7 @@ def test_a_second_trainer_that_saves_needs_pins_and_says_so_before_it_trains(
     with launch():
         first = trainer(checkpoint, rows, tmp_path / "out")
         first.train()
-        arguments = TrainingArguments(str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, **SAVING)
+        arguments = TrainingArguments(str(tmp_path / "out"), report_to=[], use_cpu=True, **SAVING)
         second = Trainer(first.model, arguments, train_dataset=rows)
         with pytest.raises(infinity.PlanError, match="Set `pins: 2` in the swap config"):
             second.train()

@@ -44,7 +44,9 @@ def test_losses_and_norms_are_those_of_the_plain_script(
     logs = []
     for context in (nullcontext(), launch(vertical=True)):
         with context as run:
-            one = trainer(checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=4, **WAYS[way])
+            one = trainer(
+                checkpoint, rows, tmp_path / "out", gradient_accumulation_steps=4, **({"max_steps": 3} | WAYS[way])
+            )
             one.train()
             logs.append(log_of(one))
             if run is not None:

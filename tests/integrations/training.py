@@ -9,13 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 Rows = list[dict[str, torch.Tensor]]
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
 
 
 def trainer(checkpoint: Path, rows: Rows, output: Path, **options: Any) -> Trainer:
     given: dict[str, Any] = {
         "output_dir": str(output),
-        "max_steps": 6,
+        "max_steps": 4,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
         "logging_steps": 1,

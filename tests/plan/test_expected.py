@@ -166,7 +166,7 @@ def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[f
     return (moved.read_bytes, moved.written_bytes), found
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("gather", ["world", "none"])
 @pytest.mark.parametrize(("slots", "frozen"), [(2, False), (3, True), (6, False), (6, True)])
 @pytest.mark.cpu_only("several ranks compute on the CPU")

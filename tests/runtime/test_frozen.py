@@ -20,6 +20,7 @@ from infinity.state.codec import decode as decoded_values
 from infinity.state.codec import encode, encoded_bytes
 from infinity.state.frozen import codecs_of
 from infinity.tiers import slots
+from tests import sampling
 from tests.conftest import Offload, require_no_leaks, weights_of
 from tests.models import Batch, gpt2, llama, loss_of, mixtral, tied_llama
 
@@ -27,7 +28,7 @@ CODECS = ("nf4", "int8")
 MODELS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     "llama": llama, "tied llama": tied_llama, "gpt2": gpt2, "mixtral": mixtral,
 }  # fmt: skip
-STEPS = 3
+STEPS = sampling.number(2, 3)
 
 
 def with_adapters(model: nn.Module) -> Any:

@@ -33,7 +33,7 @@ from tests.runtime.vertically import (
     warnings_of,
 )
 
-STEPS = 3
+STEPS = sampling.number(2, 3)
 AXES: dict[str, tuple[Any, ...]] = {
     "count": (1, 2, 4, 8),
     "overlap": ("auto", "during_backward", "before_forward", "off"),

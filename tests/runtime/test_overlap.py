@@ -1,4 +1,4 @@
-"""Whenever the updates run, thirty steps (twelve in `make test`) end in the same bits: with clipping or without, with
+"""Whenever the updates run, thirty steps (ten in `make test`) end in the same bits: with clipping or without, with
 accumulation, commits, states anywhere, learning rates that change with every step, a step that is skipped. Ten steps on
 the simulated device end in those that the CPU has after ten.
 
@@ -27,7 +27,7 @@ from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
 
-STEPS, SIMULATED_STEPS = sampling.number(12, 30), 10
+STEPS, SIMULATED_STEPS = sampling.number(10, 30), 10
 NAN_STEP = 5
 
 AXES: dict[str, tuple[Any, ...]] = {

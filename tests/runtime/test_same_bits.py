@@ -13,7 +13,7 @@ from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
-STEPS = sampling.number(6, 10)
+STEPS = sampling.number(4, 10)
 Result = tuple[list[float], list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 

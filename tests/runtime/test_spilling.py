@@ -59,7 +59,7 @@ def half_of_the_gradients(
     return config(half)
 
 
-def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 3, **config: Any) -> Result:
+def train(offload: Any, name: str, dtype: Any, micro_batches: int, steps: int = 2, **config: Any) -> Result:
     model, batch = model_of(name, dtype)
     model = offload(model, **{"memory": MEMORY} | config)
     optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
@@ -120,12 +120,12 @@ def test_a_skipped_step_and_gradients_set_by_hand(offload: Any) -> None:
 def test_gradients_in_ram_and_on_nvme_end_in_the_same_bits(
     name: str, dtype: Any, micro_batches: int, tier: str, offload: Any, swap_config: Any
 ) -> None:
-    expected = train(offload, name, dtype, micro_batches, steps=2, gradients="host", tier=tier)
-    assert_same(train(offload, name, dtype, micro_batches, steps=2, gradients="nvme", tier=tier), expected)
+    expected = train(offload, name, dtype, micro_batches, gradients="host", tier=tier)
+    assert_same(train(offload, name, dtype, micro_batches, gradients="nvme", tier=tier), expected)
     if name == "mixed":
         return  # so small that the window takes more than the gradients
     half = half_of_the_gradients(swap_config, name, dtype, tier)
-    assert_same(train(offload, name, dtype, micro_batches, steps=2, tier=tier, **half), expected)
+    assert_same(train(offload, name, dtype, micro_batches, tier=tier, **half), expected)
 
 
 _in_ram: dict[tuple[str, bool], Result] = {}
@@ -141,12 +141,12 @@ def test_updates_beside_compute_change_no_bit(
     options, case = {"overlap": overlap, "moments": moments, "commit_every": 1}, (moments, computes_on is None)
     if case not in _in_ram:
         in_ram = {"gradients": "host", "tier": "host", "moments": moments}
-        _in_ram[case] = train(offload, "deep", torch.bfloat16, 2, steps=3, **in_ram)
+        _in_ram[case] = train(offload, "deep", torch.bfloat16, 2, **in_ram)
     expected = _in_ram[case]
     half = half_of_the_gradients(swap_config, "deep", torch.bfloat16, "nvme", **options)
     for number, config in enumerate((options | {"gradients": "nvme"}, half)):
         nvme = {"paths": [swap_config()["nvme"]["paths"][0] + str(number)]}
-        assert_same(train(offload, "deep", torch.bfloat16, 2, steps=3, nvme=nvme, **config), expected)
+        assert_same(train(offload, "deep", torch.bfloat16, 2, nvme=nvme, **config), expected)
 
 
 def test_half_of_the_gradients_is_neither_none_nor_all(offload: Any, swap_config: Any) -> None:
@@ -208,8 +208,7 @@ def test_spilled_gradients_move_as_many_bytes_as_planned(
 def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offload: Any, swap_config: Any) -> None:
     half = half_of_the_gradients(swap_config, "llama", torch.bfloat16, "nvme")
     results = [
-        train(offload, "llama", torch.bfloat16, micro_batches, steps=2, accumulation_steps=told, **half)
-        for told in (None, 1, 3)
+        train(offload, "llama", torch.bfloat16, micro_batches, accumulation_steps=told, **half) for told in (None, 1, 3)
     ]
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
@@ -379,7 +378,7 @@ def test_an_exception_in_backward_loses_nothing(interrupt: Any, layer: int, offl
         optim.zero_grad()
         require_no_leaks(model)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         loss = loss_of(model, batch)
         loss.backward()
         optim.step()

@@ -17,11 +17,11 @@ from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, StaleWeightsError
 from infinity.runtime import micro_batches
 from infinity.runtime.tiles import TiledLinear
-from tests import models
+from tests import models, sampling
 from tests.conftest import require_no_leaks
 from tests.models import loss_of
 
-STEPS = 3
+STEPS = sampling.number(2, 3)
 ROWS, COLUMNS = 1024, 256
 
 
