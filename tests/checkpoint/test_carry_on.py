@@ -111,6 +111,7 @@ def test_an_imported_run_commits_and_is_exported_again_to_the_same_tensors(
     assert any(name.endswith(".scales") for name in second)
 
 
+@pytest.mark.covering(strength=1, most=1)
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_fp32_moments_are_converted_to_what_the_config_asks_for(
     moments: str, config: Config, tmp_path: Path, opened: list[Any]

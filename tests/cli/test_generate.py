@@ -61,6 +61,7 @@ def test_the_likeliest_tokens_are_those_of_transformers(model: Path, capsys: Any
     assert set(os.listdir(model.parent)) == {"model", "swap.yaml"}, "nothing of the store stays"
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("flags", "options"),
     [

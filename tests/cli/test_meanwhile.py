@@ -253,6 +253,7 @@ def test_options_that_need_held_out_data_say_so(flags: list[str], tmp_path: Path
     assert f"{flags[0]} does nothing without --eval-data or --eval-split" in capsys.readouterr().err
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(("flags", "name"), [(["--save-every", "5"], "steps"), (["--logger", "csv"], "logs")])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_what_another_run_has_left_is_not_mixed_with(

@@ -408,8 +408,8 @@ def test_processes_that_are_started_as_torchrun_does_it_are_ranks_and_the_first_
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(2, marks=pytest.mark.long),
-        pytest.param(4, marks=pytest.mark.long(kept="only here fewer batches are held out than there are ranks")),
+        pytest.param(2, marks=pytest.mark.long(kept="only here fewer batches are held out than there are ranks")),
+        pytest.param(4, marks=pytest.mark.long),
     ],
 )
 def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
@@ -417,7 +417,7 @@ def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
 ) -> None:
     """Answers of other lengths on each rank, and fewer batches of held-out rows than ranks."""
     rows = [{"prompt": "the lazy", "completion": "fox jumps " * (1 + index % 7)} for index in range(24)]
-    for name, those in (("rows", rows), ("apart", rows[2:5])):
+    for name, those in (("rows", rows), ("apart", rows[2 : 3 + ranks // 2])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in those))
     options = {"--data": tmp_path / "rows.jsonl", "--eval-data": tmp_path / "apart.jsonl", "--eval-steps": 2} | FEW
     assert run(job | options, "--no-packing") == 0

@@ -132,12 +132,12 @@ def all_cases() -> list[tuple[str, str, str]]:
 
 
 def chosen() -> list[tuple[str, str, str]]:
-    """One value of every option, and of the rest as many as INFINITY_TESTS says."""
+    """One value for each name of an option and for each command, and of the rest as many as INFINITY_TESTS says."""
     draw, cases = random.Random(seed("INFINITY_HOSTILE_SEED")), all_cases()
     draw.shuffle(cases)
     if SHARE == 1:
         return cases
-    first = list({case[:2]: case for case in cases}.values())
+    first = list(dict.fromkeys({key: case for case in cases for key in case[:2]}.values()))
     return first + [case for case in cases if case not in first][: number(0, len(cases), "INFINITY_HOSTILE")]
 
 

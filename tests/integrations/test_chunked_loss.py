@@ -132,12 +132,12 @@ def test_an_offloaded_model_trains_the_same(offload: Any, tmp_path: Path, recomp
         if chunked:
             assert use_chunked_loss(model) == ""
         optim = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
-        for _ in range(3):
+        for _ in range(2):
             found = infinity.backward(model, partial(half_loss, model), [IDS, IDS + 1])
             optim.step()
             optim.zero_grad()
             losses.append([loss.item() for loss in found] + [optim.last_grad_norm])
-    torch.testing.assert_close(torch.tensor(losses[3:]), torch.tensor(losses[:3]), rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(losses[2:]), torch.tensor(losses[:2]), rtol=2e-6, atol=1e-6)
 
 
 def test_the_head_of_an_offloaded_model_is_announced_before_its_backward(offload: Any) -> None:

@@ -195,7 +195,7 @@ def test_preparing_for_training_casts_and_reads_nothing(checkpoint: Path, launch
         assert model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_preparing_with_a_checkpointing_of_its_own_trains(
     reentrant: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, log_of, trainer
 
 
+@pytest.mark.covering(strength=1, most=2)
 @pytest.mark.parametrize("limit", [None, 1, 2])
 def test_a_run_goes_on_from_its_checkpoint_folder(
     limit: int | None, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path

@@ -104,6 +104,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("commit_every", [0, 1, 3])
 @pytest.mark.parametrize("weights", ["nvme", "host", "auto"])
 def test_shadows_take_nothing_from_anything_else(weights: str, commit_every: int, without: Any) -> None:

@@ -240,7 +240,7 @@ def counted(folder: str, config: dict[str, Any]) -> tuple[int, int, int, int]:
     return plan.layout.numel, plan.layout.swap.nbytes, plan.forecast.step_bytes, (moved[-1] - moved[0]) // (steps - 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_each_rank_keeps_and_moves_its_share(tmp_path: Path, ranks: int) -> None:
     memory = {"memory": {"host": "256MiB", "device": f"{2 * ranks}MiB"}, "overlap": "off"}
     args = str(tmp_path), TIERS[3] | memory

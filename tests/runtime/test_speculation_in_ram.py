@@ -74,7 +74,7 @@ def test_every_optimizer_ends_in_the_bits_of_a_run_that_waits(
     for overlap in ("off", "during_backward"):
         model, batches = offloaded(tmp_path / overlap, dtype, overlap=overlap, moments=moments, weights=weights)
         optim, before = OPTIMIZERS[optimizer](model.parameters()), homes_moved(model)
-        for _ in range(6):
+        for _ in range(4):
             loss_of(model, batches[0]).backward()
             optim.step()
             optim.zero_grad()

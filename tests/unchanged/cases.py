@@ -1,4 +1,4 @@
-"""Which script runs in which dtype: Trainer in fp32 always, others in the share that INFINITY_TESTS says."""
+"""Which script runs in which dtype: Trainer in fp32 in all long forms, others in the share that INFINITY_TESTS says."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pyte
     """Parameters `script` and `dtype`.
 
     Args:
-        always: scripts that run in fp32 in every run of the tests.
-        kept: why they do, although it takes long.
+        always: scripts that run in fp32 in every long form.
+        kept: why they do in `make test`, too, although it takes long.
         others: scripts that run as often as INFINITY_TESTS says, as do those of `always` in bf16.
     """
     names = dict.fromkeys((*always, *others))
     every: list[Case] = [(SCRIPTS[name], dtype) for dtype in ("float32", "bfloat16") for name in names]
     first = [case for case in every if case[0].name in always and case[1] == "float32"]
-    chosen: list[Any] = [pytest.param(*case, marks=pytest.mark.long(kept=kept)) for case in first]
+    mark = pytest.mark.long(kept=kept) if kept else pytest.mark.long()
+    chosen: list[Any] = [pytest.param(*case, marks=mark) for case in first]
     chosen += sampling.some([case for case in every if case not in first])
     return pytest.mark.parametrize(("script", "dtype"), chosen, ids=str)
 

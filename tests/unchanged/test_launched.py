@@ -57,11 +57,11 @@ def require_same(job: Job, expected: Job) -> None:
     assert not different
 
 
-@cases("trainer", kept="a script that is started by `python -m infinity.run`, as users do it")
+@cases("trainer")
 def test_losses_and_what_is_saved_are_those_of_the_plain_run(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:
-    job, expected = replace(launched(script, dtype), spawned=True), plain(script, dtype)
+    job, expected = launched(script, dtype), plain(script, dtype)
     job.run()
     assert history_of(job).keys() == history_of(expected).keys()
     require_same(job, expected)
@@ -85,14 +85,19 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
         torch.testing.assert_close(each, logits_of(expected, saved), rtol=0, atol=1e-5)
 
 
-@cases("trainer", kept="a script under infinity that SIGKILL ends, and that goes on")
+@cases(
+    "trainer", kept="a script that `python -m infinity.run` starts, as users do it, that SIGKILL ends, and that goes on"
+)
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:
-    job = launched(script, dtype)
-    job.run_until_killed()
+    """What it saves is that of the uninterrupted one, too."""
+    job, expected = launched(script, dtype), plain(script, dtype)
+    replace(job, spawned=True).run_until_killed()
     job.resume()
     assert set(range(SAVED + 1, STEPS + 1)) <= {step for step, _ in history_of(job)}
     if script.name == "lightning_module":
         assert first_step_of_last_run(job) == SAVED + 1
-    require_same(job, plain(script, dtype))
+    require_same(job, expected)
+    if dtype == "float32":
+        require_same_artefacts(job, expected, [logits_of(job, saved) for saved in saved_by(job)])

@@ -43,7 +43,7 @@ def left_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("engine", ["auto", "threads"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("threads", marks=pytest.mark.long)])
 def test_a_survey_prints_a_config_that_infinity_accepts(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
