@@ -10,7 +10,17 @@ import pytest
 
 from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
-from infinity.io.manifest import ExtentRecord, Manifest, StoreRecord, read_manifest, write_manifest
+from infinity.io.manifest import (
+    ExtentRecord,
+    Header,
+    Manifest,
+    StoreRecord,
+    read_header,
+    read_kept,
+    read_manifest,
+    write_header,
+    write_manifest,
+)
 
 STORE = StoreRecord(created="then", members=["/a", "/b"], shares=[1, 3], stripe_bytes=4096, nbytes=1 << 20)
 EXTENTS = [ExtentRecord(f"unit{index}", index % 2, "weight", 0, index * 8192, 8192) for index in range(5)]
@@ -148,3 +158,23 @@ def test_what_cannot_be_of_a_store_is_named(value: dict[str, Any], message: str,
 def test_extents_without_a_byte_may_lie_anywhere(tmp_path: Path) -> None:
     value = changed(nbytes=[0] * 5, offset=[0] * 5) | {"sums": b""}
     assert [extent.nbytes for extent in read_manifest(written(value, tmp_path)).extents] == [0] * 5
+
+
+def test_a_header_names_a_member_that_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "header"
+    for member in (0, 1, 2):
+        header = Header(**dict(STORE), run="r", mode="generations", member=member)
+        path.write_bytes(b"".join(write_header(header)))
+        if member < 2:
+            assert read_header(path) == header
+        else:
+            with pytest.raises(ManifestError, match="has no member 2: it names 2"):
+                read_header(path)
+
+
+def test_a_manifest_of_another_run_or_step_is_an_error_and_not_kept(tmp_path: Path) -> None:
+    path = written(plain(), tmp_path)
+    assert list(read_kept({3: path})) == list(read_kept({3: path}, "r")) == [(3, MANIFEST)]
+    for found in (read_kept({3: path}, "other"), read_kept({4: path})):
+        ((_, error),) = found
+        assert "belongs to another run or step" in str(error)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity import _native
-from infinity.errors import ConfigError, ManifestError, PlanError, ResumeError, SwapIOError
+from infinity.errors import ConfigError, InfinityError, ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
 from infinity.io.directory import pinned_in
 from infinity.io.generations import Generations
@@ -30,6 +30,7 @@ from infinity.io.pins import (
     Marker,
     Pin,
     Pins,
+    begin_folder,
     digest_of,
     folder_path,
     read_marker,
@@ -443,3 +444,34 @@ def test_the_marker_of_something_else_is_left_alone(tmp_path: Path) -> None:
     pins.unmark(pin)
     assert read_marker(tmp_path) == marker
     assert pins.over(pin), "the folder belongs to another run by now"
+
+
+def test_a_marker_is_read_or_named(tmp_path: Path) -> None:
+    folder, marker = tmp_path / "folder", Marker(run="r", step=1, digest="0" * 32, directories=["/a"])
+    begin_folder(folder)
+    assert read_marker(folder) is None
+    write_marker(folder, marker)
+    assert read_marker(folder) == marker
+    assert read_marker(folder / MARKER_NAME) is None  # a file, and no folder
+    for text, problem in ((b"\xff", "is damaged"), (b"{", "is damaged"), (b"[]", MARKER_NAME)):
+        (folder / MARKER_NAME).write_bytes(text)
+        with pytest.raises(ManifestError, match=problem):
+            read_marker(folder)
+    begin_folder(folder)
+    assert not list(folder.iterdir())
+    (folder / MARKER_NAME).mkdir()
+    with pytest.raises(ManifestError, match="cannot be read"):
+        read_marker(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InfinityError, match="cannot make the checkpoint folder .*/file/folder: Not a directory"):
+        begin_folder(tmp_path / "file" / "folder")
+
+
+def test_a_marker_names_a_generation_for_each_of_its_own_number_of_ranks() -> None:
+    alone = Marker(run="r", step=1, digest="0" * 32, directories=["/a"])
+    several = alone.model_copy(update={"digests": ["0" * 32, "1" * 32]})
+    assert [alone.digest_of(0, 1), alone.digest_of(0, 2)] == ["0" * 32, None]
+    assert [several.digest_of(1, 2), several.digest_of(0, 1), several.digest_of(2, 3)] == ["1" * 32, None, None]
