@@ -34,10 +34,10 @@ from infinity.units.weights import Residency
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
-# torch.manual_seed keeps the stack of its caller for each kind of device that may come later. Tests call it often, and
-# the stack of a test is deep.
+# torch.manual_seed keeps the stack of its caller for each kind of device, also of those that this torch was built
+# without. Tests call it often, and the stack of a test is deep.
 for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind.is_available():
+    if not _kind._is_compiled():  # `is_available` would begin to use the device, in the fork server, too
         _kind.manual_seed_all = lambda seed: None
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
