@@ -23,8 +23,7 @@ namespace infinity {
 // [Note: one thread changes the state] Nothing here is locked: only the driver's thread calls these functions, but for
 // those marked "any thread". It runs the messages of an inbox: the pipeline's callers post what they ask for, and the
 // engine's threads post that a transfer has ended. It runs them before each thing that it does, and while it computes a
-// tile together with the pool, after each of its pieces. So a message waits for one piece at most, or for another
-// caller of the pool.
+// tile together with the pool, after each of its pieces. So a message waits for one piece at most.
 //
 // Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
 // the other, and their new states are written. Jobs in memory have a queue of their own and no staging: their tiles are

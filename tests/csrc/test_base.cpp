@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <thread>
 #include <vector>
@@ -78,6 +80,32 @@ TEST_CASE("a pool runs every task once") {
     pool.parallel_for(done.size(), [&](std::size_t index) { ++done[index]; });
     for (const auto& count : done) CHECK(count == 1);
   }
+}
+
+TEST_CASE("threads leave a loop for one that is urgent, after the task that they are at") {
+  ThreadPool pool(2);
+  constexpr std::size_t kMany = std::size_t{1} << 20;
+  std::atomic<std::size_t> ordinary{0};
+  std::atomic<bool> urgent_is_done{false};
+  std::thread other([&] {
+    pool.parallel_for(kMany, [&](std::size_t) {
+      ++ordinary;
+      if (!urgent_is_done) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    });
+  });
+  while (ordinary < 8) std::this_thread::yield();
+  std::atomic<int> begun{0};
+  pool.parallel_for(
+      2,
+      [&](std::size_t) {
+        ++begun;
+        while (begun < 2) std::this_thread::yield();  // one thread alone would never come to the second task
+      },
+      nullptr, Urgency::urgent);
+  CHECK(ordinary < kMany);
+  urgent_is_done = true;
+  other.join();
+  CHECK(ordinary == kMany);
 }
 
 TEST_CASE("the caller of a pool runs what comes between its tasks, and nobody else does") {

@@ -56,10 +56,11 @@ def test_ranks_train_the_bits_of_one_process(
     require_equal(tmp_path, config, micro, ranks, steps=2, dtype=dtype, max_grad_norm=max_grad_norm, model=model)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("master", ["split16", "fp32", "none"])
-def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Path, master: str) -> None:
+def test_every_master_is_cut_over_ranks_to_the_bits_of_one_process(tmp_path: Path, master: str, ranks: int) -> None:
     config = TIERS[3] | {"master": master, "overlap": "during_backward"}
-    require_equal(tmp_path, config, 1, 2, steps=2, dtype="bfloat16", max_grad_norm=0.01)
+    require_equal(tmp_path, config, 1, ranks, steps=2, dtype="bfloat16", max_grad_norm=0.01)
 
 
 @pytest.mark.covering(strength=1, most=2)
