@@ -36,7 +36,7 @@ B3 = Workload(
     recompute=True,
 )
 B8 = replace(B3, layers=32, hidden=4096, intermediate=14336, heads=32, tied=False)
-_RAM = {"weights": "host", "optimizer": "host", "activations": "recompute", "commit_every": 0}
+_RAM = {"vertical": True, "weights": "host", "optimizer": "host", "activations": "recompute", "commit_every": 0}
 _NF4 = {"weights": "host", "frozen": "nf4", "activations": "recompute", "commit_every": 0}
 _LEAST_S = 25.0
 """What a model takes until its first row is measured."""

@@ -97,7 +97,8 @@ class Landings:
 
 def pack(queue: GradientQueue, packed: Packed, spec: ParameterSpec, gradient: object, *, add: bool) -> None:
     """As GradientQueue.pack, of bytes that nobody copies: device memory has many times a link's rate."""
-    packed.specs.append(spec)
+    if spec not in packed.specs:
+        packed.specs.append(spec)
     packed.uses.begin()
 
 

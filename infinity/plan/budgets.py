@@ -70,6 +70,7 @@ class Budgets:
         landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
         shadow_bytes: host memory for the new values of updates that speculate, where weights or states rest in RAM;
             lent to the staging while none speculates.
+        adds_up: gradients of micro-batches that go through a unit together add up in the ring, in fp32.
     """
 
     limits: Limits
@@ -85,6 +86,7 @@ class Budgets:
     landing_bytes: int
     shadow_bytes: int
     staging: Staging
+    adds_up: bool = False
 
     @property
     def piece_bytes(self) -> int:
@@ -164,8 +166,8 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
 
 def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
     """Device memory for fetched weights, and for gradients on their way to the host: for those of two units where that
-    leaves enough, so that the next unit's come while the last one's are copied; in fp32 where it leaves enough for
-    that, too, so that those of several micro-batches add up there.
+    leaves enough, so that the next unit's come while the last one's are copied; in fp32 where several
+    micro-batches go through a unit together and it leaves enough for that, so that they add up there.
 
     Where the device has no memory of its own, weights in RAM are used where they are, and gradients where they come.
 

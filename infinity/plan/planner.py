@@ -175,6 +175,7 @@ def _plan(
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
+        adds_up=config.vertical and 0 < problem.rings[-1] <= ring,
     )
     layout = lay_out(problem, placement, gradients, budgets)
     saves = 0

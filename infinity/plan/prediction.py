@@ -137,14 +137,15 @@ class _Share:
     def passes(self, moved: Moved, work: Work) -> dict[str, float]:
         """Forward and backward."""
         machine, cores = self._machine, self._of_cores
-        landed = self._plan.layout.trainable_numel * work.landings
+        # Of micro-batches that go through a layer together, each one's gradients come, if they do not add up before.
+        passes = max(self._plan.forecast.passes, 1)
+        landings = 1.0 if self._plan.budgets.adds_up else work.landings / passes
+        landed = self._plan.layout.trainable_numel * landings * passes
         checked = moved.weights + 2 * moved.gradients
         busy = {
             "disk": self.disk(moved.weights + moved.gradients, moved.gradients),
             "processor": cores(landed / machine.land) + cores(checked / machine.checksums),
         }
-        # Of micro-batches that go through a layer together, each one's gradients come.
-        landings = work.landings / max(self._plan.forecast.passes, 1)
         if machine.is_gpu:
             busy |= {"compute": work.flops / machine.flops}
             busy |= {"up": moved.up / machine.up, "down": landings * moved.down / machine.down}

@@ -203,13 +203,14 @@ class Problem:
 
     @cached_property
     def rings(self) -> tuple[int, int, int]:
-        """Device memory for the gradients of the largest unit, of the two largest, and of these in fp32, so that they
-        add up there; 0 where they need not move."""
+        """Device memory for the gradients of the largest unit, of the two largest, and, where those of micro-batches
+        come one right after the other, of these in fp32, so that they add up there; 0 where they need not move."""
         if self.limits.in_place:
             return 0, 0, 0
         sizes = sorted(unit.whole.gradient_bytes for unit in self.units)
         wide = sorted(sum(group.state_bytes(4) for group in unit.whole.trainable_groups) for unit in self.units)
-        return sizes[-1], sum(sizes[-2:]), sum(wide[-2:])
+        two = sum(sizes[-2:])
+        return sizes[-1], two, sum(wide[-2:]) if self.config.vertical else two
 
     @cached_property
     def exchange_bytes(self) -> int:

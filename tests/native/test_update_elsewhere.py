@@ -144,6 +144,18 @@ def test_new_values_go_elsewhere_and_the_old_ones_stay(
     job.close()
 
 
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_a_moment_that_no_rule_uses_goes_along(moments: _native.MomentsName, tmp_path: Path) -> None:
+    job = Job(tmp_path, 2 * CUT + 100, moments, CHUNK)
+    before = job.bytes_of(job.values)
+    momentum = _native.Segment(0, CUT, rule="sgd", lr=1e-2, beta1=0.9, step=2)
+    assert job.submit([momentum], elsewhere=STATES).wait(60)
+    new = job.bytes_of(job.others)
+    assert new["exp_avg_sq"] == before["exp_avg_sq"]
+    assert new["exp_avg"] != before["exp_avg"]
+    job.close()
+
+
 def test_a_canceled_update_leaves_the_old_values(tmp_path: Path) -> None:
     job = Job(tmp_path, 64 * CUT, "fp32", CUT)
     before = job.bytes_of(job.values)

@@ -227,6 +227,24 @@ def test_what_had_to_make_room_is_added_to_in_host_memory_in_the_same_order(rig:
     assert rig.sim.counts["copies down"] == 3
 
 
+def test_what_is_in_host_memory_is_not_added_to_in_a_piece_that_adds_up(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[0], gradient(GREAT), accumulate=True, more=True)
+    group.send()
+    group.land(SPECS[1], gradient(1.0), accumulate=True, more=True)
+    for value in (1.0, -GREAT):
+        group.land(SPECS[0], gradient(value), accumulate=True, more=True)
+    assert [group.sum_squares(spec) for spec in SPECS] == [0.0, 1.0 * SPECS[1].numel]
+
+
+def test_streams_that_add_to_the_same_gradient_take_turns(rig: Rig) -> None:
+    group = queued(rig, home=2)
+    group.land(SPECS[0], gradient(1.0), accumulate=True, more=True)
+    with rig.sim.on(rig.sim.stream("another")):
+        group.land(SPECS[0], gradient(2.0), accumulate=True, more=True)
+    assert group.sum_squares(SPECS[0]) == 9.0 * SPECS[0].numel
+
+
 def test_a_ring_without_room_for_fp32_adds_up_in_host_memory(rig: Rig) -> None:
     lease = rig.arena.lease(2 * PAGE_BYTES, "gradients")
     group = GroupGradients(UNIT, UNIT.groups[0], lease, None, None, rig.gradients(ring_pages=1), pool())
