@@ -61,6 +61,7 @@ def test_the_stages_fit_ten_minutes_and_exist() -> None:
 @pytest.mark.usefixtures("fake_gpu")
 def test_pinning_tells_a_refusal_from_a_registration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_pinning, "available_host_bytes", lambda: 14 << 30)
+    monkeypatch.setattr(stage_pinning, "GIB", 1 << 20)  # what is pinned becomes resident
     lines = lines_of(stage_pinning, tmp_path, sizes_gib=[1, 1 << 20])
     after = lines["a kernel after a refused registration"]
     assert after["verdict"] == "ok"
