@@ -166,8 +166,8 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
 
 def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
     """Device memory for fetched weights, and for gradients on their way to the host: for those of two units where that
-    leaves enough, so that the next unit's come while the last one's are copied; in fp32 where several
-    micro-batches go through a unit together and it leaves enough for that, so that they add up there.
+    leaves enough, so that the next unit's come while the last one's are copied; in fp32, so that they add up there,
+    where several micro-batches go through a unit together, all weights are in RAM, and enough is left.
 
     Where the device has no memory of its own, weights in RAM are used where they are, and gradients where they come.
 
@@ -175,7 +175,9 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         PlanError: memory.device is too small for what is needed at once.
     """
     limits = problem.limits
-    one, *larger = problem.rings
+    one, two, wide = problem.rings
+    # Where weights come from NVMe, each slot saves more than sums on the device do.
+    larger = (two, wide) if problem.every <= weights.in_ram else (two,)
     decoding = 0 if limits.in_place else problem.decoding_bytes
 
     def ring_beside(nbytes: int) -> int:
