@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,26 +17,41 @@ STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 class Job:
     """The states of one job in memory, and a second memory of other bytes for each."""
 
-    def __init__(self, path: Path, numel: int, moments: _native.MomentsName, tile: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        numel: int,
+        moments: _native.MomentsName,
+        tile: int,
+        form: tuple[_native.DTypeName, _native.MasterName] = ("bf16", "split16"),
+    ) -> None:
         self.numel, self.moments = numel, moments
+        self.dtype, self.master = form
+        self.states = tuple(name for name in STATES if name != "residual" or self.master in ("split16", "fp32"))
         self.engine = _native.IOEngine("threads", block_bytes=64 << 10, queue_depth=8)
         self.file = _native.File(str(path / "states"), create=True)
         self.file.preallocate(32 << 20)
         self.file.keep_checksums(32 << 20)
-        nbytes = _native.UpdatePipeline.staging_tile_bytes(tile, weight_dtype="bf16", master="split16", moments=moments)
+        nbytes = _native.UpdatePipeline.staging_tile_bytes(
+            tile, weight_dtype=self.dtype, master=self.master, moments=moments
+        )
         self._arena = _native.Arena(128 << 20, huge_pages=False)
         self._used = 0
         self.pipeline = _native.UpdatePipeline(
             self.engine, _native.ThreadPool(3), self.take(3 * nbytes), tile, nbytes, ahead_tiles_max=0
         )
         rng = np.random.default_rng(numel)
-        values = {name: self._initial(name, rng) for name in STATES}
+        values = {name: self._initial(name, rng) for name in self.states}
         self.sizes = {name: len(value) for name, value in values.items()}
         self.values = {name: self._filled(value) for name, value in values.items()}
         self.others = {name: self._filled(np.full(len(value), 0xA5, np.uint8)) for name, value in values.items()}
         self.grad = self._filled(rng.standard_normal(numel).astype(np.float32).view(np.uint8))
 
     def _initial(self, name: str, rng: np.random.Generator) -> np.ndarray:
+        if name == "weight" and self.dtype != "fp32" and self.master != "split16":
+            return np.zeros(2 * self.numel, np.uint8)  # of its master, or small numbers
+        if name in ("weight", "residual") and self.master != "split16":
+            return rng.standard_normal(self.numel).astype(np.float32).view(np.uint8)
         if name in ("weight", "residual"):
             weight, rest = np.empty(self.numel, np.uint16), np.empty(self.numel, np.int16)
             _native.encode_split16(rng.standard_normal(self.numel).astype(np.float32), weight, rest)
@@ -67,11 +83,12 @@ class Job:
                 offset=index * (8 << 20),
             )
             for index, name in enumerate(STATES)
+            if name in self.states
         }
         return self.pipeline.submit(
             numel=self.numel,
-            weight_dtype="bf16",
-            master="split16",
+            weight_dtype=self.dtype,
+            master=self.master,
             moments=self.moments,
             grad_dtype="fp32",
             segments=segments,
@@ -142,6 +159,26 @@ def test_new_values_go_elsewhere_and_the_old_ones_stay(
         if write:
             assert job.written(name) == expected[name], name
     job.close()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "form", [("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "none"), ("fp32", "weight")], ids="-".join
+)
+def test_every_form_of_weights_goes_elsewhere(form: Any, moments: _native.MomentsName, tmp_path: Path) -> None:
+    parts = [segment(0, 700), segment(784, CUT + 16), segment(2 * CUT, 3 * CUT + 100)]
+    (tmp_path / "in_place").mkdir()
+    in_place = Job(tmp_path / "in_place", 3 * CUT + 100, moments, CUT, form)
+    job = Job(tmp_path, 3 * CUT + 100, moments, CUT, form)
+    before = job.bytes_of(job.values)
+    for each, elsewhere in ((in_place, ()), (job, job.states)):
+        future = each.submit(parts, elsewhere=elsewhere)
+        assert future.wait(60)
+        assert future.failure() is None
+    assert job.bytes_of(job.others) == in_place.bytes_of(in_place.values) != before
+    assert job.bytes_of(job.values) == before
+    for each in (in_place, job):
+        each.close()
 
 
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
