@@ -42,6 +42,7 @@ struct ThreadPool::Shared {
   std::mutex mutex;
   std::condition_variable work;
   std::condition_variable left;     // a loop is helped by nobody any more
+  std::condition_variable calm;     // no urgent loop is open any more
   std::deque<Loop*> open;           // urgent ones first, each kind in the order in which they came
   std::atomic<unsigned> urgent{0};  // of them
   bool stop = false;
@@ -75,13 +76,20 @@ struct ThreadPool::Shared {
     const auto found = std::find(open.begin(), open.end(), &loop);
     if (found == open.end()) return;
     open.erase(found);
-    if (loop.urgency == Urgency::urgent) --urgent;
+    if (loop.urgency == Urgency::urgent && --urgent == 0) calm.notify_all();
   }
 
   void end(Loop& loop) {
     std::unique_lock lock(mutex);
     close(loop);
     left.wait(lock, [&] { return loop.helping == 0; });
+  }
+
+  // The caller of an ordinary loop stands back: one thread more than there are cores would make the others wait.
+  void stand_back() {
+    if (urgent.load(std::memory_order_relaxed) == 0) return;
+    std::unique_lock lock(mutex);
+    calm.wait(lock, [&] { return urgent == 0; });
   }
 
   // Returns whether it has taken the last task there is.
@@ -148,6 +156,7 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
   for (std::size_t index = loop.next.fetch_add(1); index < count; index = loop.next.fetch_add(1)) {
     task(index);
     if (between) between();
+    if (!alone && urgency == Urgency::ordinary) shared.stand_back();
   }
   if (!alone) shared.end(loop);
 }

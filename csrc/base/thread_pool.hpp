@@ -8,7 +8,8 @@
 
 namespace infinity {
 
-// What somebody waits for is urgent. Threads leave other loops for it, after the task that they are at.
+// What somebody waits for is urgent. Threads leave other loops for it, after the task that they are at, and the callers
+// of other loops wait until all its tasks are taken.
 enum class Urgency : std::uint8_t { ordinary, urgent };
 
 class ThreadPool {
