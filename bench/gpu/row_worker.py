@@ -71,7 +71,6 @@ def _fsdp2(job: Job, device: torch.device) -> Rows:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    model.to(device) if device.type == "cuda" and not _all_sharded(model) else None
     work = job.workload
     optim = torch.optim.AdamW(
         model.parameters(), lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay, fused=True
@@ -84,10 +83,6 @@ def _fsdp2(job: Job, device: torch.device) -> Rows:
         optim.zero_grad()
 
     return _plain(model, _batches(job, device), step, device)
-
-
-def _all_sharded(model: torch.nn.Module) -> bool:
-    return not any(buffer.device.type == "cpu" for buffer in model.buffers())
 
 
 def _plain(

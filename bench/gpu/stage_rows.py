@@ -21,20 +21,9 @@ from peers.process import Worker, WorkerError
 from peers.workload import Job, Workload
 
 from gpu.record import Options, Record, run
-from gpu.steps import model_flops
+from gpu.steps import LLAMA, model_flops
 
-B3 = Workload(
-    layers=28,
-    hidden=3072,
-    intermediate=8192,
-    heads=24,
-    kv_heads=8,
-    vocabulary=128 * 1024,
-    tied=True,
-    batch=4,
-    tokens=2048,
-    recompute=True,
-)
+B3 = replace(LLAMA, layers=28, hidden=3072, heads=24)
 B8 = replace(B3, layers=32, hidden=4096, intermediate=14336, heads=32, tied=False)
 _RAM = {"vertical": True, "weights": "host", "optimizer": "host", "activations": "recompute", "commit_every": 0}
 _NF4 = {"weights": "host", "frozen": "nf4", "activations": "recompute", "commit_every": 0}
@@ -134,7 +123,7 @@ def stage(record: Record, options: Options) -> None:
 
 
 def _adam_rates(options: Options) -> dict[str, float]:
-    """By the first word of stage 5's formats."""
+    """Gparam/s that stage 5 measured, by the format as a Model calls it."""
     rows = options.found.get("host", {}).get("adam", {}).get("rows", {})
     found = {name: each["gparam_per_s"] for name, each in rows.items()}
     kinds = {"split16": "split16, fp32 moments", "int8": "int8 moments"}

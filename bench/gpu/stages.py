@@ -6,7 +6,6 @@ from __future__ import annotations
 from gpu.runner import Stage
 
 STAGES = (
-    # The last one takes what the others leave.
     # Without the build there is nothing else: it may take the later stages' time on few cores.
     Stage(0, "machine", 240, "gpu.stage_machine", False, "the build, PCIe, memory, disk and I/O engine", 20, 400),
     Stage(1, "pinning", 25, "gpu.stage_pinning", True, "pin 4, 16, 64 GiB; a refusal leaves the GPU usable", 15),
@@ -16,6 +15,7 @@ STAGES = (
     Stage(5, "host", 25, "gpu.stage_host", False, "Adam alone 80-200 GB/s, 3-7 Gparam/s; the disk", 10),
     Stage(6, "step", 60, "gpu.stage_step", True, "a step of 1.24 B parameters in each placement beside torch", 25),
     Stage(7, "commands", 80, "gpu.stage_commands", True, "every command ends well; a killed run is resumed", 30),
+    # The last one takes what the others leave.
     Stage(8, "rows", 400, "gpu.stage_rows", True, "3.2 B and 8 B in RAM beside torch and FSDP2, and the bound", 30),
 )
 

@@ -90,11 +90,11 @@ class Timed:
         if self._steps == _LEARNING + _TURN * _TURNS:
             self._chosen = not self._seconds[False] < _GAIN * self._seconds[True]
             logger.info(
-                "a step takes %.3f s with updates that begin during backward, and %.3f s with updates before the "
-                "forward: the next ones are %s",
+                "a step takes %.3f s where updates begin during backward, and %.3f s where they begin after it: from "
+                "now on they begin %s backward",
                 self._seconds[True],
                 self._seconds[False],
-                "of the first kind" if self._chosen else "of the second kind",
+                "during" if self._chosen else "after",
             )
         elif self._steps == _LEARNING + _TURN * _TURNS + _KEPT:
             self._steps, self._seconds = _LEARNING, {}
@@ -143,7 +143,7 @@ class Speculation:
             clipped: the gradients are not multiplied by what was expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
-        if self._timed is not None:
+        if self._timed is not None and self.mode == "auto":
             self._timed.step_decided()
         self.counts.undone += len(wrong)
         self.counts.early += len(right)

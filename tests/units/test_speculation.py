@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from infinity.plan.placement import Overlap
 from infinity.units.speculation import Counts, Speculation, Timed
 
 NONE: set[int] = set()
@@ -125,3 +126,11 @@ def test_one_slow_step_decides_nothing() -> None:
     machine._now += 100.0  # an evaluation
     machine.steps(11)
     assert machine.steps(1) == [True]
+
+
+@pytest.mark.parametrize("mode", ["before_forward", "during_backward", "off"])
+def test_no_step_is_timed_where_the_config_decides(mode: Overlap) -> None:
+    def clock() -> float:
+        raise AssertionError
+
+    step(Speculation(mode, Timed(clock)), wrong=False)
