@@ -8,6 +8,8 @@ from infinity.errors import printable
 
 _LIMIT = 80
 """Characters of a value that a message shows."""
+_RAISED_LIMIT = 1000
+"""Characters of a foreign exception that a message shows: it may repeat a value, and a value has any length."""
 
 
 class _Short(reprlib.Repr):
@@ -44,8 +46,9 @@ def one_line(text: object) -> str:
 
 
 def raised(error: BaseException) -> str:
-    """An exception of foreign code as one line for a message: its class and its text."""
-    return one_line(f"{type(error).__name__}: {error}")
+    """An exception of foreign code as one line for a message: its class and the first 1,000 characters of its text."""
+    said = one_line(f"{type(error).__name__}: {error}")
+    return said if len(said) <= _RAISED_LIMIT else f"{said[:_RAISED_LIMIT]}… ({len(str(error))} characters)"
 
 
 _SHORT = _Short()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.echo import one_line, quoted
+from infinity.echo import one_line, quoted, raised
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,11 @@ def test_a_value_that_contains_itself_ends() -> None:
 
 def test_lines_become_one() -> None:
     assert one_line("two\n   lines, \x1b[31mred\n") == r"two lines, \x1b[31mred"
+
+
+def test_an_exception_that_repeats_a_long_value_is_cut() -> None:
+    said = raised(ValueError("\x1b" + "y" * 100_000))
+    assert said.startswith(r"ValueError: \x1byyy")
+    assert said.endswith("yyy… (100001 characters)")
+    assert len(said) < 1100
+    assert raised(KeyError("short")) == "KeyError: 'short'"
