@@ -4,8 +4,11 @@ infinity. Each "step" on stdin measures the next row of the job."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ import infinity
 from gpu.step_worker import MasterAdamW
 from infinity.coordinator import registry
 from infinity.io.events import take
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass
@@ -179,6 +184,19 @@ def _of_tiles(events: Any, steps: int) -> dict[str, Any]:
     }
 
 
+def _thread_seconds() -> Counter[str]:
+    """Processor time of each kind of thread, by its name; the threads of a kind together."""
+    found: Counter[str] = Counter()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended meanwhile
+            continue
+        user, system = rest.split()[11:13]
+        found["main" if int(task.name) == os.getpid() else name] += (int(user) + int(system)) / _TICKS_PER_S
+    return found
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -200,6 +218,7 @@ def turn(contender: Contender) -> dict[str, Any]:
         pipeline.trace(True)
         take(pipeline)
     before, steps, each = contender.counters(), row.get("steps", options["steps"]), []
+    threads = _thread_seconds()
     began = last = time.perf_counter()
     for _ in range(steps):
         loss = contender.step()
@@ -213,6 +232,7 @@ def turn(contender: Contender) -> dict[str, Any]:
         "host_s": [round(value, 3) for value in each],
         "loss": round(float(loss), 4),
     }
+    found["thread_s"] = {name: round(used / steps, 3) for name, used in (_thread_seconds() - threads).most_common(8)}
     if pipeline is not None:
         found["adam"] = _of_tiles(take(pipeline).events, steps)
         pipeline.trace(False)

@@ -16,6 +16,7 @@
 
 #include "base/page.hpp"
 #include "base/require.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -69,7 +70,10 @@ struct IoEngine::Impl {
 
   explicit Impl(const EngineOptions& given) : options(lane_options(given)), deadline(given.deadline) {
     devices.push_back({0, false, first});
-    watchdog = std::thread([this] { watch(); });
+    watchdog = std::thread([this] {
+      name_thread("infinity-watch");
+      watch();
+    });
   }
 
   ~Impl() {

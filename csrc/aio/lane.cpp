@@ -9,6 +9,7 @@
 #include "aio/part.hpp"
 #include "base/clock.hpp"
 #include "base/numa.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -31,7 +32,10 @@ std::shared_ptr<Lane> Lane::open(LaneOptions options) {
   std::promise<void> opened;
   auto outcome = opened.get_future();
   // The thread keeps the lane: an abandoned one must outlive its engine.
-  lane->thread_ = std::thread([lane, opened = std::move(opened)]() mutable { lane->serve(opened); });
+  lane->thread_ = std::thread([lane, opened = std::move(opened)]() mutable {
+    name_thread("infinity-io");
+    lane->serve(opened);
+  });
   try {
     outcome.get();
   } catch (...) {

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "aio/backend.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -22,7 +23,12 @@ class ThreadBackend final : public Backend {
   ThreadBackend(unsigned queue_depth, unsigned threads) {
     if (queue_depth == 0 || threads == 0) throw std::invalid_argument("queue depth and threads must be positive");
     try {
-      for (unsigned index = 0; index < threads; ++index) workers_.emplace_back([this] { serve(); });
+      for (unsigned index = 0; index < threads; ++index) {
+        workers_.emplace_back([this] {
+          name_thread("infinity-io");
+          serve();
+        });
+      }
     } catch (const std::system_error& error) {
       stop_and_join();
       throw std::system_error(error.code(), "cannot start " + std::to_string(threads) + " I/O threads");

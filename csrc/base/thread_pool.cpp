@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/numa.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -123,6 +124,7 @@ ThreadPool::ThreadPool(unsigned threads, int numa_node, int nice) : shared_(std:
   try {
     for (unsigned index = 1; index < threads; ++index) {
       shared_->threads.emplace_back([shared = shared_.get(), numa_node] {
+        name_thread("infinity-pool");
         run_on_node(numa_node);
         yield_by(shared->nice);
         shared->serve();

@@ -10,6 +10,7 @@
 
 #include "base/inbox.hpp"
 #include "base/require.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -56,6 +57,7 @@ struct WeightDecoder::Impl {
   }
 
   void run() {
+    name_thread("infinity-decode");
     for (;;) {
       inbox->run();
       if (stopping) cancel_waiting();

@@ -8,6 +8,7 @@
 
 #include "base/inbox.hpp"
 #include "base/require.hpp"
+#include "base/thread_name.hpp"
 
 namespace infinity {
 namespace {
@@ -43,6 +44,7 @@ struct Landings::Impl {
   }
 
   void run() {
+    name_thread("infinity-land");
     broken = gate->enter();
     while (!stopping) {
       inbox.wait();

@@ -10,6 +10,7 @@
 #include "base/inbox.hpp"
 #include "base/page.hpp"
 #include "base/require.hpp"
+#include "base/thread_name.hpp"
 #include "device/upload_driver.hpp"
 
 namespace infinity {
@@ -25,7 +26,10 @@ struct Uploads::Impl {
        std::vector<UploadPiece> pieces, std::size_t piece_bytes)
       : landing(memory),
         driver(inbox, std::move(engine), std::move(gate), std::move(pieces), piece_bytes),
-        thread([this] { driver.run(); }) {}
+        thread([this] {
+          name_thread("infinity-upload");
+          driver.run();
+        }) {}
 
   ~Impl() {
     inbox->post([this] { driver.stop(); });

@@ -8,6 +8,7 @@
 
 #include "base/inbox.hpp"
 #include "base/require.hpp"
+#include "base/thread_name.hpp"
 #include "update/driver.hpp"
 
 namespace infinity {
@@ -28,6 +29,7 @@ struct UpdatePipeline::Impl {
         nice(pool->nice()),
         driver(inbox, std::move(engine), std::move(pool), std::move(staging), numel, nbytes, isa),
         thread([this] {
+          name_thread("infinity-update");
           yield_by(nice);
           driver.run();
         }) {}
