@@ -8,6 +8,8 @@ steps, how near the simulation comes to this machine.
                              # the rows of several runs together, and what each policy changes
     python bench/simulate.py --calibrate build/step.json --out build/calibration
                              # a result of bench/step_vs_peers.py with processor, infinity-host and -nvme [-off]
+    python bench/simulate.py --calibrate-gpu bench/results/2026-11-26-gpu-h200.json --out build/calibration
+                             # rows of stage 8 of bench/gpu_check.py
 
 Nothing is measured here, and what is written says so. Some minutes for everything; a 70 B model takes most of them.
 """
@@ -21,9 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from simulation import gpu_rows
 from simulation.calibration import predict, rates
 from simulation.policies import POLICIES, policy
-from simulation.report import calibration_table, compared, plot, tables
+from simulation.report import calibration_table, compared, gpu_table, plot, tables
 from simulation.scenario import simulate, summary
 from simulation.shapes import SHAPES, task_of
 
@@ -59,6 +62,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=4, help="sequences of 2,048 tokens per step")
     add("--join", nargs="+", type=Path, default=[], metavar="JSON", help="results of this program")
     add("--calibrate", nargs="+", type=Path, default=[], metavar="JSON", help="results of bench/step_vs_peers.py")
+    add("--calibrate-gpu", type=Path, metavar="JSON", help="results of stages 5 and 8 of bench/gpu_check.py")
     return parser.parse_args(argv)
 
 
@@ -69,6 +73,10 @@ def main(argv: list[str] | None = None) -> int:
         found = {path.name: _calibrated(path) for path in args.calibrate}
         _write(args.out / "calibration.json", found)
         text = calibration_table(found)
+    elif args.calibrate_gpu:
+        steps = list(gpu_rows.predict(json.loads(args.calibrate_gpu.read_text())))
+        _write(args.out / "calibration.json", {"rows": steps})
+        text = gpu_table(steps)
     elif args.join:
         text = _written([row for path in args.join for row in json.loads(path.read_text())["rows"]], args.out)
     else:

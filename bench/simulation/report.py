@@ -124,6 +124,20 @@ def calibration_table(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def gpu_table(steps: Sequence[Row]) -> str:
+    """Predicted and measured seconds of steps on a GPU."""
+    lines = [
+        "| run | row | predicted s | measured s | predicted / measured | within 15 % |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {each['run']} | {each['row']} | {each['predicted']:.2f} | {each['measured']:.2f} | {each['ratio']:.2f} "
+        f"| {'yes' if each['within'] else '**no**'} |"
+        for each in steps
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Step / largest bound, a bar for each scenario."""
     import matplotlib

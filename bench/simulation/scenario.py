@@ -29,8 +29,13 @@ class Outcome:
     refused: str = ""
 
 
-def simulate(machine: Machine, task: Task, *, clipped: bool, **config: Any) -> Outcome:
-    """Plan, train some steps and give the figures of one. Args: config: keys of the swap config."""
+def simulate(machine: Machine, task: Task, *, clipped: bool, micro_batches: int = 1, **config: Any) -> Outcome:
+    """Plan, train some steps and give the figures of one.
+
+    Args:
+        micro_batches: each of the task's size; several go through a unit one after the other.
+        config: keys of the swap config.
+    """
     if task.numel > _LARGE:
         config = {"tile": _LARGE_TILE} | config
     try:
@@ -38,7 +43,7 @@ def simulate(machine: Machine, task: Task, *, clipped: bool, **config: Any) -> O
     except (InfinityError, ValueError) as error:
         return Outcome(refused=str(error))
     with native.imitated():
-        training = Training(machine, task, plan, clipped=clipped)
+        training = Training(machine, task, plan, clipped=clipped, micro_batches=micro_batches)
         for _ in range(_WARMUP["clipped" if clipped else "unclipped"]):
             training.step()
         before = training.figures()

@@ -58,9 +58,13 @@ class Figures:
 
 
 class Training:
-    """Args: clipped: every step clips its gradients."""
+    """Args:
+    clipped: every step clips its gradients.
+    micro_batches: of a step; several go through a unit one after the other.
+    """
 
-    def __init__(self, machine: Machine, task: Task, plan: Plan, *, clipped: bool) -> None:
+    def __init__(self, machine: Machine, task: Task, plan: Plan, *, clipped: bool, micro_batches: int = 1) -> None:
+        self._micro_batches = micro_batches
         self.rooms = Rooms(machine, plan, list(task.units))
         self._machine, self._task = machine, task
         self._scale = _CLIPPING if clipped else 1.0
@@ -101,7 +105,8 @@ class Training:
             self._acquire(unit)
         for unit in self._order:
             self._acquire(unit)
-            self._compute(self._task.forward[unit.index])
+            for _ in range(self._micro_batches):
+                self._compute(self._task.forward[unit.index])
             rooms.room.unuse(unit)
         for unit in self._staying:
             rooms.room.unuse(unit)
@@ -116,10 +121,11 @@ class Training:
         head, *others = reversed(self._order)
         for number, unit in enumerate([head, *self._staying, *others]):
             self._hold(unit)
-            self._compute(self._task.backward[unit.index])
-            if number == 0:
-                self._begin_backward()
-            self._land(unit)
+            for passed in range(self._micro_batches):
+                self._compute(self._task.backward[unit.index])
+                if number == passed == 0:
+                    self._begin_backward()
+                self._land(unit, passed)
         rooms.passes.end()
         rooms.room.hold(())
         rooms.gradients.send()
@@ -157,15 +163,15 @@ class Training:
         self.rooms.fluid.start(activity, future.complete)
         future.wait()
 
-    def _land(self, unit: OffloadedUnit) -> None:
-        """Coordinator.arrive, parameter by parameter, and complete."""
-        complete = False
+    def _land(self, unit: OffloadedUnit, passed: int) -> None:
+        """Coordinator.arrive, parameter by parameter, and complete. Args: passed: micro-batches before this one."""
+        complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
         for index, group in unit.gradients.groups.items():
             for spec in unit.unit.groups[index].specs:
                 with self.rooms.timeline.stall("gradient"):
-                    group.land(spec, self._gradient, accumulate=False)
-                complete = unit.gradients.arrivals.came(spec.name)
+                    group.land(spec, self._gradient, accumulate=passed > 0, more=more)
+                complete = not more and unit.gradients.arrivals.came(spec.name)
         if complete:
             unit.gradients.send()
             self.rooms.speculator.complete(unit, self._optimizer, self._steps + 1)
