@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +27,13 @@ from infinity.cli.batches import Batch
 from infinity.cli.documents import NotTextError, Text, documents, find_files, of_option
 from infinity.cli.packing import pack
 from infinity.cli.records import Example, LossOn
+from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 
 _NAMED = 5
 """How many files a message names; of the others it gives the number."""
+_COUNTED = 100
+"""How many different fields are counted."""
 _NOT_LEARNED = np.uint32(1 << 31)
 """Marks a token that belongs to a prompt."""
 
@@ -52,6 +56,7 @@ class _Content:
         unanswered: number of examples without an answer, which were left out.
         late: number of examples whose answer begins behind the end of a sequence, which were left out.
         rows: the first rows that were cut, or left out, by why.
+        unread: fields of rows that nothing reads, with how many rows have them.
     """
 
     digest: Any
@@ -66,10 +71,12 @@ class _Content:
     unanswered: int = 0
     late: int = 0
     rows: dict[str, list[str]] = field(default_factory=dict)
+    unread: Counter[str] = field(default_factory=Counter)
 
     def copy(self) -> _Content:
         rows = {why: list(places) for why, places in self.rows.items()}
-        return _Content(**{**vars(self), "digest": self.digest.copy(), "rows": rows})
+        own = {"digest": self.digest.copy(), "rows": rows, "unread": self.unread.copy()}
+        return _Content(**{**vars(self), **own})
 
     def note(self, why: str, where: str) -> None:
         places = self.rows.setdefault(why, [])
@@ -229,6 +236,10 @@ class PackedData:
         ):
             if count:
                 noted.append(f"{said}: {count} ({content.places(why)})")
+        if content.unread:
+            most = content.unread.most_common(_NAMED)
+            more = f" and {len(content.unread) - _NAMED} more" if len(content.unread) > _NAMED else ""
+            noted.append("fields of rows that are not read: " + ", ".join(quoted(name) for name, _ in most) + more)
         if self._tokenizer.eos_token_id is None and content.documents - content.examples > 1:
             noted.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
         return noted
@@ -257,7 +268,7 @@ class PackedData:
         """Add all documents of a file, or none."""
         before = self._content.copy()
         try:
-            for document in documents(path, self._tokenizer, self._loss_on):
+            for document in documents(path, self._tokenizer, self._loss_on, self._note_unread):
                 if isinstance(document, Example):
                     self._add_example(document)
                 else:
@@ -265,6 +276,10 @@ class PackedData:
         except NotTextError as error:
             self._return_to(before)
             self.left_out.append((path, str(error)))
+
+    def _note_unread(self, fields: Iterable[str]) -> None:
+        counted = self._content.unread
+        counted.update(each for each in fields if each in counted or len(counted) < _COUNTED)
 
     def _add_text(self, document: Text) -> None:
         before = self._content.copy()

@@ -6,11 +6,12 @@ import io
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from infinity.cli import fields
 from infinity.cli.records import Example, LossOn, text_or_example
 from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
@@ -86,17 +87,31 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
     return files, others
 
 
-def documents(path: Path, tokenizer: Any, loss_on: LossOn = "answers") -> Iterator[Document]:
+def documents(
+    path: Path,
+    tokenizer: Any,
+    loss_on: LossOn = "answers",
+    unread: Callable[[Iterable[str]], None] = lambda fields: None,
+) -> Iterator[Document]:
     """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as records.py
     has it.
+
+    Args:
+        unread: is told of the fields of a row that nothing reads.
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may have been given already.
         ConfigError: the file cannot be read; a row has another shape (names file:line).
     """
+
+    def document(record: Any, where: str) -> Document:
+        found = text_or_example(record, where, tokenizer, loss_on)
+        unread(fields.unread(record))
+        return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
+
     if path.suffix.lower() in TABLES or path.is_dir():
         for number, record in enumerate(rows_of(path), 1):
-            yield _document(record, f"{printable(path)}:{number}", tokenizer, loss_on)
+            yield document(record, f"{printable(path)}:{number}")
         return
     try:
         empty = not path.stat().st_size
@@ -104,9 +119,9 @@ def documents(path: Path, tokenizer: Any, loss_on: LossOn = "answers") -> Iterat
         raise _unreadable(path, error) from error
     if path.suffix.lower() == _LIST:
         for number, record in enumerate(_list(path), 1):
-            yield _document(record, f"{printable(path)}:{number}", tokenizer, loss_on)
+            yield document(record, f"{printable(path)}:{number}")
     elif path.suffix.lower() in _LINES:
-        yield from () if empty else _jsonl_documents(path, tokenizer, loss_on)
+        yield from () if empty else (document(record, where) for where, record in _json_lines(path))
     else:  # an empty file may be one of /proc, whose reader may wait for ever
         yield iter(()) if empty else _text_pieces(path)
 
@@ -204,11 +219,6 @@ def _text_pieces(path: Path) -> Text:
         raise _unreadable(path, error) from error
 
 
-def _document(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> Document:
-    found = text_or_example(record, where, tokenizer, loss_on)
-    return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
-
-
 def _list(path: Path) -> list[Any]:
     """The rows of a .json file. Raises ConfigError."""
     try:
@@ -230,14 +240,15 @@ def _list(path: Path) -> list[Any]:
     return found
 
 
-def _jsonl_documents(path: Path, tokenizer: Any, loss_on: LossOn) -> Iterator[Document]:
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Its rows, each with its place."""
     for number, line in enumerate(_lines(path), 1):
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
             raise ConfigError(f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several")
         record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
         if record is not None:
-            yield _document(record, where, tokenizer, loss_on)
+            yield where, record
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -8,6 +8,8 @@
 | `conversations` (ShareGPT)        | as `messages`: `from` and `value` are taken for `role` and `content`      |
 | `instruction`, `input`, `output`  | the output (Alpaca); the other two are the prompt                         |
 
+What else a row may have is in fields.py.
+
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
 and `{% endgeneration %}`. transformers returns a mask of nothing for a template without these marks, which trains
@@ -16,12 +18,14 @@ nothing at all and says so in one line of a log; here such a template is an erro
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from infinity.cli import fields
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, printable
 
@@ -70,6 +74,7 @@ def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) ->
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a row needs {_SHAPES}")
+    record = fields.plain(record, where)
     given = [key for key in ("text", "messages", "conversations", "prompt") if record.get(key) is not None]
     if len(given) > 1:
         both = " and ".join(f"'{key}'" for key in given[:2])
@@ -92,12 +97,14 @@ def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) ->
 
 def _of_alpaca(record: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """A row of Alpaca's as a prompt and a completion: messages where there is a chat template."""
-    given = [record["instruction"], record["input"]] if record.get("input") else [record["instruction"]]
-    prompt, completion = "\n\n".join(map(str, given)), record["output"]
+    system, given = record.get("system", ""), [record["instruction"], record.get("input", "")]
+    prompt, completion = "\n\n".join(str(each) for each in given if each), record["output"]
     if not getattr(tokenizer, "chat_template", None):
+        prompt = f"{system}\n\n{prompt}" if system else prompt
         return {"prompt": f"{prompt}\n\n", "completion": completion}
+    said = [{"role": "system", "content": system}] if system else []
     return {
-        "prompt": [{"role": "user", "content": prompt}],
+        "prompt": [*said, {"role": "user", "content": prompt}],
         "completion": [{"role": "assistant", "content": completion}],
     }
 
@@ -123,21 +130,35 @@ def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossO
     if isinstance(prompt, list):
         tools = _tools(record, where)
         first = _messages(prompt, f"{where}: prompt", conversations=False)
-        both = [*first, *_messages(completion or [], f"{where}: completion", conversations=False)]
+        answer = _messages(completion or [], f"{where}: completion", conversations=False)
+        _require_a_prompt_and_an_answer(first, answer, where)
+        both = [*first, *answer]
         asked = _rendered(first, where, tokenizer, tools, add_generation_prompt=True)["input_ids"]
         ids = _rendered(both, where, tokenizer, tools)["input_ids"]
         _require_contents(both, ids, where, tokenizer)
     else:
         end = tokenizer.eos_token or ""
-        answer = unicode(str(completion), where)
-        answer = answer if answer.endswith(end) else answer + end
+        said = unicode(str(completion), where)
+        said = said if said.endswith(end) else said + end
         asked = _ids(tokenizer, unicode(str(prompt), where))
-        ids = _ids(tokenizer, str(prompt) + answer)
+        ids = _ids(tokenizer, str(prompt) + said)
     common = 0  # a token may span the end of the prompt: what differs is the completion's
     while common < min(len(asked), len(ids)) and asked[common] == ids[common]:
         common += 1
     learned = [loss_on == "all" or index >= common for index in range(len(ids))]
     return Example(ids, learned, where, is_chat=isinstance(prompt, list))
+
+
+def _require_a_prompt_and_an_answer(
+    prompt: Sequence[dict[str, Any]], answer: Sequence[dict[str, Any]], where: str
+) -> None:
+    """Raises ConfigError where a message asks for something else than its place says."""
+    asked = fields.answers_learned(prompt, f"{where}: prompt"), fields.answers_learned(answer, f"{where}: completion")
+    if True in asked[0] or False in asked[1]:
+        raise ConfigError(
+            f"{where}: a 'weight' or 'train' asks that a message of the prompt is learned, or one of the completion is "
+            "not; give the row as 'messages'"
+        )
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -152,6 +173,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: LossOn, tools: Any) -> Example:
     marked = loss_on == "answers"
+    asked = fields.answers_learned(messages, f"{where}: messages")
     if marked and not re.search(r"\{%-?\s*generation\s*-?%\}", _template(tokenizer, where)):
         raise ConfigError(
             f"{where}: the model's chat template does not say which tokens are the assistant's: it has no "
@@ -165,7 +187,33 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: L
     ids = list(made["input_ids"])
     _require_contents(messages, ids, where, tokenizer)
     learned = [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids)
+    if any(each is False and message["role"] == "assistant" for each, message in zip(asked, messages, strict=True)):
+        learned = _without_some_answers(learned, asked, messages, where, marked=marked)
     return Example(ids, learned, where, is_chat=True)
+
+
+def _without_some_answers(
+    learned: list[bool],
+    asked: Sequence[bool | None],
+    messages: Sequence[dict[str, Any]],
+    where: str,
+    *,
+    marked: bool,
+) -> list[bool]:
+    """Without the tokens of the assistant's messages that are not to be learned. Args: learned: all of its tokens."""
+    spans = [(here, list(each)) for here, each in itertools.groupby(learned)]
+    answers = [each for each, message in zip(asked, messages, strict=True) if message["role"] == "assistant"]
+    if not marked or sum(here for here, _ in spans) != len(answers):
+        why = "with --loss-on all everything is learned" if not marked else "the chat template marks them otherwise"
+        raise ConfigError(
+            f"{where}: a message has 'weight': 0 or 'train': false, and which tokens are its is not known: {why}"
+        )
+    wanted = iter(answers)
+    return [
+        each
+        for here, part in spans
+        for each in (part if not here or next(wanted) is not False else [False] * len(part))
+    ]
 
 
 def _require_roles(messages: Sequence[dict[str, Any]], where: str, tokenizer: Any) -> None:
@@ -255,7 +303,7 @@ def _message(given: Any, where: str, conversations: bool) -> dict[str, Any]:
 
 def _tools(record: dict[str, Any], where: str) -> Any:
     """What the template is told of tools: a list, or JSON of one."""
-    tools = record.get("tools")
+    tools = record.get("tools") or None
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)

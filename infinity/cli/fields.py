@@ -1,0 +1,128 @@
+"""Fields of a row beside what is said in it. One that changes what is learned is honoured, or refused by its name; the
+others are not read, and the run says which they are.
+
+| field                                                 | what becomes of it                                           |
+|---|---|
+| `system`                                              | the first message, or where Alpaca's prompt begins           |
+| `weight`, `train` of a message                        | 0 and false: it is not learned (`answers_learned`)           |
+| `text` beside an instruction and an output            | not read: it repeats them, and all of it would be learned    |
+| `label`, `weight`, `train` of a row, where one says no | refused                                                     |
+| those of `_REFUSED`                                   | refused                                                      |
+| those of `_OF_NO_ACCOUNT`                             | not read, and not said                                       |
+| any other                                             | not read, and said once                                      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from infinity.echo import quoted
+from infinity.errors import ConfigError
+
+READ = (
+    "text",
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "tools",
+    "system",
+)
+_OF_NO_ACCOUNT = (
+    "id",
+    "idx",
+    "index",
+    "source",
+    "url",
+    "title",
+    "lang",
+    "language",
+    "date",
+    "license",
+    "meta",
+    "metadata",
+)
+_TEXT_ONLY = "text is all that is learned here; leave such rows out"
+_PAIRS = "of two answers one is preferred, and that is not learned here: give the one to learn as 'completion'"
+_REFUSED = {
+    "history": "give earlier turns as 'messages', each with a 'role' and a 'content'",
+    "system_prompt": "call it 'system'",
+    "chosen": _PAIRS,
+    "rejected": _PAIRS,
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
+    **dict.fromkeys(
+        ("input_ids", "loss_mask"), "rows with tokens are not read: give the text, and what is learned of it"
+    ),
+}
+
+
+def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A row with its system message where it belongs, and without what repeats the rest.
+
+    Raises:
+        ConfigError: it has a field that changes what is to be learned, in a way that nothing here does.
+    """
+    row = {key: value for key, value in record.items() if value is not None}
+    for key, fix in _REFUSED.items():
+        if row.get(key, "") not in ("", [], {}):
+            raise ConfigError(f"{where}: has {quoted(key)}, which is not learned as it asks: {fix}")
+    for key, yes in (("label", True), ("train", True), ("weight", 1)):
+        asked = row.get(key, yes)
+        if asked is False or (key == "weight" and asked != yes):
+            raise ConfigError(
+                f"{where}: {quoted(key)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
+                "cannot be given; leave it out"
+            )
+    if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+        row.pop("text", None)
+    return _with_system(row, where)
+
+
+def _with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
+    system = row.get("system", "")
+    if not isinstance(system, str):
+        raise ConfigError(f"{where}: 'system' is a {type(system).__name__}; it must be a string")
+    shape = next((key for key in ("messages", "conversations", "prompt") if key in row), "")
+    if not system.strip() or not shape:
+        return row
+    said = row[shape]
+    if not isinstance(said, list):
+        raise ConfigError(f"{where}: has 'system' beside a '{shape}' that is no list: begin the {shape} with it")
+    for message in said:
+        if isinstance(message, dict) and "system" in (message.get("role"), message.get("from")):
+            raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
+    del row["system"]
+    return row | {shape: [{"role": "system", "content": system}, *said]}
+
+
+def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
+    """What each message asks for: to be learned, or not; None where it says nothing. Takes the fields away.
+
+    Raises:
+        ConfigError: a weight between 0 and 1, or a message that is not the assistant's and is to be learned.
+    """
+    asked: list[bool | None] = []
+    for index, message in enumerate(messages):
+        wanted = [message.pop(key) for key in ("weight", "train") if key in message]
+        if any(each not in (0, 1) for each in wanted):
+            raise ConfigError(
+                f"{where}[{index}]: 'weight' is 0 or 1, 'train' false or true; it has {quoted(wanted[0])}"
+            )
+        learned = all(map(bool, wanted)) if wanted else None
+        if learned and message.get("role") != "assistant":
+            raise ConfigError(
+                f"{where}[{index}]: 'weight' or 'train' asks that what the {message.get('role')} says is learned; only "
+                "the assistant's messages are, or whole conversations with --loss-on all"
+            )
+        asked.append(learned)
+    return asked
+
+
+def unread(record: Mapping[str, Any]) -> Iterable[str]:
+    """The fields of a row that nothing reads, and that may be of account."""
+    known = {*READ, *_OF_NO_ACCOUNT, *_REFUSED, "weight", "train"}
+    return [key for key, value in record.items() if key not in known and value not in (None, "", [], {})]
