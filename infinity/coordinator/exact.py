@@ -34,7 +34,7 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     if states is None or states.residual is None or not spec.numel:
         return weight
     itemsize = residual_itemsize(states.master)
-    rest = _read(coordinator.resources, states.residual, spec.offset * itemsize, spec.numel * itemsize)
+    rest = read_part(coordinator.resources, states.residual, spec.offset * itemsize, spec.numel * itemsize)
     if states.master == "fp32":
         return rest.view(torch.float32).view(spec.shape)
     values = torch.empty(spec.numel)
@@ -42,7 +42,7 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     return values.view(spec.shape)
 
 
-def _read(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
+def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
     """Bytes of a state, uint8."""
     if home.in_memory:
         return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()

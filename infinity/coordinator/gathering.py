@@ -4,8 +4,9 @@
 What is gathered is a copy beside the unit's slot: the unit may be evicted and fetched as before, a model that does not
 fit into the memory planned for weights can be gathered as far as the machine has memory, and what is done to a copy
 reaches the states only where it was asked for. On the way back only parameters whose bits changed are written: their
-weights, and a master of exactly these values; moments stay. The write goes where no generation is (`destination`), so
-the generations that exist stay whole, and the next commit has the new values.
+weights, and where a weight has changed a master of exactly its value. Who puts weights back has their masters again,
+until the next step (put_back.py). Moments stay. The write goes where no generation is (`destination`), so the
+generations that exist stay whole, and the next commit has the new values.
 
 Several ranks enter and leave the context together, with the same values on all of them: each puts all of these into its
 slot, and writes its slice to the states.
@@ -19,16 +20,15 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-from infinity import _native
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.exact import read_part
 from infinity.coordinator.ingest import residual_of, write_parts
 from infinity.coordinator.same_values import sum_of_bits
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
-from infinity.state.shard import Shard
 from infinity.tiers.slots import Slot
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
@@ -265,6 +265,7 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
 def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]) -> None:
     """Put new values into the slot, and from there into the homes of weights and master."""
     resources, shard = coordinator.resources, coordinator.shards[unit.index]
+    fresh = _residuals(coordinator, unit, slot, changed)
     for name in changed:
         unit.views.value_in(slot, name).copy_(unit.parameters[name])
     touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
@@ -276,10 +277,8 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
             continue  # other ranks have all of the group
         write_parts(resources, unit.homes.weights.groups[index], {0: slot.tensor[begin:end].cpu()})
         states = unit.homes.states.get(index)
-        if states is not None and states.residual is not None:
-            fresh = _residuals(unit, shard, index, changed, states.master)
-            if fresh:
-                write_parts(resources, states.residual, fresh)
+        if states is not None and states.residual is not None and fresh.get(index):
+            write_parts(resources, states.residual, fresh[index])
     if changed:
         coordinator.rewrote(changed)
         unit.weights.bump()  # what was saved for backward is of before
@@ -287,15 +286,25 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: S
 
 
 def _residuals(
-    unit: OffloadedUnit, shard: Shard, index: int, changed: Sequence[str], master: _native.MasterName
-) -> dict[int, torch.Tensor]:
-    """Of what this rank has of the changed parameters of a group, by where it begins in the group's residual."""
-    fresh = {}
+    coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]
+) -> dict[int, dict[int, torch.Tensor]]:
+    """Of what this rank has of the changed parameters: by the group's index, and by where it begins in the group's
+    residual. The slot has the old weights."""
+    shard = coordinator.shards[unit.index]
+    fresh: dict[int, dict[int, torch.Tensor]] = {}
     for name in changed:
         group, spec = unit.unit.find(name)
-        piece = shard.piece(spec, index) if group is unit.unit.groups[index] else None
-        if piece is not None:
-            begin = piece.index - spec.index
-            value = unit.parameters[name].detach().cpu().contiguous().reshape(-1)[begin : begin + piece.numel]
-            fresh[piece.offset * residual_itemsize(master)] = residual_of(value, master)
+        index = unit.unit.groups.index(group)
+        states, piece = unit.homes.states.get(index), shard.piece(spec, index)
+        if states is None or states.residual is None or piece is None:
+            continue
+        begin, itemsize = piece.index - spec.index, residual_itemsize(states.master)
+        old, new = (
+            value.detach().cpu().contiguous().reshape(-1)[begin : begin + piece.numel]
+            for value in (unit.views.value_in(slot, name), unit.parameters[name])
+        )
+        at = piece.offset * itemsize
+        residual = read_part(coordinator.resources, states.residual, at, piece.numel * itemsize)
+        given = residual_of(new, states.master)
+        fresh.setdefault(index, {})[at] = coordinator.masters.after_write(name, old, new, residual, given)
     return fresh

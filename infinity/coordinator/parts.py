@@ -11,6 +11,7 @@ from torch import nn
 from infinity.base.timeline import Timeline
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.progress import Progress
+from infinity.coordinator.put_back import Masters
 from infinity.coordinator.readers import Readers
 from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
@@ -43,6 +44,8 @@ class Parts(Lender):
         units: in the order of their indices.
         steps: optimizer steps that are done.
         rewritten: names of parameters that got other values since they were brought home, by no step.
+        saved_wide: names of parameters that the script had in fp32, and whose masters are saved, not their weights.
+        masters: of weights that were written to since the last step.
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
         staying: the units that stay on the device while the model runs, by index.
@@ -64,6 +67,8 @@ class Parts(Lender):
         self.commits = commits
         self.steps = 0
         self.rewritten: set[str] = set()
+        self.saved_wide: frozenset[str] = frozenset()
+        self.masters = Masters()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._owners = {
@@ -125,6 +130,10 @@ class Parts(Lender):
             if any(self.gradients.has(place) for _, place in self.places() if place.group.trainable):
                 return "it has gradients: step, or call zero_grad(), first"
             return ""
+
+    def save_wide(self, names: Iterable[str]) -> None:
+        """The script had these parameters in fp32: their masters are what is saved of them."""
+        self.saved_wide = frozenset(names)
 
     def rewrote(self, names: Iterable[str]) -> None:
         """These parameters got other values than those that were brought home, by no step."""

@@ -225,6 +225,7 @@ class Stepping(Parts):
             begun = self.updates.decide(
                 by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
             )
+        self.masters.forget()
         self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self.health.failing(SwapTimeoutError, PeerError):
             for unit in begun if self.shared is None else everywhere:
