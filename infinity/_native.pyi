@@ -44,6 +44,8 @@ class Arena:
     def huge_pages(self) -> bool: ...
     def touch(self, pool: ThreadPool) -> None:
         """Make all pages resident, by all threads; each keeps what it holds."""
+    def give_back(self) -> None:
+        """Nobody wants what is in it any more: the pages go back to the system, and read as zeros."""
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
 

@@ -57,6 +57,10 @@ Arena::~Arena() {
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
 }
 
+void Arena::give_back() {
+  if (getpid() == pid_) madvise(address_, (nbytes_ + kPageBytes - 1) / kPageBytes * kPageBytes, MADV_DONTNEED);
+}
+
 void Arena::touch(ThreadPool& pool) {
   pool.parallel_for((nbytes_ + kTouchedAtOnce - 1) / kTouchedAtOnce, [this](std::size_t index) {
     const std::size_t begin = index * kTouchedAtOnce;

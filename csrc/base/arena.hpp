@@ -26,6 +26,8 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Makes all pages resident, by all threads: one alone brings 4 GB/s.
   void touch(ThreadPool& pool);
+  // Nobody wants what is in it any more: the pages go back to the system, and read as zeros.
+  void give_back();
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }
 

@@ -164,6 +164,7 @@ void bind_base(py::module_& module) {
             arena.touch(threads);
           },
           py::arg("pool"))
+      .def("give_back", &Arena::give_back, py::call_guard<py::gil_scoped_release>())
       .def("view", &view_of, py::arg("offset"), py::arg("nbytes"));
 
   py::class_<Failure>(module, "Failure")

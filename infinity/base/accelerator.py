@@ -319,8 +319,10 @@ def describe(device: torch.device) -> DeviceFacts:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of an accelerator."""
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
+    """Free memory of an accelerator, with what torch's allocator keeps for what comes next."""
+    module = torch.get_device_module(device)
+    kept = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    return int(module.mem_get_info(device)[0]) + kept
 
 
 def random_states() -> list[torch.Tensor]:

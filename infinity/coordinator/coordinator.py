@@ -434,6 +434,8 @@ class Coordinator(Stepping):
                 self.commits.tracking.forget()
                 self.resources.close(discard=discard and alone is None)
                 self.health.forget()
+            if not failed and self.room.leave_all():
+                self.resources.give_back()
         if alone is not None and not broken and not failed:
             raise alone
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -151,6 +151,12 @@ class PinnedArena(Space):
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
         super().__init__(_native.Arena(nbytes, huge_pages=True, numa_node=numa_node), 0, nbytes)
         self._pinned = False
+        self._unpin: Callable[[], object] = lambda: None
+
+    def give_all_back(self) -> None:
+        """Nobody uses the memory any more, whoever may still refer to it."""
+        self._unpin()
+        self.memory.give_back()
 
     def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None) -> str:
         """Pin the pages for copies. Returns '', or why the runtime refused: copies are then slower, and right.
@@ -164,7 +170,7 @@ class PinnedArena(Space):
         refused = accelerator.pin(self.memory.address, self.nbytes)
         if not refused:
             self._pinned = True
-            weakref.finalize(self, accelerator.unpin, self.memory.address)
+            self._unpin = weakref.finalize(self, accelerator.unpin, self.memory.address)
             logger.info("pinned %s in %.2f s", format_bytes(self.nbytes), time.perf_counter() - began)
         return refused
 

@@ -68,6 +68,11 @@ class DeviceTier:
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 
+    def give_back(self) -> None:
+        """After close(): nobody uses the slab any more."""
+        for slab in (self.staying, self.slots, self.ring, self.decoding):
+            slab.give_all_back()
+
 
 def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
     """The entry points of the device's runtime, for native threads. Raises ConfigError as Accelerator.gate."""

@@ -245,6 +245,13 @@ class Resources:
             if self.store is not None:
                 self.store.close(discard=discard)
 
+    def give_back(self) -> None:
+        """After close(): RAM and memory of the device go back, though the model may be referred to for long. Nobody may
+        hold views of a slot."""
+        self.arena.give_all_back()
+        if self.device is not None:
+            self.device.give_back()
+
 
 def make_directory(path: Path) -> None:
     """The directory of nvme.paths in which each rank makes one of its own. Raises ConfigError."""

@@ -88,6 +88,10 @@ class Slab:
             self._left.append((begin, end, tuple(last_uses)))
         lease.lease.release()
 
+    def give_all_back(self) -> None:
+        """Nothing is leased any more, nor will be."""
+        self._memory = self._memory[:0].clone()
+
     def _is_over(self, left: tuple[int, int, tuple[Event, ...]], begin: int, end: int) -> bool:
         return (begin <= left[0] and left[1] <= end) or all(map(self._accelerator.reached, left[2]))
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 
 from infinity.base.timeline import Timeline
-from infinity.errors import PlanError
+from infinity.errors import InfinityError, PlanError
 from infinity.sizes import format_bytes
 from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
@@ -115,6 +116,18 @@ class Room:
         """Nobody may read any parameter from now on."""
         for unit in self.units:
             unit.views.close()
+
+    def leave_all(self) -> bool:
+        """The model is closed, and its threads have ended: no unit keeps a slot. Returns whether the memory of all of
+        them is free: somebody may hold views of one, or a device that was given up may write to it."""
+        for unit in self.units:
+            if unit.weights.residency is Residency.FETCHING:
+                with suppress(InfinityError):  # nobody wants it any more
+                    self._finish(unit)
+            if unit.weights.slot is not None:
+                self._vacate(unit)
+        resting = all(unit.weights.residency is Residency.RELEASED for unit in self.units)
+        return resting and not any(slot.outstanding() for slot in self._viewed)
 
     # -- who comes ----------------------------------------------------------------------------------------------------
 

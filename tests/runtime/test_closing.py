@@ -7,6 +7,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import infinity
@@ -72,3 +73,44 @@ else:
 def test_when_the_last_model_is_closed_the_signal_handlers_are_the_users_own() -> None:
     ended = run_script(_CLOSED)
     assert ended.returncode == 0, ended.stderr
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def trained(offload: Any, tier: str) -> Any:
+    model = offload(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))), tier)
+    optim = infinity.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optim.step()
+    optim.zero_grad()
+    infinity.synchronize(model)
+    return model
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_closed_model_that_is_referred_to_gives_its_memory_back(tier: str, offload: Any) -> None:
+    """As in a notebook, where the next offload is planned from what is free."""
+    model = trained(offload, tier)
+    arena, before = registry.coordinator_of(model).resources.arena, resident_bytes()
+    used = arena.nbytes if tier == "host" else 8 << 20
+    infinity.close(model)
+    assert before - resident_bytes() > min(used, 64 << 20) // 2
+    assert model[0].weight.shape == (1024, 1024)
+
+
+def test_a_view_of_weights_that_somebody_holds_stays_as_it_is(offload: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    class Showing(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.weight.detach()[:4])
+            return super().forward(x)
+
+    model = offload(torch.nn.Sequential(Showing(64, 64), torch.nn.Linear(64, 64)), "host")
+    with torch.no_grad():
+        model(torch.ones(1, 64))
+    values = kept[0].clone()
+    infinity.close(model)
+    assert torch.equal(kept[0], values)

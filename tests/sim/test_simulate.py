@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,17 @@ def test_no_operation_touches_device_memory_without_being_logged(tmp_path: Path)
     """Anything else would end the process."""
     done = processes.run(train_shut, tmp_path / "swap")
     assert done.stdout == "all was logged\n", done.stderr
+
+
+def test_a_closed_model_that_is_referred_to_gives_the_slab_back(simulate: Simulate, offload: Offload) -> None:
+    simulate()
+    model = offload(Toy().bfloat16(), "host")
+    model(torch.randn(4, 32).bfloat16().requires_grad_()).backward()
+    device = registry.coordinator_of(model).resources.device
+    assert device is not None
+    slabs = [device.staying, device.slots, device.ring]
+    memory = [weakref.ref(slab._memory) for slab in slabs]
+    assert sum(slab._memory.numel() for slab in slabs) > 0
+    infinity.close(model)
+    assert [slab._memory.numel() for slab in slabs] == [0, 0, 0]
+    assert [each() for each in memory] == [None] * 3
